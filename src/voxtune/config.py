@@ -1,0 +1,89 @@
+"""Configuration from untrusted dictionaries: a dataclass is the schema, its annotations are checked.
+
+Every configuration class of this project is a frozen, keyword-only dataclass beside its owner that checks its own
+values when made. This module only carries JSON and YAML into such a class and back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from voxtune.errors import InputError
+
+T = TypeVar("T")
+
+
+def from_mapping(cls: type[T], data: Any, where: str) -> T:
+    """Builds dataclass `cls` from `data`; `where` names the file and field for the error message."""
+    if not isinstance(data, Mapping):
+        raise InputError(f"{where}: expected a mapping of settings, found {type(data).__name__}")
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    unknown = [k for k in data if k not in fields]
+    if unknown:
+        raise InputError(f"{where}: unknown setting {unknown[0]!r}; known are {', '.join(sorted(fields))}")
+    required = [n for n, f in fields.items() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
+    missing = [n for n in required if n not in data]
+    if missing:
+        raise InputError(f"{where}: setting {missing[0]!r} is missing")
+    values = {name: _value(hints[name], value, f"{where}: {name}") for name, value in data.items()}
+    try:
+        return cls(**values)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def to_mapping(config: Any) -> dict[str, Any]:
+    """The JSON form of a configuration: what `from_mapping` reads back to an equal object."""
+    return dataclasses.asdict(config)
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _optional(args, value, where)
+    if origin is tuple:
+        return _tuple(args, value, where)
+    if origin is typing.Literal:
+        if value not in args:
+            raise InputError(f"{where}: {value!r} is not one of {', '.join(map(repr, args))}")
+        return value
+    if dataclasses.is_dataclass(hint):
+        return from_mapping(hint, value, where)  # type: ignore[arg-type]
+    return _scalar(hint, value, where)
+
+
+def _optional(args: tuple[Any, ...], value: Any, where: str) -> Any:
+    assert type(None) in args and len(args) == 2, "only X | None is used in configuration classes"
+    if value is None:
+        return None
+    return _value(next(a for a in args if a is not type(None)), value, where)
+
+
+def _tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise InputError(f"{where}: expected a list, found {value!r}")
+    if args[-1] is Ellipsis:
+        return tuple(_value(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+    if len(value) != len(args):
+        raise InputError(f"{where}: expected {len(args)} values, found {len(value)}")
+    return tuple(_value(a, v, f"{where}[{i}]") for i, (a, v) in enumerate(zip(args, value, strict=True)))
+
+
+def _scalar(hint: Any, value: Any, where: str) -> Any:
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        number = float(value)
+        if number != number or number in (float("inf"), float("-inf")):
+            raise InputError(f"{where}: {value!r} is not a finite number")
+        return number
+    if hint is str and isinstance(value, str):
+        return value
+    raise InputError(f"{where}: expected {getattr(hint, '__name__', hint)}, found {value!r}")

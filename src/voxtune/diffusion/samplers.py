@@ -1,0 +1,223 @@
+"""Samplers: plain functions (denoise, x, schedule, timesteps, ...) -> x_0.
+
+`denoise(x, t_N)` gives the noise in x. `timesteps` are training steps from the noisiest down; after the last comes the
+clean image. `noise(k)` is the k-th draw, k from 1 (draw 0 made the x that comes in); only ddpm and ddim with eta > 0 use it.
+`clip` clamps each prediction of x_0 to [-1, 1]. `callback(i, x, x0)` is called after step i.
+
+Below, alpha = sqrt(a_t) and sigma = sqrt(1 - a_t) at the present step, and their `_next` at the step it leads to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from voxtune.diffusion.schedule import Schedule
+from voxtune.errors import InputError
+
+Denoise = Callable[[Tensor, Tensor], Tensor]
+Noise = Callable[[int], Tensor]
+Callback = Callable[[int, Tensor, Tensor], None]
+
+
+class Sampler(Protocol):
+    def __call__(
+        self,
+        denoise: Denoise,
+        x: Tensor,
+        schedule: Schedule,
+        timesteps: Sequence[int],
+        *,
+        noise: Noise | None = None,
+        clip: bool = True,
+        callback: Callback | None = None,
+    ) -> Tensor: ...
+
+
+def _predict(denoise: Denoise, x: Tensor, t: int, alpha: float, sigma: float, clip: bool) -> Tensor:
+    """x_0 = (x - sigma eps) / alpha, clamped."""
+    eps = denoise(x, torch.full((x.shape[0],), t, dtype=torch.int64, device=x.device))
+    x0 = (x - sigma * eps.to(x.dtype)) / alpha
+    return x0.clamp(-1, 1) if clip else x0
+
+
+def ddpm(
+    denoise: Denoise,
+    x: Tensor,
+    schedule: Schedule,
+    timesteps: Sequence[int],
+    *,
+    noise: Noise | None = None,
+    clip: bool = True,
+    callback: Callback | None = None,
+) -> Tensor:
+    """Ancestral sampling (Ho et al., algorithm 2); with fewer steps than trained for, over the coarser chain."""
+    if noise is None:
+        raise InputError("ddpm draws noise at every step: give it a noise source")
+    for i, (t, t_next) in enumerate(zip(timesteps, [*timesteps[1:], -1], strict=True)):
+        alpha, sigma = schedule.signal_noise(t)
+        alpha_next, sigma_next = schedule.signal_noise(t_next)
+        x0 = _predict(denoise, x, t, alpha, sigma, clip)
+        beta = 1 - (alpha / alpha_next) ** 2
+        # Posterior mean and variance (Ho et al. eq. 7).
+        x = (alpha_next * beta / sigma**2) * x0 + ((alpha / alpha_next) * (sigma_next / sigma) ** 2) * x
+        if t_next >= 0:
+            x = x + math.sqrt(beta) * sigma_next / sigma * noise(i + 1)
+        if callback:
+            callback(i, x, x0)
+    return x
+
+
+def ddim(
+    denoise: Denoise,
+    x: Tensor,
+    schedule: Schedule,
+    timesteps: Sequence[int],
+    *,
+    noise: Noise | None = None,
+    clip: bool = True,
+    callback: Callback | None = None,
+    eta: float = 0.0,
+) -> Tensor:
+    """Song et al. eq. 12 and 16: deterministic at eta 0, ancestral at eta 1."""
+    if eta and noise is None:
+        raise InputError("ddim with eta above 0 draws noise: give it a noise source")
+    for i, (t, t_next) in enumerate(zip(timesteps, [*timesteps[1:], -1], strict=True)):
+        alpha, sigma = schedule.signal_noise(t)
+        alpha_next, sigma_next = schedule.signal_noise(t_next)
+        x0 = _predict(denoise, x, t, alpha, sigma, clip)
+        eps = (x - alpha * x0) / sigma
+        spread = eta * sigma_next / sigma * math.sqrt(max(0.0, 1 - (alpha / alpha_next) ** 2))
+        x = alpha_next * x0 + math.sqrt(max(0.0, sigma_next**2 - spread**2)) * eps
+        if spread and noise is not None:
+            x = x + spread * noise(i + 1)
+        if callback:
+            callback(i, x, x0)
+    return x
+
+
+def dpm_solver_pp(
+    denoise: Denoise,
+    x: Tensor,
+    schedule: Schedule,
+    timesteps: Sequence[int],
+    *,
+    noise: Noise | None = None,
+    clip: bool = True,
+    callback: Callback | None = None,
+) -> Tensor:
+    """DPM-Solver++ (2M), Lu et al. 2022, algorithm 2: second order from the previous prediction, first order at the end."""
+    x0_prev, h_prev = None, 0.0
+    for i, (t, t_next) in enumerate(zip(timesteps, [*timesteps[1:], -1], strict=True)):
+        alpha, sigma = schedule.signal_noise(t)
+        alpha_next, sigma_next = schedule.signal_noise(t_next)
+        x0 = _predict(denoise, x, t, alpha, sigma, clip)
+        if t_next < 0:
+            x = x0
+        else:
+            h = math.log(alpha_next / sigma_next) - math.log(alpha / sigma)
+            d = x0 if x0_prev is None else x0 + (0.5 * h / h_prev) * (x0 - x0_prev)
+            x = (sigma_next / sigma) * x - (alpha_next * math.expm1(-h)) * d
+            x0_prev, h_prev = x0, h
+        if callback:
+            callback(i, x, x0)
+    return x
+
+
+def unipc(
+    denoise: Denoise,
+    x: Tensor,
+    schedule: Schedule,
+    timesteps: Sequence[int],
+    *,
+    noise: Noise | None = None,
+    clip: bool = True,
+    callback: Callback | None = None,
+) -> Tensor:
+    """UniPC of order 2 with B(h) = e^h - 1 (Zhao et al. 2023, algorithms 1 and 2): each prediction corrects its own step."""
+    correct: Callable[[Tensor], Tensor] | None = None
+    x0_prev, log_snr_prev = None, 0.0
+    for i, (t, t_next) in enumerate(zip(timesteps, [*timesteps[1:], -1], strict=True)):
+        alpha, sigma = schedule.signal_noise(t)
+        alpha_next, sigma_next = schedule.signal_noise(t_next)
+        x0 = _predict(denoise, x, t, alpha, sigma, clip)
+        if correct:
+            x = correct(x0)
+        if t_next < 0:
+            x = x0
+        else:
+            log_snr = math.log(alpha / sigma)
+            h = math.log(alpha_next / sigma_next) - log_snr
+            base = (sigma_next / sigma) * x - (alpha_next * math.expm1(-h)) * x0
+            r = (log_snr_prev - log_snr) / h
+            slope = None if x0_prev is None else (x0_prev - x0) / r
+            x = base if slope is None else base - (0.5 * alpha_next * math.expm1(-h)) * slope
+            correct = _unipc_corrector(base, x0, slope, r, h, alpha_next)
+            x0_prev, log_snr_prev = x0, log_snr
+        if callback:
+            callback(i, x, x0)
+    return x
+
+
+def _unipc_corrector(
+    base: Tensor, x0: Tensor, slope: Tensor | None, r: float, h: float, alpha_next: float
+) -> Callable[[Tensor], Tensor]:
+    """The corrector of the step just taken, waiting for the prediction at its end."""
+    scale = alpha_next * math.expm1(-h)
+    if slope is None:
+        return lambda x0_next: base - (0.5 * scale) * (x0_next - x0)
+    # The two weights that match the expansion to second order: 2 x 2 system [[1, 1], [r, 1]] rho = b (eq. 9).
+    phi_1 = math.expm1(-h) / -h - 1
+    b1 = phi_1 / math.expm1(-h)
+    b2 = (phi_1 / -h - 0.5) * 2 / math.expm1(-h)
+    rho_slope = (b1 - b2) / (1 - r)
+    rho_next = b1 - rho_slope
+    return lambda x0_next: base - scale * (rho_slope * slope + rho_next * (x0_next - x0))
+
+
+# Adams-Bashforth weights by how many noises are known, newest first (Liu et al. 2022, eq. 9).
+_ADAMS_BASHFORTH = ((1.0,), (3 / 2, -1 / 2), (23 / 12, -16 / 12, 5 / 12))
+
+
+def ipndm(
+    denoise: Denoise,
+    x: Tensor,
+    schedule: Schedule,
+    timesteps: Sequence[int],
+    *,
+    noise: Noise | None = None,
+    clip: bool = True,
+    callback: Callback | None = None,
+) -> Tensor:
+    """iPNDM of order 3 (Zhang & Chen 2023): DDIM's step along an extrapolated noise, re-derived from the clamped x_0."""
+    history: list[Tensor] = []
+    for i, (t, t_next) in enumerate(zip(timesteps, [*timesteps[1:], -1], strict=True)):
+        alpha, sigma = schedule.signal_noise(t)
+        alpha_next, sigma_next = schedule.signal_noise(t_next)
+        x0 = _predict(denoise, x, t, alpha, sigma, clip)
+        history = [(x - alpha * x0) / sigma, *history[:2]]
+        weights = _ADAMS_BASHFORTH[len(history) - 1]
+        eps = torch.stack([w * e for w, e in zip(weights, history, strict=True)]).sum(dim=0)
+        x = (alpha_next / alpha) * (x - sigma * eps) + sigma_next * eps
+        if callback:
+            callback(i, x, x0)
+    return x.clamp(-1, 1) if clip else x
+
+
+SAMPLERS: dict[str, Sampler] = {
+    "ddpm": ddpm,
+    "ddim": ddim,
+    "dpm++": dpm_solver_pp,
+    "unipc": unipc,
+    "ipndm": ipndm,
+}
+
+
+def sampler(name: str) -> Sampler:
+    if name not in SAMPLERS:
+        raise InputError(f"unknown sampler {name!r}: known are {', '.join(SAMPLERS)}")
+    return SAMPLERS[name]

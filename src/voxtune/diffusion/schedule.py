@@ -1,0 +1,110 @@
+"""Noise schedules. Everything is computed in float64; a step's coefficients are plain floats.
+
+a_t is the running product of 1 - beta ("alphas_cumprod"); x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from voxtune.errors import InputError
+
+MAX_STEPS = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionConfig:
+    """The diffusion a network was trained for. `betas` is given for a schedule that is none of the named ones."""
+
+    schedule: Literal["cosine", "linear", "custom"] = "cosine"
+    steps: int = 250
+    loss: Literal["l1", "l2"] = "l1"
+    betas: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.steps <= MAX_STEPS:
+            raise InputError(f"diffusion steps must lie in 1 to {MAX_STEPS}, found {self.steps}")
+        if (self.schedule == "custom") != (self.betas is not None):
+            raise InputError("betas are given exactly when the schedule is 'custom'")
+        if self.betas is not None and len(self.betas) != self.steps:
+            raise InputError(f"{len(self.betas)} betas for {self.steps} steps")
+        if self.betas is not None and not all(0 <= b < 1 for b in self.betas):
+            raise InputError("every beta must lie in [0, 1)")
+
+
+class Schedule:
+    """The betas and what follows from them, in float64."""
+
+    def __init__(self, betas: Tensor):
+        self.betas = betas.detach().double().cpu()
+
+    @cached_property
+    def alphas_cumprod(self) -> Tensor:
+        return torch.cumprod(1 - self.betas, dim=0)
+
+    @cached_property
+    def posterior_variance(self) -> Tensor:
+        a = self.alphas_cumprod
+        a_prev = torch.cat([a.new_ones(1), a[:-1]])
+        return self.betas * (1 - a_prev) / (1 - a)
+
+    def __len__(self) -> int:
+        return len(self.betas)
+
+    def signal_noise(self, t: int) -> tuple[float, float]:
+        """(sqrt(a_t), sqrt(1 - a_t)); t = -1 is the clean image."""
+        if t < 0:
+            return 1.0, 0.0
+        a = self.alphas_cumprod[t].item()
+        return math.sqrt(a), math.sqrt(1 - a)
+
+
+def make_schedule(config: DiffusionConfig) -> Schedule:
+    if config.betas is not None:
+        return Schedule(torch.tensor(config.betas, dtype=torch.float64))
+    return Schedule(cosine_betas(config.steps) if config.schedule == "cosine" else linear_betas(config.steps))
+
+
+def cosine_betas(steps: int, s: float = 0.008) -> Tensor:
+    """beta_i = 1 - f(u_{i+1}) / f(u_i), f(u) = cos^2((u + s) / (1 + s) pi / 2), clipped at 0.999 (Nichol & Dhariwal eq. 17)."""
+    u = torch.linspace(0, 1, steps + 1, dtype=torch.float64)
+    f = torch.cos((u + s) / (1 + s) * math.pi / 2) ** 2
+    return (1 - f[1:] / f[:-1]).clamp(0, 0.999)
+
+
+def linear_betas(steps: int) -> Tensor:
+    """1e-4 to 2e-2 over 1000 steps (Ho et al., section 4), scaled so that any number of steps ends in pure noise."""
+    scale = 1000 / steps
+    return torch.linspace(1e-4 * scale, 0.02 * scale, steps, dtype=torch.float64).clamp(max=0.999)
+
+
+def recognise(betas: Tensor, loss: Literal["l1", "l2"] = "l1") -> DiffusionConfig:
+    """The config of stored betas: a named schedule where they agree to float32 rounding, else custom."""
+    steps = len(betas)
+    stored = betas.double()
+    for name, make in (("cosine", cosine_betas), ("linear", linear_betas)):
+        if torch.allclose(make(steps), stored, rtol=1e-5, atol=1e-7):
+            return DiffusionConfig(schedule=name, steps=steps, loss=loss)  # type: ignore[arg-type]
+    return DiffusionConfig(schedule="custom", steps=steps, loss=loss, betas=tuple(stored.tolist()))
+
+
+Spacing = Literal["trailing", "linspace", "leading"]
+
+
+def spaced_steps(total: int, steps: int, spacing: Spacing = "trailing") -> list[int]:
+    """`steps` of the `total` training steps, from the noisiest down."""
+    if not 1 <= steps <= total:
+        raise InputError(f"sampling steps must lie in 1 to {total} (the model's diffusion steps), found {steps}")
+    if spacing == "trailing":
+        return [round(total - i * total / steps) - 1 for i in range(steps)]
+    if spacing == "linspace":
+        return [round((total - 1) * (1 - i / steps)) for i in range(steps)] if steps < total else [*range(total)][::-1]
+    if spacing == "leading":
+        return [(steps - 1 - i) * (total // steps) for i in range(steps)]
+    raise InputError(f"unknown spacing {spacing!r}: known are trailing, linspace, leading")

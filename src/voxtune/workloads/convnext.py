@@ -1,0 +1,169 @@
+"""The 2D ConvNeXt U-Net with attention gates, in plain eager PyTorch.
+
+Legend: N batch, C channels, H W pixels, E width of the time embedding.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from voxtune.errors import InputError
+
+BLOCKS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvNeXtConfig:
+    channels: int = 3
+    width: int = 32
+    multipliers: tuple[int, ...] = (1, 2, 4, 8)
+
+    def __post_init__(self) -> None:
+        if self.channels < 1 or not self.multipliers or min(self.multipliers) < 1:
+            raise InputError("channels, the number of multipliers and each multiplier must be at least 1")
+        if self.width < 4 or self.width % 2:
+            raise InputError(f"width {self.width}: must be even and at least 4 (the time sinusoid has sines and cosines)")
+        if max(self.channels, len(self.multipliers), *self.multipliers) > 64 or self.width > 1024:
+            raise InputError("more than 64 channels, levels or times the width, or width above 1024, is not a model we know")
+
+    @property
+    def in_channels(self) -> int:
+        return self.channels
+
+    @property
+    def out_channels(self) -> int:
+        return self.channels
+
+    @property
+    def mask_channels(self) -> int:
+        return 0
+
+    @property
+    def divisor(self) -> int:
+        return 2 ** (len(self.multipliers) - 1)
+
+    @property
+    def dimensions(self) -> int:
+        return 2
+
+
+def time_sinusoid(t_N: Tensor, width: int) -> Tensor:
+    """Sines, then cosines, with frequencies exp(-ln(10000) i / (half - 1)). (N, width)"""
+    half = width // 2
+    index = torch.arange(half, dtype=torch.float32, device=t_N.device)
+    angle = t_N[:, None].float() * torch.exp(-math.log(10000) * index / (half - 1))[None]
+    return torch.cat([angle.sin(), angle.cos()], dim=-1)
+
+
+class ConvNextBlock(nn.Module):
+    def __init__(self, channels: int, out_channels: int, time_width: int):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.GELU(), nn.Linear(time_width, channels))
+        self.in_conv = nn.Conv2d(channels, channels, 7, padding=3, groups=channels)
+        self.block = nn.Sequential(
+            nn.GroupNorm(1, channels),
+            nn.Conv2d(channels, 2 * out_channels, 3, padding=1),
+            nn.GELU(),
+            nn.GroupNorm(1, 2 * out_channels),
+            nn.Conv2d(2 * out_channels, out_channels, 3, padding=1),
+        )
+        self.residual_conv = nn.Identity() if channels == out_channels else nn.Conv2d(channels, out_channels, 1)
+
+    def forward(self, x: Tensor, time_NE: Tensor) -> Tensor:
+        h = self.in_conv(x) + self.mlp(time_NE)[:, :, None, None]
+        return self.block(h) + self.residual_conv(x)
+
+
+class Gate(nn.Module):
+    """Weighs each pixel of the skip by what decoder and skip say together."""
+
+    def __init__(self, channels: int, skip_channels: int):
+        super().__init__()
+        self.gate_conv = nn.Conv2d(channels, channels, 1)
+        self.residual_conv = nn.Conv2d(skip_channels, channels, 1)
+        self.in_conv = nn.Conv2d(channels, 1, 1)
+
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        weight_N1HW = self.in_conv(F.relu(self.gate_conv(x) + self.residual_conv(skip))).sigmoid()
+        return weight_N1HW * skip
+
+
+class Down(nn.Module):
+    def __init__(self, channels: int, out_channels: int):
+        super().__init__()
+        self.conv = nn.Conv2d(4 * channels, out_channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.pixel_unshuffle(x, 2))
+
+
+class Up(nn.Module):
+    def __init__(self, channels: int, out_channels: int):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, out_channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.interpolate(x, scale_factor=2, mode="nearest"))
+
+
+class ConvNeXtUNet(nn.Module):
+    """Predicts the noise in x_t from x_t and the plain integer step."""
+
+    def __init__(self, config: ConvNeXtConfig):
+        super().__init__()
+        self.config = config
+        width, time_width = config.width, 4 * config.width
+        widths = [width, *(width * m for m in config.multipliers)]
+        levels = list(zip(widths[:-1], widths[1:], strict=True))
+        last = len(levels) - 1
+        self.init_conv = nn.Conv2d(config.channels, width, 7, padding=3)
+        self.time_mlp = nn.Sequential(nn.Linear(width, time_width), nn.GELU(), nn.Linear(time_width, time_width))
+        self.downs = nn.ModuleList()
+        for level, (inner, outer) in enumerate(levels):
+            blocks = [ConvNextBlock(inner, inner, time_width) for _ in range(BLOCKS)]
+            down = nn.Conv2d(inner, outer, 3, padding=1) if level == last else Down(inner, outer)
+            self.downs.append(nn.ModuleList([*blocks, down]))
+        self.mid_block1 = ConvNextBlock(widths[-1], widths[-1], time_width)
+        self.mid_block2 = ConvNextBlock(widths[-1], widths[-1], time_width)
+        self.ups = nn.ModuleList()
+        for level, (inner, outer) in reversed(list(enumerate(levels))):
+            layers: list[nn.Module] = []
+            for _ in range(BLOCKS):
+                layers += [Gate(outer, inner), ConvNextBlock(outer + inner, outer, time_width)]
+            layers.append(nn.Conv2d(outer, inner, 3, padding=1) if level == 0 else Up(outer, inner))
+            self.ups.append(nn.ModuleList(layers))
+        self.final_res_block = ConvNextBlock(2 * width, width, time_width)
+        self.final_conv = nn.Conv2d(width, config.channels, 1)
+
+    def forward(self, x_NCHW: Tensor, t_N: Tensor, cond: Tensor | None = None) -> Tensor:
+        check_input(self.config, x_NCHW, cond)
+        stem = h = self.init_conv(x_NCHW)
+        time_NE = self.time_mlp(time_sinusoid(t_N, self.config.width).to(h.dtype))
+        skips = []
+        for *blocks, down in self.downs:  # type: ignore[misc]
+            for block in blocks:
+                h = block(h, time_NE)
+                skips.append(h)
+            h = down(h)
+        h = self.mid_block2(self.mid_block1(h, time_NE), time_NE)
+        for *layers, up in self.ups:  # type: ignore[misc]
+            for gate, block in zip(layers[::2], layers[1::2], strict=True):
+                h = block(torch.cat([h, gate(h, skips.pop())], dim=1), time_NE)
+            h = up(h)
+        return self.final_conv(self.final_res_block(torch.cat([h, stem], dim=1), time_NE))
+
+
+def check_input(config: ConvNeXtConfig, x: Tensor, cond: Tensor | None) -> None:
+    """Raises for an image that the network cannot take, before any arithmetic."""
+    if cond is not None:
+        raise InputError("this network is unconditional: give no mask")
+    if x.dim() != 4 or x.shape[1] != config.channels:
+        raise InputError(f"expected images as (batch, {config.channels}, height, width), found shape {tuple(x.shape)}")
+    wrong = [side for side in x.shape[2:] if side % config.divisor]
+    if wrong:
+        raise InputError(f"side {wrong[0]} of {tuple(x.shape[2:])} does not divide by {config.divisor}")

@@ -1,0 +1,274 @@
+"""Med-DDPM's 3D U-Net (Dorjsembe et al., IEEE JBHI 2024) in plain eager PyTorch.
+
+Parameter names and shapes are those of the published checkpoints, so that these load unchanged. Nothing here knows of
+a kernel, a flag or a memory format: this is the reference that every plan is held against.
+
+Legend: N batch, C channels, D H W voxels, L = D*H*W, E width of the time embedding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from voxtune.errors import InputError
+
+GROUPS = 32
+# Published channel multipliers by in-plane image size.
+PUBLISHED_MULTIPLIERS: Mapping[int, tuple[float, ...]] = {
+    64: (1, 2, 3, 4),
+    128: (1, 1, 2, 3, 4),
+    192: (1, 1, 2, 3, 4),
+    256: (1, 1, 2, 2, 4, 4),
+    512: (0.5, 1, 1, 2, 2, 4, 4),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedDDPMConfig:
+    """The architecture. `attention` holds the downsampling factors whose residual blocks are followed by attention."""
+
+    in_channels: int = 3
+    out_channels: int = 1
+    base: int = 64
+    blocks: int = 1
+    multipliers: tuple[float, ...] = (1, 1, 2, 3, 4)
+    attention: tuple[int, ...] = (8,)
+
+    def __post_init__(self) -> None:
+        if min(self.in_channels, self.out_channels, self.base, self.blocks) < 1 or not self.multipliers:
+            raise InputError("in_channels, out_channels, base, blocks and the number of multipliers must be at least 1")
+        if self.in_channels < self.out_channels:
+            raise InputError(f"in_channels ({self.in_channels}) holds the image ({self.out_channels}) and the mask")
+        if max(self.in_channels, self.out_channels, self.blocks, len(self.multipliers)) > 64 or self.base > 1024:
+            raise InputError("more than 64 channels, blocks or levels, or base above 1024, is not a model we know")
+        for multiplier in self.multipliers:
+            width = multiplier * self.base
+            if width <= 0 or width != int(width) or int(width) % GROUPS:
+                raise InputError(
+                    f"base {self.base} x multiplier {multiplier} = {width:g} channels: must be a multiple of {GROUPS}, "
+                    "the number of groups of every norm"
+                )
+        factors = [2**level for level in range(len(self.multipliers))]
+        wrong = [a for a in self.attention if a not in factors]
+        if wrong:
+            raise InputError(f"attention at downsampling {wrong[0]}: this network has the factors {factors}")
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return tuple(int(m * self.base) for m in self.multipliers)
+
+    @property
+    def divisor(self) -> int:
+        """Every side of a volume must divide by this."""
+        return 2 ** (len(self.multipliers) - 1)
+
+    @property
+    def mask_channels(self) -> int:
+        return self.in_channels - self.out_channels
+
+    @property
+    def dimensions(self) -> int:
+        return 3
+
+
+def published_config(image_size: int, *, in_channels: int, out_channels: int, base: int, blocks: int) -> MedDDPMConfig:
+    """The published rules: multipliers by size, attention where the downsampling equals size // 16."""
+    if image_size not in PUBLISHED_MULTIPLIERS:
+        known = ", ".join(map(str, PUBLISHED_MULTIPLIERS))
+        raise InputError(f"no published multipliers for image size {image_size}; known sizes: {known}")
+    multipliers = PUBLISHED_MULTIPLIERS[image_size]
+    factors = [2**level for level in range(len(multipliers))]
+    return MedDDPMConfig(
+        in_channels=in_channels,
+        out_channels=out_channels,
+        base=base,
+        blocks=blocks,
+        multipliers=multipliers,
+        attention=tuple(f for f in factors if f == image_size // 16),
+    )
+
+
+WHOLE_HEAD = published_config(128, in_channels=3, out_channels=1, base=64, blocks=1)
+BRATS = published_config(192, in_channels=8, out_channels=4, base=64, blocks=2)
+
+
+def time_sinusoid(t_N: Tensor, width: int) -> Tensor:
+    """Cosines, then sines, with frequencies exp(-ln(1000) i / half): 1000, not the usual 10000. (N, width)"""
+    half = width // 2
+    frequency = torch.exp(-math.log(1000) * torch.arange(half, dtype=torch.float32, device=t_N.device) / half)
+    angle = t_N[:, None].float() * frequency[None]
+    embedding = torch.cat([angle.cos(), angle.sin()], dim=-1)
+    return F.pad(embedding, (0, 1)) if width % 2 else embedding
+
+
+class GroupNorm32(nn.GroupNorm):
+    """GroupNorm over 32 groups whose statistics are float32 whatever the storage type."""
+
+    def __init__(self, channels: int):
+        super().__init__(GROUPS, channels, eps=1e-5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            return super().forward(x)
+        return F.group_norm(x.float(), self.num_groups, self.weight.float(), self.bias.float(), self.eps).to(x.dtype)
+
+
+def _zeroed(module: nn.Conv3d | nn.Conv1d) -> nn.Conv3d | nn.Conv1d:
+    nn.init.zeros_(module.weight)
+    if module.bias is not None:
+        nn.init.zeros_(module.bias)
+    return module
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, channels: int, out_channels: int, time_width: int):
+        super().__init__()
+        self.in_layers = nn.Sequential(GroupNorm32(channels), nn.SiLU(), nn.Conv3d(channels, out_channels, 3, padding=1))
+        self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(time_width, out_channels))
+        self.out_layers = nn.Sequential(
+            GroupNorm32(out_channels),
+            nn.SiLU(),
+            nn.Dropout(0.0),
+            _zeroed(nn.Conv3d(out_channels, out_channels, 3, padding=1)),
+        )
+        self.skip_connection = nn.Identity() if channels == out_channels else nn.Conv3d(channels, out_channels, 1)
+
+    def forward(self, x: Tensor, time_NE: Tensor) -> Tensor:
+        h = self.in_layers(x) + self.emb_layers(time_NE)[:, :, None, None, None]
+        return self.skip_connection(x) + self.out_layers(h)
+
+
+class Attention(nn.Module):
+    """One head over all voxels."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.norm = GroupNorm32(channels)
+        self.qkv = nn.Conv1d(channels, 3 * channels, 1)
+        self.proj_out = _zeroed(nn.Conv1d(channels, channels, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_NCL = x.flatten(2)
+        q, k, v = self.qkv(self.norm(x_NCL)).chunk(3, dim=1)
+        # 1 / sqrt(sqrt(C)) on both factors rather than 1 / sqrt(C) on the product keeps half precision in range.
+        scale = q.shape[1] ** -0.25
+        weight_NLL = torch.einsum("ncl,ncm->nlm", q * scale, k * scale)
+        attention_NLL = weight_NLL.softmax(dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+        h_NCL = torch.einsum("nlm,ncm->ncl", attention_NLL, v)
+        return (x_NCL + self.proj_out(h_NCL)).view(x.shape)
+
+
+class Downsample(nn.Module):
+    def __init__(self, channels: int):
+        super().__init__()
+        self.op = nn.Conv3d(channels, channels, 3, stride=2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(x)
+
+
+class Upsample(nn.Module):
+    def __init__(self, channels: int):
+        super().__init__()
+        self.conv = nn.Conv3d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.interpolate(x, scale_factor=2, mode="trilinear", align_corners=False))
+
+
+class Stage(nn.Sequential):
+    """A sequence in which only residual blocks see the time embedding."""
+
+    def forward(self, x: Tensor, time_NE: Tensor) -> Tensor:  # type: ignore[override]
+        for layer in self:
+            x = layer(x, time_NE) if isinstance(layer, ResidualBlock) else layer(x)
+        return x
+
+
+class MedDDPMUNet(nn.Module):
+    """Predicts the noise in x_t from cat([x_t, mask]) and the plain integer step."""
+
+    def __init__(self, config: MedDDPMConfig):
+        super().__init__()
+        self.config = config
+        time_width = 4 * config.base
+        self.time_embed = nn.Sequential(
+            nn.Linear(config.base, time_width), nn.SiLU(), nn.Linear(time_width, time_width)
+        )
+        stem = config.widths[0]
+        self.input_blocks = nn.ModuleList([Stage(nn.Conv3d(config.in_channels, stem, 3, padding=1))])
+        skips = self._build_encoder(stem, time_width)
+        width = config.widths[-1]
+        self.middle_block = Stage(
+            ResidualBlock(width, width, time_width), Attention(width), ResidualBlock(width, width, time_width)
+        )
+        self.output_blocks = nn.ModuleList()
+        self._build_decoder(width, skips, time_width)
+        self.out = nn.Sequential(
+            GroupNorm32(stem), nn.SiLU(), _zeroed(nn.Conv3d(stem, config.out_channels, 3, padding=1))
+        )
+
+    def _build_encoder(self, width: int, time_width: int) -> list[int]:
+        config = self.config
+        skips = [width]
+        for level, out in enumerate(config.widths):
+            for _ in range(config.blocks):
+                layers: list[nn.Module] = [ResidualBlock(width, out, time_width)]
+                if 2**level in config.attention:
+                    layers.append(Attention(out))
+                width = out
+                self.input_blocks.append(Stage(*layers))
+                skips.append(width)
+            if level + 1 < len(config.widths):
+                self.input_blocks.append(Stage(Downsample(width)))
+                skips.append(width)
+        return skips
+
+    def _build_decoder(self, width: int, skips: list[int], time_width: int) -> None:
+        config = self.config
+        for level, out in reversed(list(enumerate(config.widths))):
+            for block in range(config.blocks + 1):
+                layers: list[nn.Module] = [ResidualBlock(width + skips.pop(), out, time_width)]
+                if 2**level in config.attention:
+                    layers.append(Attention(out))
+                width = out
+                if level and block == config.blocks:
+                    layers.append(Upsample(width))
+                self.output_blocks.append(Stage(*layers))
+        assert not skips, "every encoder output is used once"
+
+    def forward(self, x_NCDHW: Tensor, t_N: Tensor, cond_NCDHW: Tensor | None = None) -> Tensor:
+        check_input(self.config, x_NCDHW, cond_NCDHW)
+        h = x_NCDHW if cond_NCDHW is None else torch.cat([x_NCDHW, cond_NCDHW], dim=1)
+        time_NE = self.time_embed(time_sinusoid(t_N, self.config.base).to(self.time_embed[0].weight.dtype))
+        skips = []
+        for stage in self.input_blocks:
+            h = stage(h, time_NE)
+            skips.append(h)
+        h = self.middle_block(h, time_NE)
+        for stage in self.output_blocks:
+            h = stage(torch.cat([h, skips.pop()], dim=1), time_NE)
+        return self.out(h)
+
+
+def check_input(config: MedDDPMConfig, x: Tensor, cond: Tensor | None) -> None:
+    """Raises for a volume or mask that the network cannot take, before any arithmetic."""
+    if x.dim() != 5:
+        raise InputError(f"expected volumes as (batch, channel, depth, height, width), found shape {tuple(x.shape)}")
+    channels = x.shape[1] + (0 if cond is None else cond.shape[1])
+    if channels != config.in_channels:
+        raise InputError(
+            f"the network takes {config.in_channels} channels ({config.out_channels} image + {config.mask_channels} "
+            f"mask), found {channels}"
+        )
+    if cond is not None and (cond.shape[0] != x.shape[0] or cond.shape[2:] != x.shape[2:]):
+        raise InputError(f"mask {tuple(cond.shape)} and volume {tuple(x.shape)} differ in batch or size")
+    wrong = [side for side in x.shape[2:] if side % config.divisor]
+    if wrong:
+        raise InputError(f"side {wrong[0]} of {tuple(x.shape[2:])} does not divide by {config.divisor}")

@@ -1,0 +1,97 @@
+"""Schedules against the golden numbers, and noise against the generator's published answers and its own promises."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import GOLDENS
+from voxtune.diffusion import DiffusionConfig, make_schedule, noise_source, normal, spaced_steps
+from voxtune.diffusion.noise import philox
+from voxtune.diffusion.schedule import recognise
+from voxtune.errors import InputError
+
+
+def test_cosine_is_the_published_one():
+    schedule = make_schedule(DiffusionConfig())
+    golden = np.load(GOLDENS / "cosine_schedule_250.npz")
+    for name in ("betas", "alphas_cumprod", "posterior_variance"):
+        np.testing.assert_allclose(getattr(schedule, name).numpy(), golden[name], rtol=1e-5, atol=1e-12)
+
+
+def test_linear_ends_in_noise_whatever_its_length():
+    for steps in (20, 100, 1000):
+        assert make_schedule(DiffusionConfig(schedule="linear", steps=steps)).alphas_cumprod[-1] < 1e-3
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear"])
+def test_stored_betas_are_recognised(name):
+    config = DiffusionConfig(schedule=name, steps=250)
+    assert recognise(make_schedule(config).betas.float()) == config
+
+
+def test_other_betas_are_kept_as_they_are():
+    betas = torch.linspace(0.01, 0.2, 7)
+    config = recognise(betas)
+    assert config.schedule == "custom"
+    assert torch.equal(make_schedule(config).betas.float(), betas)
+
+
+@pytest.mark.parametrize("spacing", ["trailing", "linspace", "leading"])
+@pytest.mark.parametrize("steps", [1, 7, 50, 250])
+def test_spaced_steps_fall_and_stay_inside(spacing, steps):
+    timesteps = spaced_steps(250, steps, spacing)
+    assert len(timesteps) == steps
+    assert all(a > b for a, b in zip(timesteps, timesteps[1:], strict=False))
+    assert 0 <= timesteps[-1] <= timesteps[0] < 250
+
+
+def test_philox_known_answers():
+    """The known-answer vectors published with Random123."""
+
+    def words(counter, key):
+        return [int(w) for w in philox([torch.tensor([c]) for c in counter], key)]
+
+    assert words((0, 0, 0, 0), (0, 0)) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    ones = 0xFFFFFFFF
+    assert words((ones,) * 4, (ones,) * 2) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    assert words((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)) == [
+        0xD16CFE09,
+        0x94FDCCEB,
+        0x5001E420,
+        0x24126EA1,
+    ]
+
+
+def test_noise_is_standard_normal_and_independent():
+    x = normal(5, 0, 0, (400_000,)).double()
+    y = normal(5, 0, 1, (400_000,)).double()
+    z = normal(5, 1, 0, (400_000,)).double()
+    assert abs(x.mean()) < 0.01
+    assert abs(x.std() - 1) < 0.01
+    assert abs((x**4).mean() - 3) < 0.1
+    for a, b in ((x, y), (x, z), (x[::4], x[1::4]), (x[:-1], x[1:])):
+        assert abs((a * b).mean()) < 0.01
+
+
+def test_a_samples_noise_does_not_know_its_batch():
+    shape = (1, 5, 7, 3)
+    together = noise_source(11, [0, 1, 2, 2**33], shape)(4)
+    for row, index in enumerate([0, 1, 2, 2**33]):
+        assert torch.equal(together[row], noise_source(11, [index], shape)(4)[0])
+    assert not torch.equal(together[0], noise_source(12, [0], shape)(4)[0])
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_seed_outside_its_range(seed):
+    with pytest.raises(InputError, match="seed"):
+        normal(seed, 0, 0, (4,))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"steps": 0}, {"schedule": "custom"}, {"betas": (0.1,) * 250}, {"schedule": "custom", "steps": 1, "betas": (1.5,)}]
+)
+def test_config_is_checked_when_made(settings):
+    with pytest.raises(InputError):
+        DiffusionConfig(**settings)
