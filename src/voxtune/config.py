@@ -26,7 +26,9 @@ def from_mapping(cls: type[T], data: Any, where: str) -> T:
     unknown = [k for k in data if k not in fields]
     if unknown:
         raise InputError(f"{where}: unknown setting {unknown[0]!r}; known are {', '.join(sorted(fields))}")
-    required = [n for n, f in fields.items() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
+    required = [
+        n for n, f in fields.items() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
     missing = [n for n in required if n not in data]
     if missing:
         raise InputError(f"{where}: setting {missing[0]!r} is missing")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import diffusers
-import numpy as np
 import pytest
 import torch
 
@@ -47,9 +46,7 @@ def same(ours, theirs, tolerance=1e-5):
 
 @pytest.mark.parametrize("steps", [10, 25, 50])
 def test_ddim(steps):
-    scheduler = exact(
-        diffusers.DDIMScheduler(T, trained_betas=BETAS, timestep_spacing="trailing", clip_sample=True)
-    )
+    scheduler = exact(diffusers.DDIMScheduler(T, trained_betas=BETAS, timestep_spacing="trailing", clip_sample=True))
     scheduler.set_timesteps(steps)
     assert scheduler.timesteps.tolist() == spaced_steps(T, steps, "trailing")
     theirs = follow(scheduler, scheduler.timesteps, start(), use_clipped_model_output=True)
@@ -57,9 +54,7 @@ def test_ddim(steps):
 
 
 def test_ddpm_every_step():
-    scheduler = exact(
-        diffusers.DDPMScheduler(T, trained_betas=BETAS, clip_sample=True, variance_type="fixed_small")
-    )
+    scheduler = exact(diffusers.DDPMScheduler(T, trained_betas=BETAS, clip_sample=True, variance_type="fixed_small"))
     scheduler.set_timesteps(T)
     noises = torch.randn(T + 1, 2, 1, 4, 4, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     x = start()
@@ -135,7 +130,9 @@ def test_golden_volume(golden):
 def test_callback_sees_every_step(name):
     seen = []
     noise = lambda k: torch.zeros_like(start())  # noqa: E731
-    sampler(name)(denoiser, start(), SCHEDULE, spaced_steps(T, 6), noise=noise, callback=lambda i, x, x0: seen.append(i))
+    sampler(name)(
+        denoiser, start(), SCHEDULE, spaced_steps(T, 6), noise=noise, callback=lambda i, x, x0: seen.append(i)
+    )
     assert seen == list(range(6))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-
 from tests.conftest import GOLDENS
+
 from voxtune.diffusion import DiffusionConfig, make_schedule, noise_source, normal, spaced_steps
 from voxtune.diffusion.noise import philox
 from voxtune.diffusion.schedule import recognise
@@ -90,7 +90,13 @@ def test_seed_outside_its_range(seed):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"steps": 0}, {"schedule": "custom"}, {"betas": (0.1,) * 250}, {"schedule": "custom", "steps": 1, "betas": (1.5,)}]
+    "settings",
+    [
+        {"steps": 0},
+        {"schedule": "custom"},
+        {"betas": (0.1,) * 250},
+        {"schedule": "custom", "steps": 1, "betas": (1.5,)},
+    ],
 )
 def test_config_is_checked_when_made(settings):
     with pytest.raises(InputError):

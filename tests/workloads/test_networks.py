@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from tests.conftest import GOLDENS
+
 from voxtune.diffusion import DiffusionConfig, add_noise, make_schedule, noise_loss
 from voxtune.errors import InputError
 from voxtune.workloads import WORKLOADS, ConvNeXtConfig, MedDDPMConfig, build, workload
@@ -131,7 +131,9 @@ def test_convnext_takes_any_divisible_size():
         network(torch.randn(1, 3, 8, 8), torch.tensor([0]), torch.randn(1, 1, 8, 8))
 
 
-@pytest.mark.parametrize("bad", [{"base": 20}, {"multipliers": ()}, {"attention": (3,)}, {"in_channels": 0}, {"out_channels": 4}])
+@pytest.mark.parametrize(
+    "bad", [{"base": 20}, {"multipliers": ()}, {"attention": (3,)}, {"in_channels": 0}, {"out_channels": 4}]
+)
 def test_config_is_checked_when_made(bad):
     with pytest.raises(InputError):
         MedDDPMConfig(**bad)

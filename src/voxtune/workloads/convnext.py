@@ -27,9 +27,13 @@ class ConvNeXtConfig:
         if self.channels < 1 or not self.multipliers or min(self.multipliers) < 1:
             raise InputError("channels, the number of multipliers and each multiplier must be at least 1")
         if self.width < 4 or self.width % 2:
-            raise InputError(f"width {self.width}: must be even and at least 4 (the time sinusoid has sines and cosines)")
+            raise InputError(
+                f"width {self.width}: must be even and at least 4 (the time sinusoid has sines and cosines)"
+            )
         if max(self.channels, len(self.multipliers), *self.multipliers) > 64 or self.width > 1024:
-            raise InputError("more than 64 channels, levels or times the width, or width above 1024, is not a model we know")
+            raise InputError(
+                "more than 64 channels, levels or times the width, or width above 1024, is not a model we know"
+            )
 
     @property
     def in_channels(self) -> int:

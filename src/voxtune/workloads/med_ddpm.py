@@ -115,8 +115,9 @@ class GroupNorm32(nn.GroupNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float64:
-            return super().forward(x)
-        return F.group_norm(x.float(), self.num_groups, self.weight.float(), self.bias.float(), self.eps).to(x.dtype)
+            return torch.group_norm(x, GROUPS, self.weight, self.bias, self.eps)
+        # torch.group_norm, unlike F.group_norm, takes a group of a single value, which a one-voxel level has.
+        return torch.group_norm(x.float(), GROUPS, self.weight.float(), self.bias.float(), self.eps).to(x.dtype)
 
 
 def _zeroed(module: nn.Conv3d | nn.Conv1d) -> nn.Conv3d | nn.Conv1d:
@@ -129,7 +130,9 @@ def _zeroed(module: nn.Conv3d | nn.Conv1d) -> nn.Conv3d | nn.Conv1d:
 class ResidualBlock(nn.Module):
     def __init__(self, channels: int, out_channels: int, time_width: int):
         super().__init__()
-        self.in_layers = nn.Sequential(GroupNorm32(channels), nn.SiLU(), nn.Conv3d(channels, out_channels, 3, padding=1))
+        self.in_layers = nn.Sequential(
+            GroupNorm32(channels), nn.SiLU(), nn.Conv3d(channels, out_channels, 3, padding=1)
+        )
         self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(time_width, out_channels))
         self.out_layers = nn.Sequential(
             GroupNorm32(out_channels),

@@ -1,0 +1,1 @@
+"""Generating and training: loops, checkpoints and models on disk."""

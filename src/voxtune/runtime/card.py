@@ -1,0 +1,44 @@
+"""The model card that goes with every stored model."""
+
+from __future__ import annotations
+
+from voxtune.runtime.model import Model
+
+
+def model_card(model: Model, *, title: str, origin: str) -> str:
+    """Markdown that says what the model is, where it came from, what it takes, and what it must not be used for."""
+    config = model.config
+    parameters = sum(p.numel() for p in model.network.parameters())
+    size = " x ".join(map(str, config.size))
+    lines = [
+        "---",
+        "library_name: voxtune",
+        "tags: [diffusion, unet, mri]",
+        "---",
+        f"# {title}",
+        "",
+        origin,
+        "",
+        f"- Network: {config.family}, {parameters:,} parameters, {size} (tensor order), sides divide by "
+        f"{config.network.divisor}",
+        f"- Diffusion: {config.diffusion.schedule} schedule, {config.diffusion.steps} steps, "
+        f"{config.diffusion.loss.upper()} loss",
+    ]
+    if config.data is not None:
+        lines += [
+            f"- Mask: {config.data.describe_labels()}",
+            f"- Images: {', '.join(config.data.images)}; orientation {config.data.orientation}, "
+            f"spacing {' x '.join(f'{s:g}' for s in config.data.spacing)} mm",
+        ]
+    lines += [
+        "",
+        "## Use",
+        "```",
+        "voxtune sample THIS_FOLDER --mask MASK.nii.gz -o OUT",
+        "```",
+        "",
+        "## Limits",
+        "Synthetic images for research. Not a medical device: not for diagnosis, treatment or any clinical decision.",
+        "",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,179 @@
+"""A model: a network, its diffusion and its data contract; and how a volume is drawn with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from voxtune.config import from_mapping, to_mapping
+from voxtune.data.contract import DataContract
+from voxtune.diffusion import DiffusionConfig, make_schedule, noise_source, spaced_steps
+from voxtune.diffusion import sampler as find_sampler
+from voxtune.diffusion.schedule import Spacing
+from voxtune.errors import InputError
+from voxtune.workloads import ConvNeXtConfig, MedDDPMConfig, NetworkConfig, build
+
+FORMAT = "voxtune-model/1"
+FAMILIES: dict[str, type[MedDDPMConfig] | type[ConvNeXtConfig]] = {
+    "med-ddpm": MedDDPMConfig,
+    "convnext": ConvNeXtConfig,
+}
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How a model is sampled when the caller does not say; `steps` None means every step of its diffusion."""
+
+    sampler: Literal["ddpm", "ddim", "dpm++", "unipc", "ipndm"] = "ddpm"
+    steps: int | None = None
+    spacing: Literal["trailing", "linspace", "leading"] = "trailing"
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.steps < 1:
+            raise InputError(f"sampling steps must be at least 1, found {self.steps}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """All that a model is but its weights."""
+
+    network: NetworkConfig
+    size: tuple[int, ...]
+    diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    data: DataContract | None = None
+
+    def __post_init__(self) -> None:
+        network = self.network
+        if len(self.size) != network.dimensions or any(s < 1 or s % network.divisor for s in self.size):
+            raise InputError(f"size {self.size}: need {network.dimensions} sides that divide by {network.divisor}")
+        if self.sampling.steps is not None and self.sampling.steps > self.diffusion.steps:
+            raise InputError(f"sampling steps {self.sampling.steps} exceed the diffusion's {self.diffusion.steps}")
+        if self.data is None:
+            return
+        if self.data.size != self.size:
+            raise InputError(f"data.size {self.data.size} and size {self.size} differ")
+        if len(self.data.labels) != network.mask_channels or len(self.data.images) != network.out_channels:
+            raise InputError(
+                f"the contract has {len(self.data.labels)} labels and {len(self.data.images)} images, the network takes "
+                f"{network.mask_channels} and {network.out_channels}"
+            )
+
+    @property
+    def family(self) -> str:
+        return next(name for name, cls in FAMILIES.items() if isinstance(self.network, cls))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, "workload": self.family, **to_mapping(self)}
+
+    @classmethod
+    def from_json(cls, data: Any, where: str) -> ModelConfig:
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise InputError(f"{where}: expected a config of format {FORMAT!r}, found {found!r}")
+        family = data.get("workload")
+        if not isinstance(family, str) or family not in FAMILIES:
+            raise InputError(f"{where}: unknown workload {family!r}; known are {', '.join(FAMILIES)}")
+        rest = {k: v for k, v in data.items() if k not in ("format", "workload")}
+        network = from_mapping(FAMILIES[family], rest.pop("network", None), f"{where}: network")
+        parts = {
+            "diffusion": DiffusionConfig,
+            "sampling": SamplingConfig,
+            "data": DataContract,
+        }
+        values = {k: from_mapping(parts[k], rest.pop(k), f"{where}: {k}") for k in parts if rest.get(k) is not None}
+        rest.pop("data", None)
+        size = rest.pop("size", None)
+        if not isinstance(size, list | tuple) or not all(type(s) is int for s in size):
+            raise InputError(f"{where}: size must be a list of whole numbers, found {size!r}")
+        if rest:
+            raise InputError(f"{where}: unknown setting {next(iter(rest))!r}")
+        try:
+            return cls(network=network, size=tuple(size), **values)  # type: ignore[arg-type]
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
+
+
+class Model:
+    """A network with what it needs to draw volumes. Made by `voxtune.load`, or around freshly initialised weights."""
+
+    def __init__(self, config: ModelConfig, network: nn.Module | None = None):
+        self.config = config
+        self.network = (build(config.network) if network is None else network).eval()
+        self.schedule = make_schedule(config.diffusion)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.network.parameters()).device
+
+    def to(self, device: torch.device | str) -> Model:
+        self.network.to(device)
+        return self
+
+    @torch.inference_mode()
+    def denoise(self, x: Tensor, t: Tensor | int, cond: Tensor | None = None) -> Tensor:
+        """The noise that the network sees in `x` at step `t` (one number, or one for each sample)."""
+        t_N = torch.as_tensor(t, device=x.device).expand(x.shape[0])
+        if t_N.is_floating_point() or bool((t_N < 0).any()) or bool((t_N >= len(self.schedule)).any()):
+            raise InputError(f"t must be whole numbers in 0 to {len(self.schedule) - 1}")
+        return self.network(x, t_N, cond)
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        cond: Tensor | None = None,
+        *,
+        sampler: str | None = None,
+        steps: int | None = None,
+        seed: int = 0,
+        indices: Sequence[int] | None = None,
+        size: Sequence[int] | None = None,
+        spacing: Spacing | None = None,
+        clip: bool = True,
+        progress: Progress | None = None,
+    ) -> Tensor:
+        """Draws one sample for each mask of `cond` (N, L, *size), or for each of `indices` where the model takes no mask.
+
+        Sample i's noise depends on `seed` and `indices[i]` alone (by default 0, 1, ...), so a batch of many is the same
+        samples as many batches of one, up to rounding. The result is (N, C, *size) in [-1, 1].
+        """
+        network, settings = self.config.network, self.config.sampling
+        cond, indices, sides = self._request(cond, indices, size)
+        timesteps = spaced_steps(
+            len(self.schedule), steps or settings.steps or len(self.schedule), spacing or settings.spacing
+        )
+        noise = noise_source(seed, indices, (network.out_channels, *sides), self.device)
+        return find_sampler(sampler or settings.sampler)(
+            lambda x, t_N: self.network(x, t_N, cond),
+            noise(0),
+            self.schedule,
+            timesteps,
+            noise=noise,
+            clip=clip,
+            callback=None if progress is None else lambda i, _x, _x0: progress(i + 1, len(timesteps)),
+        )
+
+    def _request(
+        self, cond: Tensor | None, indices: Sequence[int] | None, size: Sequence[int] | None
+    ) -> tuple[Tensor | None, list[int], tuple[int, ...]]:
+        network = self.config.network
+        if network.mask_channels == 0:
+            if cond is not None:
+                raise InputError("this model takes no mask: leave cond out")
+            return None, list(indices or [0]), tuple(size or self.config.size)
+        if cond is None:
+            raise InputError(f"this model draws from a mask: give cond as (batch, {network.mask_channels}, *size)")
+        if cond.dim() != network.dimensions + 2 or cond.shape[1] != network.mask_channels or cond.shape[0] < 1:
+            raise InputError(f"cond has shape {tuple(cond.shape)}, expected (batch, {network.mask_channels}, *size)")
+        if size is not None and tuple(size) != tuple(cond.shape[2:]):
+            raise InputError(f"size {tuple(size)} differs from the mask's {tuple(cond.shape[2:])}")
+        chosen = list(range(cond.shape[0])) if indices is None else list(indices)
+        if len(chosen) != cond.shape[0]:
+            raise InputError(f"{len(chosen)} indices for {cond.shape[0]} masks")
+        return cond.to(self.device, torch.float32), chosen, tuple(cond.shape[2:])

@@ -1,0 +1,157 @@
+"""Published `.pt` checkpoints: read without running them, their architecture inferred from the state dict."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from voxtune.data import contract as contracts
+from voxtune.diffusion.schedule import DiffusionConfig, recognise
+from voxtune.errors import InputError
+from voxtune.runtime.model import Model, ModelConfig
+from voxtune.runtime.storage import network_from_state
+from voxtune.workloads import ConvNeXtConfig, MedDDPMConfig, NetworkConfig, med_ddpm
+
+PREFIX = "denoise_fn."
+# Buffers of the diffusion that a published state dict carries beside the network.
+SCHEDULE_BUFFER = re.compile(r"(betas|\w*alphas_cumprod\w*|posterior_\w+)$")
+
+
+def load_published(path: Path, size: tuple[int, ...] | None = None) -> Model:
+    """A model from a published checkpoint; `size` overrides the volume size that the architecture suggests."""
+    state, betas = split_checkpoint(read_checkpoint(path), str(path))
+    network = infer_network(state, str(path))
+    diffusion = _diffusion(betas, network, str(path))
+    return Model(
+        _config(network, diffusion, size or likely_size(network)), network_from_state(network, state, str(path))
+    )
+
+
+def read_checkpoint(path: Path) -> Any:
+    """The object in the file, with nothing executed: only tensors and plain containers are let through."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            # torch stores its records uncompressed; a compressed one could unpack to any size.
+            if any(item.compress_type != zipfile.ZIP_STORED for item in archive.infolist()):
+                raise InputError(f"{path}: holds compressed records, which torch does not write; not a checkpoint")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = " ".join(str(error).split())
+        if "weights_only" in reason or "Unsupported" in reason:
+            raise InputError(f"{path}: this pickle asks to run code, which is refused; nothing was executed") from None
+        raise InputError(f"{path}: not a readable checkpoint ({reason[:200]})") from None
+    except Exception as error:
+        # A parser of untrusted bytes fails in many ways (EOFError, RuntimeError, KeyError, UnicodeDecodeError, ...).
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"{path}: not a readable checkpoint ({type(error).__name__}: {reason})") from None
+
+
+def split_checkpoint(checkpoint: Any, where: str) -> tuple[dict[str, Tensor], Tensor | None]:
+    """(the network's weights, the betas if stored); takes `ema` rather than `model`, as published sampling does."""
+    if not isinstance(checkpoint, Mapping):
+        raise InputError(f"{where}: expected a dictionary of weights, found {type(checkpoint).__name__}")
+    state = next(
+        (checkpoint[k] for k in ("ema", "model", "state_dict") if isinstance(checkpoint.get(k), Mapping)), checkpoint
+    )
+    tensors = {k.removeprefix("module."): v for k, v in state.items() if isinstance(k, str) and isinstance(v, Tensor)}
+    if not tensors:
+        raise InputError(f"{where}: holds no weights (keys: {', '.join(map(repr, list(checkpoint)[:5]))})")
+    betas = tensors.get("betas")
+    if any(k.startswith(PREFIX) for k in tensors):
+        return {k.removeprefix(PREFIX): v for k, v in tensors.items() if k.startswith(PREFIX)}, betas
+    return {k: v for k, v in tensors.items() if not SCHEDULE_BUFFER.fullmatch(k)}, betas
+
+
+def infer_network(state: Mapping[str, Tensor], where: str) -> NetworkConfig:
+    """The architecture that these parameter names and shapes belong to."""
+    try:
+        if "input_blocks.0.0.weight" in state and "time_embed.0.weight" in state:
+            return _infer_med_ddpm(state)
+        if "init_conv.weight" in state and "time_mlp.0.weight" in state:
+            return _infer_convnext(state)
+    except (KeyError, IndexError, ZeroDivisionError) as error:
+        raise InputError(f"{where}: the weights look like a known network, but {error} is missing or empty") from None
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+    names = ", ".join(list(state)[:3])
+    raise InputError(f"{where}: not a network known here (first parameters: {names}); known: Med-DDPM, ConvNeXt U-Net")
+
+
+def _infer_med_ddpm(state: Mapping[str, Tensor]) -> MedDDPMConfig:
+    base = state["time_embed.0.weight"].shape[1]
+    widths: list[list[int]] = [[]]
+    attention = set()
+    block = 1
+    while any(k.startswith(f"input_blocks.{block}.") for k in state):
+        if f"input_blocks.{block}.0.op.weight" in state:
+            widths.append([])
+        else:
+            widths[-1].append(state[f"input_blocks.{block}.0.in_layers.2.weight"].shape[0])
+            if f"input_blocks.{block}.1.qkv.weight" in state:
+                attention.add(2 ** (len(widths) - 1))
+        block += 1
+    multipliers = [level[0] / base for level in widths]
+    return MedDDPMConfig(
+        in_channels=state["input_blocks.0.0.weight"].shape[1],
+        out_channels=state["out.2.weight"].shape[0],
+        base=base,
+        blocks=len(widths[0]),
+        multipliers=tuple(multipliers),
+        attention=tuple(sorted(attention)),
+    )
+
+
+def _infer_convnext(state: Mapping[str, Tensor]) -> ConvNeXtConfig:
+    width, channels = state["init_conv.weight"].shape[:2]
+    multipliers = []
+    while any(k.startswith(f"downs.{len(multipliers)}.") for k in state):
+        prefix = f"downs.{len(multipliers)}.2"
+        weight = state[f"{prefix}.conv.weight"] if f"{prefix}.conv.weight" in state else state[f"{prefix}.weight"]
+        multipliers.append(weight.shape[0] // width)
+    return ConvNeXtConfig(channels=channels, width=width, multipliers=tuple(multipliers))
+
+
+def likely_size(network: NetworkConfig) -> tuple[int, ...]:
+    """The size a published model was trained at: attention stands where the downsampling is size // 16."""
+    if isinstance(network, ConvNeXtConfig):
+        return (8 * network.divisor,) * 2
+    if network == med_ddpm.BRATS:
+        return contracts.BRATS.size
+    return (16 * max(network.attention, default=network.divisor),) * 3
+
+
+def _diffusion(betas: Tensor | None, network: NetworkConfig, where: str) -> DiffusionConfig:
+    if betas is None:
+        return (
+            DiffusionConfig() if isinstance(network, MedDDPMConfig) else DiffusionConfig(schedule="linear", steps=100)
+        )
+    if betas.dim() != 1 or not betas.is_floating_point():
+        raise InputError(f"{where}: 'betas' has shape {tuple(betas.shape)} and type {betas.dtype}, expected a vector")
+    try:
+        return recognise(betas)
+    except InputError as error:
+        raise InputError(f"{where}: betas: {error}") from None
+
+
+def _config(network: NetworkConfig, diffusion: DiffusionConfig, size: tuple[int, ...]) -> ModelConfig:
+    data = None
+    if isinstance(network, MedDDPMConfig) and network.mask_channels:
+        sides = (size[0], size[1], size[2])
+        if (network.mask_channels, network.out_channels) == (2, 1):
+            # The published grid covers 192 mm: a smaller one covers the same head with larger voxels.
+            spacing = tuple(192.0 / s for s in sides)
+            data = replace(contracts.WHOLE_HEAD, size=sides, spacing=spacing)
+        elif (network.mask_channels, network.out_channels) == (4, 4):
+            data = replace(contracts.BRATS, size=sides)
+        else:
+            data = contracts.generic_contract(network.mask_channels, network.out_channels, sides)
+    return ModelConfig(network=network, size=size, diffusion=diffusion, data=data)

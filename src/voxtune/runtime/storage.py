@@ -1,0 +1,157 @@
+"""Models on disk: a folder with model.safetensors, config.json and a model card; published checkpoints are read too."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from voxtune.errors import InputError
+from voxtune.runtime.model import Model, ModelConfig
+from voxtune.workloads import NetworkConfig, build
+
+WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
+MAX_CONFIG_BYTES = 16 * 2**20
+
+
+def load(path: str | Path, *, device: torch.device | str = "cpu") -> Model:
+    """The model at `path`: a folder written by `voxtune import` or `voxtune train`, or a published `.pt` checkpoint."""
+    path = Path(path)
+    if not path.exists():
+        raise InputError(f"{path}: no such model; give a model folder or a published .pt checkpoint")
+    if path.is_dir():
+        return load_folder(path).to(device)
+    if path.name == WEIGHTS:
+        return load_folder(path.parent).to(device)
+    from voxtune.runtime.published import load_published
+
+    return load_published(path).to(device)
+
+
+def load_folder(folder: Path) -> Model:
+    config = ModelConfig.from_json(read_json(folder / CONFIG), str(folder / CONFIG))
+    state, _ = read_safetensors(folder / WEIGHTS)
+    return Model(config, network_from_state(config.network, state, str(folder / WEIGHTS)))
+
+
+def save(model: Model, folder: str | Path, *, card: str, overwrite: bool = False, half: bool = False) -> Path:
+    """Writes the model folder; `half` stores the weights in BF16 (they are loaded as float32 again)."""
+    folder = Path(folder)
+    if (folder / WEIGHTS).exists() and not overwrite:
+        raise InputError(f"{folder}: holds a model already; choose another folder or pass --overwrite")
+    dtype = torch.bfloat16 if half else torch.float32
+    with reporting_os_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {k: v.detach().to("cpu", dtype).contiguous() for k, v in model.network.state_dict().items()}
+        write_safetensors(folder / WEIGHTS, state, {"format": "pt"})
+        with replacing(folder / CONFIG) as part:
+            part.write_text(json.dumps(model.config.to_json(), indent=2) + "\n")
+        with replacing(folder / CARD) as part:
+            part.write_text(card)
+    return folder
+
+
+def network_from_state(config: NetworkConfig, state: Mapping[str, Tensor], where: str) -> nn.Module:
+    """The network of `config` with the weights of `state`, which must fit by name, shape and kind."""
+    with torch.device("meta"):
+        network = build(config)
+    check_state({k: tuple(v.shape) for k, v in network.state_dict().items()}, state, where)
+    network.load_state_dict({k: v.float() for k, v in state.items()}, assign=True)
+    return network.eval()
+
+
+def check_state(expected: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor], where: str) -> None:
+    missing = [k for k in expected if k not in state]
+    if missing:
+        raise InputError(
+            f"{where}: does not fit the model: parameter {missing[0]!r} and {len(missing) - 1} more are missing"
+        )
+    extra = [k for k in state if k not in expected]
+    if extra:
+        raise InputError(f"{where}: does not fit the model: unknown parameter {extra[0]!r} and {len(extra) - 1} more")
+    for name, shape in expected.items():
+        tensor = state[name]
+        if tuple(tensor.shape) != shape:
+            raise InputError(f"{where}: parameter {name!r} has shape {tuple(tensor.shape)}, the model needs {shape}")
+        if not tensor.is_floating_point():
+            raise InputError(f"{where}: parameter {name!r} holds {tensor.dtype}, not floating-point weights")
+        if not torch.isfinite(tensor).all():
+            raise InputError(f"{where}: parameter {name!r} holds NaN or infinity: this checkpoint is damaged")
+
+
+def read_json(path: Path) -> Any:
+    with reporting_os_errors(path):
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise InputError(f"{path}: larger than any config; is this the right file?")
+        raw = path.read_bytes()
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not valid JSON ({error})") from None
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(tensors, metadata) of a safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise InputError(f"{path}: missing; a model folder holds {WEIGHTS} and {CONFIG}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, RuntimeError, TypeError) as error:
+        raise InputError(f"{path}: damaged or truncated safetensors file ({_one_line(error)})") from None
+
+
+def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Writes all or nothing: a killed process or a full disk leaves the old file as it was."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    with replacing(path) as part:
+        try:
+            save_file(tensors, part, metadata=metadata)
+        except SafetensorError as error:
+            # The library wraps the operating system's error; the rest of this project expects the plain one.
+            raise OSError(_one_line(error)) from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A new file beside `path` that takes its place, durably, when the block ends without an error."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    os.close(handle)
+    part = Path(name)
+    try:
+        yield part
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        part.chmod(0o644)
+        part.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def reporting_os_errors(path: Path) -> Iterator[None]:
+    """Turns what the operating system refuses (no such file, permission, full disk) into the user's error."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{error.filename or path}: {error.strerror or _one_line(error)}") from error
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

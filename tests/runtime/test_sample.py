@@ -1,0 +1,68 @@
+"""One seed, one volume: whatever the batch, and bit for bit when run again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.conftest import GOLDENS
+
+import voxtune
+from voxtune.diffusion import SAMPLERS
+from voxtune.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def model():
+    return voxtune.load(GOLDENS / "med_ddpm_tiny.pt")
+
+
+@pytest.fixture(scope="module")
+def cond():
+    return torch.sign(torch.randn(3, 2, 16, 16, 16, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_again_is_bit_identical_and_batch_does_not_matter(model, cond, name):
+    together = model.sample(cond, sampler=name, steps=4, seed=9)
+    assert together.shape == (3, 1, 16, 16, 16)
+    assert torch.isfinite(together).all()
+    assert together.abs().max() <= 1.0001
+    assert torch.equal(together, model.sample(cond, sampler=name, steps=4, seed=9))
+    for i in range(3):
+        alone = model.sample(cond[i : i + 1], sampler=name, steps=4, seed=9, indices=[i])
+        assert (alone - together[i]).norm() / together[i].norm() < 1e-4
+    assert not torch.equal(together, model.sample(cond, sampler=name, steps=4, seed=10))
+
+
+def test_another_size_than_it_was_trained_at(model):
+    assert model.sample(torch.ones(1, 2, 8, 12, 20), steps=1).shape == (1, 1, 8, 12, 20)
+
+
+def test_progress_counts_the_steps(model, cond):
+    seen = []
+    model.sample(cond[:1], steps=3, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cond": None}, "mask"),
+        ({"cond": torch.zeros(1, 3, 16, 16, 16)}, "shape"),
+        ({"cond": torch.zeros(1, 2, 16, 15, 16)}, "divide"),
+        ({"sampler": "euler"}, "unknown sampler"),
+        ({"steps": 11}, "1 to 10"),
+        ({"seed": -1}, "seed"),
+        ({"indices": [1, 2]}, "2 indices for 1"),
+        ({"size": (8, 8, 8)}, "differs"),
+    ],
+)
+def test_what_the_user_gets_wrong(model, cond, arguments, message):
+    with pytest.raises(InputError, match=message):
+        model.sample(**{"cond": cond[:1], **arguments})
+
+
+@pytest.mark.parametrize("t", [-1, 10, 2.5])
+def test_step_outside_the_diffusion(model, cond, t):
+    with pytest.raises(InputError, match="0 to 9"):
+        model.denoise(torch.zeros(1, 1, 16, 16, 16), t, cond[:1])
