@@ -1,0 +1,84 @@
+"""What every verb shares: the options for machines and for silence, progress with the time left, the one line of an error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, for machines.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+DeviceOption = Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda or cuda:N.")]
+
+
+class Output:
+    """Talks to the person on standard error and standard output, or to the machine in one JSON object."""
+
+    def __init__(self, *, json: bool = False, quiet: bool = False):
+        self.json, self.quiet = json, quiet
+
+    def say(self, text: str) -> None:
+        """A line for a person. Under --json it goes to standard error, so that standard output stays one object."""
+        if not self.quiet:
+            print(text, file=sys.stderr if self.json else sys.stdout)
+
+    def warn(self, text: str) -> None:
+        print(f"warning: {text}", file=sys.stderr)
+
+    def result(self, data: dict[str, Any]) -> None:
+        if self.json:
+            print(json.dumps(data, indent=2, default=str))
+
+    @contextmanager
+    def progress(self, description: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Gives `update(done)`; draws a bar with the time left on standard error."""
+        if self.quiet:
+            yield lambda done: None
+            return
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        remaining = (TextColumn("left"), TimeRemainingColumn())
+        with Progress(*columns, *remaining, console=Console(stderr=True)) as bar:
+            task = bar.add_task(description, total=total)
+            yield lambda done: bar.update(task, completed=done)
+
+
+def choose_device(name: str) -> str:
+    """The torch device that `--device` means on this machine."""
+    import torch
+
+    from voxtune.errors import InputError
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or (kind == "cpu" and index):
+        raise InputError(f"--device {name}: choose auto, cpu, cuda or cuda:N")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise InputError(
+            f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use --device cpu"
+        )
+    return name
+
+
+def parse_size(text: str, option: str = "--size") -> tuple[int, ...]:
+    """ "128,128,128" or "128x128x128" as numbers, in tensor order (depth, height, width)."""
+    from voxtune.errors import InputError
+
+    parts = text.replace("x", ",").split(",")
+    if not all(p.strip().isdigit() and 0 < int(p) <= 4096 for p in parts):
+        raise InputError(f"{option} {text}: give sides as whole numbers from 1 to 4096, such as 128,128,128")
+    return tuple(int(p) for p in parts)

@@ -1,0 +1,1 @@
+"""Capture of whole steps into a Session, and the classes of kernels."""

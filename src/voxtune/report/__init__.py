@@ -1,0 +1,1 @@
+"""Tables to console, HTML and SVG, and pictures of volumes."""
