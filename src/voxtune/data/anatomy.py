@@ -1,0 +1,122 @@
+"""The real anatomy behind the embedded cohort, and smooth random fields in millimetres.
+
+nilearn ships the MNI152 T1 image (skull-stripped) and its grey and white matter at 1 mm. They are read from the
+installed package: importing nilearn itself would take seconds and is not needed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from voxtune.data.nifti import read_volume
+from voxtune.errors import InputError
+
+TEMPLATE = "mni_icbm152_{}_tal_nlin_sym_09a_converted.nii.gz"
+# Millimetres of MNI space at the middle of the brain's bounding box.
+BRAIN_CENTRE = np.array([0.0, -17.0, 5.0])
+MARGIN = 6
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Anatomy:
+    """MNI152 in [0, 1] on a 1 mm RAS grid, (X, Y, Z) cropped to the brain; `origin` is voxel 0 in MNI millimetres."""
+
+    t1: np.ndarray
+    grey: np.ndarray
+    white: np.ndarray
+    brain: np.ndarray
+    origin: np.ndarray
+
+    def at(self, name: str, points_mm: np.ndarray) -> np.ndarray:
+        """One map at MNI points (3, ...), linear, 0 outside."""
+        from scipy.ndimage import map_coordinates  # type: ignore[import-untyped]
+
+        voxels = points_mm - self.origin.astype(np.float32).reshape(3, *[1] * (points_mm.ndim - 1))
+        return map_coordinates(getattr(self, name), voxels, order=1, mode="constant", prefilter=False)
+
+
+@lru_cache(maxsize=1)
+def template() -> Anatomy:
+    """The maps at their own resolution."""
+    folder = _template_folder()
+    t1 = read_volume(folder / TEMPLATE.format("t1"))
+    grey, white = (read_volume(folder / TEMPLATE.format(tissue)).array for tissue in ("gm", "wm"))
+    if not np.allclose(t1.affine[:3, :3], np.eye(3)):
+        raise InputError(f"{t1.name}: expected MNI152 at 1 mm in RAS; install a nilearn from 0.11 on")
+    inside = np.argwhere(t1.array > 0)
+    low = np.maximum(inside.min(axis=0) - MARGIN, 0)
+    box = tuple(slice(a, b) for a, b in zip(low, inside.max(axis=0) + 1 + MARGIN, strict=True))
+    return Anatomy(
+        t1=t1.array[box] / 255.0,
+        grey=grey[box] / 255.0,
+        white=white[box] / 255.0,
+        brain=(t1.array[box] > 0).astype(np.float32),
+        origin=t1.affine[:3, 3] + low,
+    )
+
+
+@lru_cache(maxsize=4)
+def anatomy(spacing_mm: float) -> Anatomy:
+    """The maps smoothed for sampling at `spacing_mm`: coarse subjects show the same anatomy without aliasing."""
+    from scipy.ndimage import gaussian_filter
+
+    full = template()
+    sigma = 0.35 * max(spacing_mm**2 - 1.0, 0.0) ** 0.5
+    if sigma < 0.1:
+        return full
+    # The bottom slice cuts through the brainstem: "nearest" keeps the stem from fading there.
+    maps = {n: gaussian_filter(getattr(full, n), sigma, mode="nearest") for n in ("t1", "grey", "white", "brain")}
+    return Anatomy(**maps, origin=full.origin)
+
+
+@lru_cache(maxsize=1)
+def lesion_sites() -> np.ndarray:
+    """MNI points (n, 3) in deep cerebral white matter, at least 12 mm inside the brain and above the brainstem."""
+    from scipy.ndimage import distance_transform_edt
+
+    full = template()
+    step = 3
+    depth_mm = distance_transform_edt(full.brain[::step, ::step, ::step]) * step
+    points = np.argwhere((full.white[::step, ::step, ::step] > 0.6) & (depth_mm >= 12)) * step + full.origin
+    return points[points[:, 2] > -10]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SmoothField:
+    """A cubic B-spline on control points `step_mm` apart, centred on 0: the same field at any resolution."""
+
+    controls: np.ndarray  # (..., kx, ky, kz)
+    step_mm: float
+
+    @staticmethod
+    def draw(rng: np.random.Generator, reach_mm: float, step_mm: float, sd: float, components: int = 1) -> SmoothField:
+        """Normal control values; the field covers [-reach, reach] on each axis with standard deviation near `sd`."""
+        n = 2 * (int(np.ceil(reach_mm / step_mm)) + 2) + 1
+        # At a control point the weights' squares sum to 1/2 an axis: undo that loss.
+        return SmoothField(controls=rng.normal(0.0, sd * 0.5**-1.5, (components, n, n, n)), step_mm=step_mm)
+
+    def at(self, x_mm: np.ndarray, y_mm: np.ndarray, z_mm: np.ndarray) -> np.ndarray:
+        """Values (components, X, Y, Z) on the product of three lists of coordinates."""
+        values = self.controls.astype(np.float32)
+        for coords in (x_mm, y_mm, z_mm):
+            # Contracts the first control axis and puts the coordinates last: after three rounds the order is X, Y, Z.
+            values = np.tensordot(values, self._weights(coords, self.controls.shape[1]), axes=([1], [1]))
+        return values
+
+    def _weights(self, coords_mm: np.ndarray, n: int) -> np.ndarray:
+        distance = np.abs(coords_mm[:, None] / self.step_mm - (np.arange(n) - n // 2)[None, :])
+        near = 2.0 / 3.0 - distance**2 + distance**3 / 2.0
+        far = np.clip(2.0 - distance, 0.0, None) ** 3 / 6.0
+        return np.where(distance < 1.0, near, far).astype(np.float32)
+
+
+def _template_folder() -> Path:
+    spec = importlib.util.find_spec("nilearn")
+    if spec is None or spec.origin is None:
+        raise InputError("the embedded cohort needs the MNI152 maps of nilearn: pip install nilearn")
+    return Path(spec.origin).parent / "datasets" / "data"

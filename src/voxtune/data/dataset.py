@@ -1,0 +1,182 @@
+"""Where training takes its subjects from: folders of a user, or the embedded cohort.
+
+A source has a length and gives `source[i] -> (image (C, D, H, W) in [-1, 1], condition (L, D, H, W))` as float32 arrays
+on the contract's grid. What was prepared once is kept in memory up to a limit; beyond it, subjects are read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from voxtune.data.cohort import FIELD_OF_VIEW, LABELS, cohort_spacing, subject
+from voxtune.data.contract import DataContract, Shape, encode_mask, scale_image
+from voxtune.data.grid import Mode, fit
+from voxtune.data.nifti import Volume, read_labels, read_volume
+from voxtune.data.pairing import Pair, pair_folders
+from voxtune.data.preflight import Report, check_kept, check_mask, check_pair
+from voxtune.errors import InputError
+
+CACHE_BYTES = 2 * 2**30
+
+
+class Subjects(Protocol):
+    """A source of training subjects."""
+
+    contract: DataContract
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+class PairedFolders:
+    """Images and masks of a user, paired by name. Names are checked when made; `check` looks into every mask."""
+
+    def __init__(
+        self,
+        contract: DataContract,
+        images_dir: str | Path,
+        masks_dir: str | Path,
+        *,
+        mode: Mode = "auto",
+        size: Shape | None = None,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        pairing = pair_folders(images_dir, masks_dir, contract.images)
+        pairing.report.raise_errors()
+        self.contract = contract if size is None else replace(contract, size=size)
+        self.pairs = pairing.pairs
+        self.mode = mode
+        self._cache = _Cache(cache_bytes)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        image_CDHW, labels_DHW = self._cache.get(_checked(index, len(self)), self._prepare)
+        return image_CDHW.copy(), encode_mask(labels_DHW, self.contract)
+
+    def check(self) -> Report:
+        """The pre-flight of every mask and pair, before any work."""
+        report = Report()
+        for pair in self.pairs:
+            masked = check_mask(pair.mask, self.contract)
+            report += masked
+            if masked.ok:
+                report += self._check_pair(pair)
+        return report
+
+    def _check_pair(self, pair: Pair) -> Report:
+        mask, report = read_labels(pair.mask), Report()
+        for path in pair.images:
+            report += check_pair(read_volume(path), mask)
+        placed = fit(mask, self.contract, self.mode).apply(mask.array, label=True)
+        return report + check_kept(mask.array, placed, self.contract, mask.name)
+
+    def _prepare(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        pair = self.pairs[index]
+        mask = read_labels(pair.mask)
+        images = [read_volume(path) for path in pair.images]
+        report = check_mask(mask, self.contract)
+        for image in images:
+            report += check_pair(image, mask)
+        report.raise_errors()
+        return _on_grid(images, mask, self.contract, self.mode)
+
+
+class CohortSource:
+    """Subjects 0 .. count-1 of the embedded cohort `seed`, drawn on the contract's own grid."""
+
+    def __init__(
+        self,
+        contract: DataContract,
+        seed: int,
+        count: int,
+        *,
+        healthy_fraction: float = 0.1,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        if count < 1:
+            raise InputError(f"{count} subjects: ask for one or more")
+        if len(contract.images) != 1 or not {label.value for label in LABELS} <= set(contract.values):
+            raise InputError(
+                f"the embedded cohort has one T1w image and the labels 1 (brain), 2 (tumour); the model wants "
+                f"{len(contract.images)} images and {contract.describe_labels()}: bring your own folders"
+            )
+        self.contract = contract
+        self.seed = seed
+        self.count = count
+        self.healthy_fraction = healthy_fraction
+        self.spacing = _isotropic_spacing(contract)
+        self._cache = _Cache(cache_bytes)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        image_CDHW, labels_DHW = self._cache.get(_checked(index, len(self)), self._prepare)
+        return image_CDHW.copy(), encode_mask(labels_DHW, self.contract)
+
+    def _prepare(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        size = _ras_size(self.contract)
+        drawn = subject(self.seed, index, size, spacing=self.spacing, healthy_fraction=self.healthy_fraction)
+        return _on_grid([drawn.image_volume()], drawn.label_volume(), self.contract, "pad")
+
+
+class _Cache:
+    """Keeps what came first until the limit. Epochs visit every subject, so evicting would only lose what is needed."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.bytes = 0
+        self._kept: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def get(self, index: int, prepare: Callable[[int], tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+        if index in self._kept:
+            return self._kept[index]
+        prepared = prepare(index)
+        cost = sum(array.nbytes for array in prepared)
+        if self.bytes + cost <= self.limit_bytes:
+            self._kept[index] = prepared
+            self.bytes += cost
+        return prepared
+
+
+def _on_grid(images: list[Volume], mask: Volume, contract: DataContract, mode: Mode) -> tuple[np.ndarray, np.ndarray]:
+    """Scaled images (C, D, H, W) and compact labels (D, H, W); the condition made of them is many times larger."""
+    placement = fit(mask, contract, mode)
+    labels_DHW = placement.apply(mask.array, label=True)
+    if labels_DHW.max() <= 255:
+        labels_DHW = labels_DHW.astype(np.uint8)
+    placed = [placement.apply(image.array, label=False, fill=float(image.array.min())) for image in images]
+    return np.stack([scale_image(image_DHW, contract) for image_DHW in placed]), labels_DHW
+
+
+def _ras_size(contract: DataContract) -> Shape:
+    """The contract's grid as the (D, H, W) of a RAS volume, so that turning it to the contract's axes is exact."""
+    sides = dict(zip(contract.orientation, contract.size[::-1], strict=True))
+    depth, height, width = (next(sides[c] for c in pair if c in sides) for pair in ("SI", "AP", "RL"))
+    return (depth, height, width)
+
+
+def _isotropic_spacing(contract: DataContract) -> float:
+    low, high = min(contract.spacing), max(contract.spacing)
+    needed = cohort_spacing(_ras_size(contract))
+    if high > low * 1.001 or low < needed * 0.999:
+        view = " x ".join(f"{mm:g}" for mm in FIELD_OF_VIEW)
+        raise InputError(
+            f"the embedded cohort needs {view} mm (D, H, W) and one spacing for all axes; the model has "
+            f"{contract.size} voxels at {contract.spacing} mm: set the spacing to {needed:g} mm or more"
+        )
+    return low
+
+
+def _checked(index: int, length: int) -> int:
+    if not 0 <= index < length:
+        raise IndexError(f"subject {index} of {length}")
+    return index

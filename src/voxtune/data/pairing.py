@@ -1,0 +1,145 @@
+"""Which image files belong to which mask, by name: plain, BIDS and BraTS names."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from voxtune.data.preflight import Finding, Report
+from voxtune.errors import InputError
+
+MASK_ENDINGS = frozenset({"dseg", "seg", "mask", "label", "labels", "probseg"})
+# One modality, the ways it is spelt: BIDS, BraTS up to 2021, BraTS from 2023.
+MODALITIES = (
+    frozenset({"t1", "t1w", "t1n"}),
+    frozenset({"t1ce", "t1c", "t1gd"}),
+    frozenset({"t2", "t2w"}),
+    frozenset({"flair", "t2f"}),
+)
+IMAGE_ENDINGS = frozenset({"image", "img"}).union(*MODALITIES)
+NIFTI_NAME = re.compile(r"\.nii(\.gz)?$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """One subject: a file for each image of the contract, in its order, and the mask."""
+
+    id: str
+    images: tuple[Path, ...]
+    mask: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairing:
+    """The pairs that were found, and every file that has no or no single partner."""
+
+    pairs: tuple[Pair, ...]
+    report: Report
+
+
+def pair_folders(images_dir: str | Path, masks_dir: str | Path, images: tuple[str, ...] = ("T1w",)) -> Pairing:
+    """Pairs the NIfTI files below two folders (they may be one) by name.
+
+    `images` names the contract's channels: with several, each subject needs one file a channel, told by its ending.
+    """
+    image_files = [p for p in _nifti_files(images_dir) if _split(p, images)[1] not in MASK_ENDINGS]
+    mask_files = _nifti_files(masks_dir)
+    marked = [p for p in mask_files if _split(p, images)[1] in MASK_ENDINGS]
+    mask_files = marked or [p for p in mask_files if Path(images_dir).resolve() != Path(masks_dir).resolve()]
+    if set(image_files) & set(mask_files):
+        image_files = [p for p in image_files if p not in set(mask_files)]
+    by_image, by_mask = _by_subject(image_files, images), _by_subject(mask_files, images)
+    pairs, findings = [], []
+    for key in sorted(by_image.keys() | by_mask.keys()):
+        found = _pair(key, by_image.get(key, []), by_mask.get(key, []), images)
+        if isinstance(found, Pair):
+            pairs.append(found)
+        else:
+            findings.append(found)
+    if not pairs and not findings:
+        findings.append(_finding("no-files", f"{images_dir}: no NIfTI images (.nii, .nii.gz) below this folder"))
+    return Pairing(pairs=tuple(pairs), report=Report(findings=tuple(findings)))
+
+
+def _pair(key: str, image_files: list[Path], mask_files: list[Path], images: tuple[str, ...]) -> Pair | Finding:
+    if not mask_files:
+        return _finding("unmatched", f"{_names(image_files)}: no mask of this name; add one or remove the image")
+    if not image_files:
+        return _finding("unmatched", f"{_names(mask_files)}: no image of this name; add one or remove the mask")
+    if len(mask_files) > 1:
+        return _finding("ambiguous", f"{_names(mask_files)}: several masks for subject {key}; keep one")
+    chosen = []
+    for name in images:
+        candidates = [p for p in image_files if _same_modality(_split(p, images)[1], name)]
+        if not candidates and len(images) == 1:
+            candidates = image_files
+        if not candidates:
+            return _finding(
+                "unmatched", f"{mask_files[0]}: no {name} image for subject {key}, found {_names(image_files)}"
+            )
+        if len(candidates) > 1:
+            return _finding("ambiguous", f"{_names(candidates)}: several {name} images for subject {key}; keep one")
+        chosen.append(candidates[0])
+    return Pair(id=key, images=tuple(chosen), mask=mask_files[0])
+
+
+def _split(path: Path, images: Iterable[str]) -> tuple[str, str]:
+    """Subject key and ending (lower case) of a file's name: sub-01_desc-x_dseg -> (sub-01, dseg)."""
+    stem = NIFTI_NAME.sub("", path.name)
+    known = MASK_ENDINGS | IMAGE_ENDINGS | {name.lower() for name in images}
+    ending = ""
+    while True:
+        head, separator, tail = _last_part(stem)
+        if not separator and stem.lower() in known and not ending:
+            # A file called t1.nii.gz or seg.nii.gz in a folder of its subject.
+            return path.parent.name, stem.lower()
+        if not separator or not head or not (tail.lower() in known or tail.lower().startswith("desc-")):
+            return stem, ending
+        stem = head
+        ending = ending or ("" if tail.lower().startswith("desc-") else tail.lower())
+
+
+def _last_part(stem: str) -> tuple[str, str, str]:
+    head, separator, tail = stem.rpartition("_")
+    if tail.lower().startswith("desc-"):
+        return head, separator, tail
+    # BraTS from 2023 joins its endings with a hyphen: BraTS-GLI-00000-000-t1n.
+    inner_head, inner_separator, inner_tail = tail.rpartition("-")
+    if inner_separator and inner_tail.lower() in MASK_ENDINGS | IMAGE_ENDINGS:
+        return f"{head}{separator}{inner_head}", inner_separator, inner_tail
+    return head, separator, tail
+
+
+def _same_modality(ending: str, name: str) -> bool:
+    name = name.lower()
+    return ending == name or any(ending in group and name in group for group in MODALITIES)
+
+
+def _by_subject(files: list[Path], images: tuple[str, ...]) -> dict[str, list[Path]]:
+    subjects = defaultdict(list)
+    for path in files:
+        subjects[_split(path, images)[0]].append(path)
+    return subjects
+
+
+def _nifti_files(folder: str | Path) -> list[Path]:
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder")
+    try:
+        found = [p for p in folder.rglob("*") if NIFTI_NAME.search(p.name) and not p.name.startswith(".")]
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read ({error.strerror or error})") from None
+    return sorted(found)
+
+
+def _names(paths: list[Path]) -> str:
+    more = f" and {len(paths) - 4} more" if len(paths) > 4 else ""
+    return ", ".join(map(str, paths[:4])) + more
+
+
+def _finding(code: str, message: str) -> Finding:
+    return Finding(level="error", code=code, message=message)

@@ -1,0 +1,140 @@
+"""What does not fit, said before any work: one finding a fault, each with what was found and how to mend it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from voxtune.data.contract import DataContract, unknown_labels
+from voxtune.data.nifti import Volume, check_affine, exact_labels, read_labels
+from voxtune.errors import InputError
+
+# Headers store affines in float32, and tools recompute them from quaternions: differences below this are the same grid.
+AFFINE_TOLERANCE_MM = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One fault. An error stops the work; a warning is told and the work goes on."""
+
+    level: Literal["error", "warning"]
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The findings of a check; empty where all fits."""
+
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.errors
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        return tuple(f for f in self.findings if f.level == "error")
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        return tuple(f for f in self.findings if f.level == "warning")
+
+    def raise_errors(self) -> None:
+        """Raises one InputError with every error in it."""
+        if self.errors:
+            raise InputError("; ".join(f.message for f in self.errors))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report for JSON."""
+        return {"ok": self.ok, "findings": [asdict(f) for f in self.findings]}
+
+    def __add__(self, other: Report) -> Report:
+        return Report(findings=self.findings + other.findings)
+
+
+def check_mask(mask: Volume | str | Path, contract: DataContract) -> Report:
+    """Whether a mask, in memory or in a file, can go to a model of this contract."""
+    if not isinstance(mask, Volume):
+        try:
+            mask = read_labels(mask)
+        except InputError as error:
+            return _report(_error("unreadable", str(error)))
+    name, array = mask.name, mask.array
+    findings = []
+    if array.ndim != 3 or 0 in array.shape:
+        findings.append(
+            _error("dimension", f"{name}: shape {mask.shape} is not a 3D volume; give one mask with three axes")
+        )
+    try:
+        check_affine(np.asarray(mask.affine), name)
+    except InputError as error:
+        findings.append(_error("affine", str(error)))
+    if findings:
+        return _report(*findings)
+    try:
+        labels = exact_labels(array, name)
+    except InputError as error:
+        code = "values" if np.isfinite(array).all() else "nan"
+        return _report(_error(code, str(error)))
+    return _check_labels(labels, contract, name)
+
+
+def _check_labels(labels: np.ndarray, contract: DataContract, name: str) -> Report:
+    found = [int(v) for v in np.unique(labels)]
+    if found == [0]:
+        return _report(
+            _error("empty", f"{name}: the mask is empty, all voxels are 0; expected {contract.describe_labels()}")
+        )
+    findings = []
+    unknown = unknown_labels(labels, contract)
+    told = f"found {_some(found)}, the model knows {contract.describe_labels()}"
+    if unknown:
+        findings.append(_error("unknown-label", f"{name}: unknown label {_some(unknown)}; {told}; renumber the mask"))
+    missing = [v for v in contract.values if v not in found]
+    if len(missing) == len(contract.values):
+        findings.append(_error("no-label", f"{name}: none of the model's labels is there; {told}"))
+    else:
+        for value in missing:
+            message = f"{name}: label {contract.name_of(value)} is missing; {told}; the result will not show it"
+            findings.append(Finding(level="warning", code="missing-label", message=message))
+    return _report(*findings)
+
+
+def check_pair(image: Volume, mask: Volume) -> Report:
+    """Whether an image and its mask lie on the same grid."""
+    if image.shape != mask.shape:
+        message = f"{image.name}: shape {image.shape} is not that of its mask {mask.name}, {mask.shape}"
+        return _report(_error("pair-shape", f"{message}; resample one to the other"))
+    # The corners move most: compare where the affines put them.
+    corners = np.array([[x, y, z, 1] for x in (0, 1) for y in (0, 1) for z in (0, 1)], dtype=np.float64)
+    corners[:, :3] *= np.array(image.shape) - 1
+    apart = float(np.abs(corners @ (image.affine - mask.affine).T).max())
+    if not apart <= max(AFFINE_TOLERANCE_MM, 0.01 * min(mask.spacing)):
+        message = f"{image.name}: lies {apart:.3g} mm away from its mask {mask.name}, their affines differ"
+        return _report(_error("pair-affine", f"{message}; resample one to the other"))
+    return Report()
+
+
+def check_kept(before: np.ndarray, after: np.ndarray, contract: DataContract, name: str) -> Report:
+    """Labels that were there and vanished on the way to the model's grid: too small for its voxels."""
+    lost = sorted({int(v) for v in np.unique(before)} - {int(v) for v in np.unique(after)} - {0})
+    why = "is smaller than the model's voxels and was lost in resampling"
+    messages = [f"{name}: label {contract.name_of(value)} {why}" for value in lost]
+    return _report(*(Finding(level="warning", code="lost-label", message=message) for message in messages))
+
+
+def _error(code: str, message: str) -> Finding:
+    return Finding(level="error", code=code, message=message)
+
+
+def _report(*findings: Finding) -> Report:
+    return Report(findings=findings)
+
+
+def _some(values: list[int]) -> str:
+    more = f" and {len(values) - 8} more" if len(values) > 8 else ""
+    return ", ".join(map(str, values[:8])) + more
