@@ -7,6 +7,7 @@ values when made. This module only carries JSON and YAML into such a class and b
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -26,10 +27,8 @@ def from_mapping(cls: type[T], data: Any, where: str) -> T:
     unknown = [k for k in data if k not in fields]
     if unknown:
         raise InputError(f"{where}: unknown setting {unknown[0]!r}; known are {', '.join(sorted(fields))}")
-    required = [
-        n for n, f in fields.items() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
-    missing = [n for n in required if n not in data]
+    absent = dataclasses.MISSING
+    missing = [n for n, f in fields.items() if f.default is absent and f.default_factory is absent and n not in data]
     if missing:
         raise InputError(f"{where}: setting {missing[0]!r} is missing")
     values = {name: _value(hints[name], value, f"{where}: {name}") for name, value in data.items()}
@@ -83,7 +82,7 @@ def _scalar(hint: Any, value: Any, where: str) -> Any:
         return value
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         number = float(value)
-        if number != number or number in (float("inf"), float("-inf")):
+        if not math.isfinite(number):
             raise InputError(f"{where}: {value!r} is not a finite number")
         return number
     if hint is str and isinstance(value, str):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -43,7 +45,7 @@ def test_other_betas_are_kept_as_they_are():
 def test_spaced_steps_fall_and_stay_inside(spacing, steps):
     timesteps = spaced_steps(250, steps, spacing)
     assert len(timesteps) == steps
-    assert all(a > b for a, b in zip(timesteps, timesteps[1:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(timesteps))
     assert 0 <= timesteps[-1] <= timesteps[0] < 250
 
 

@@ -1,4 +1,4 @@
-"""Both networks against the golden tensors and the published parameter names; sizes, batches and channels of all kinds."""
+"""Both networks against the golden tensors and the published names; sizes, batches and channels of all kinds."""
 
 from __future__ import annotations
 

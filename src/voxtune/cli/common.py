@@ -1,4 +1,4 @@
-"""What every verb shares: the options for machines and for silence, progress with the time left, the one line of an error."""
+"""What every verb shares: the options for machines and for silence, and progress with the time left."""
 
 from __future__ import annotations
 

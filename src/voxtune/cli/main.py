@@ -55,25 +55,26 @@ def run(arguments: list[str] | None = None) -> None:
 def main(arguments: list[str] | None = None) -> int:
     try:
         return app(arguments, standalone_mode=False) or 0
-    except InputError as error:
-        return _fail(" ".join(str(error).split()))
-    except KeyboardInterrupt:
-        print("voxtune: stopped", file=sys.stderr)
-        return 130
+    except typer.Exit as leave:
+        return leave.exit_code
     except BrokenPipeError:
         # The reader of our output went away (voxtune ... | head): silence the interpreter's own flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except typer.Exit as leave:
-        return leave.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("stopped", code=130)
+    except InputError as error:
+        return _fail(str(error))
     except Exception as error:
-        if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # wrong usage, found by the parser
-            return _fail(error.format_message() or "give a command; see voxtune --help")
-        traceback.print_exc()
-        print("voxtune: this is our fault, not yours; please report it with the lines above", file=sys.stderr)
-        return 1
+        usage = getattr(error, "format_message", None)  # wrong usage, found by the parser
+        return _fail(usage() or "give a command; see voxtune --help") if usage else _our_fault()
 
 
-def _fail(message: str) -> int:
-    print(f"voxtune: error: {message}", file=sys.stderr)
-    return 2
+def _our_fault() -> int:
+    traceback.print_exc()
+    return _fail("this is our fault, not yours; please report it with the lines above", code=1)
+
+
+def _fail(message: str, code: int = 2) -> int:
+    print(f"voxtune: error: {' '.join(message.split())}", file=sys.stderr)
+    return code

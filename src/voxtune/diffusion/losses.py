@@ -13,8 +13,9 @@ from voxtune.diffusion.schedule import Schedule
 
 def add_noise(schedule: Schedule, x0: Tensor, t_N: Tensor, noise: Tensor) -> Tensor:
     """x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise (Ho et al. eq. 4)."""
-    a = schedule.alphas_cumprod.to(t_N.device)[t_N].view(-1, *[1] * (x0.dim() - 1))
-    return a.sqrt().to(x0.dtype) * x0 + (1 - a).sqrt().to(x0.dtype) * noise
+    signal, spread = schedule.levels(t_N.device)
+    shape = (-1, *[1] * (x0.dim() - 1))
+    return signal[t_N].view(shape).to(x0.dtype) * x0 + spread[t_N].view(shape).to(x0.dtype) * noise
 
 
 def noise_loss(predicted: Tensor, noise: Tensor, kind: Literal["l1", "l2"] = "l1") -> Tensor:

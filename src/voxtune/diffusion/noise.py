@@ -43,12 +43,7 @@ def normal(seed: int, index: int, draw: int, shape: Sequence[int], device: torch
     """Standard normal float32 values: draw number `draw` of sample `index` under `seed`."""
     count = math.prod(shape)
     block = torch.arange((count + 3) // 4, dtype=torch.int64, device=device)
-    counter = [
-        block,
-        torch.full_like(block, draw),
-        torch.full_like(block, index & _MASK),
-        torch.full_like(block, index >> 32),
-    ]
+    counter = [block, *(torch.full_like(block, word) for word in (draw, index & _MASK, index >> 32))]
     words = philox(counter, (check_seed(seed) & _MASK, seed >> 32))
     # 24 bits of each word, at the middle of its interval: never 0, so the logarithm is finite.
     u = [((w >> 8).float() + 0.5) * 2.0**-24 for w in words]

@@ -1,7 +1,7 @@
 """Samplers: plain functions (denoise, x, schedule, timesteps, ...) -> x_0.
 
 `denoise(x, t_N)` gives the noise in x. `timesteps` are training steps from the noisiest down; after the last comes the
-clean image. `noise(k)` is the k-th draw, k from 1 (draw 0 made the x that comes in); only ddpm and ddim with eta > 0 use it.
+clean image. `noise(k)` is the k-th draw, k from 1 (draw 0 made the x that comes in); ddpm, and ddim with eta, use it.
 `clip` clamps each prediction of x_0 to [-1, 1]. `callback(i, x, x0)` is called after step i.
 
 Below, alpha = sqrt(a_t) and sigma = sqrt(1 - a_t) at the present step, and their `_next` at the step it leads to.
@@ -110,7 +110,7 @@ def dpm_solver_pp(
     clip: bool = True,
     callback: Callback | None = None,
 ) -> Tensor:
-    """DPM-Solver++ (2M), Lu et al. 2022, algorithm 2: second order from the previous prediction, first order at the end."""
+    """DPM-Solver++ (2M), Lu et al. 2022, algorithm 2: second order from the last prediction, first order at the end."""
     x0_prev, h_prev = None, 0.0
     for i, (t, t_next) in enumerate(zip(timesteps, [*timesteps[1:], -1], strict=True)):
         alpha, sigma = schedule.signal_noise(t)
@@ -138,7 +138,7 @@ def unipc(
     clip: bool = True,
     callback: Callback | None = None,
 ) -> Tensor:
-    """UniPC of order 2 with B(h) = e^h - 1 (Zhao et al. 2023, algorithms 1 and 2): each prediction corrects its own step."""
+    """UniPC of order 2, B(h) = e^h - 1 (Zhao et al. 2023, algorithms 1, 2): each prediction corrects its own step."""
     correct: Callable[[Tensor], Tensor] | None = None
     x0_prev, log_snr_prev = None, 0.0
     for i, (t, t_next) in enumerate(zip(timesteps, [*timesteps[1:], -1], strict=True)):
@@ -193,7 +193,7 @@ def ipndm(
     clip: bool = True,
     callback: Callback | None = None,
 ) -> Tensor:
-    """iPNDM of order 3 (Zhang & Chen 2023): DDIM's step along an extrapolated noise, re-derived from the clamped x_0."""
+    """iPNDM of order 3 (Zhang & Chen 2023): DDIM's step along extrapolated noise, re-derived from the clamped x_0."""
     history: list[Tensor] = []
     for i, (t, t_next) in enumerate(zip(timesteps, [*timesteps[1:], -1], strict=True)):
         alpha, sigma = schedule.signal_noise(t)

@@ -43,6 +43,7 @@ class Schedule:
 
     def __init__(self, betas: Tensor):
         self.betas = betas.detach().double().cpu()
+        self._levels: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @cached_property
     def alphas_cumprod(self) -> Tensor:
@@ -56,6 +57,13 @@ class Schedule:
 
     def __len__(self) -> int:
         return len(self.betas)
+
+    def levels(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(sqrt(a), sqrt(1 - a)) of every step as float32 tables on `device`, copied there once."""
+        if device not in self._levels:
+            a = self.alphas_cumprod
+            self._levels[device] = (a.sqrt().float().to(device), (1 - a).sqrt().float().to(device))
+        return self._levels[device]
 
     def signal_noise(self, t: int) -> tuple[float, float]:
         """(sqrt(a_t), sqrt(1 - a_t)); t = -1 is the clean image."""
@@ -72,7 +80,7 @@ def make_schedule(config: DiffusionConfig) -> Schedule:
 
 
 def cosine_betas(steps: int, s: float = 0.008) -> Tensor:
-    """beta_i = 1 - f(u_{i+1}) / f(u_i), f(u) = cos^2((u + s) / (1 + s) pi / 2), clipped at 0.999 (Nichol & Dhariwal eq. 17)."""
+    """beta_i = 1 - f(u_{i+1}) / f(u_i), f(u) = cos^2((u + s) / (1 + s) pi / 2), <= 0.999 (Nichol & Dhariwal 17)."""
     u = torch.linspace(0, 1, steps + 1, dtype=torch.float64)
     f = torch.cos((u + s) / (1 + s) * math.pi / 2) ** 2
     return (1 - f[1:] / f[:-1]).clamp(0, 0.999)

@@ -18,10 +18,7 @@ from voxtune.errors import InputError
 from voxtune.workloads import ConvNeXtConfig, MedDDPMConfig, NetworkConfig, build
 
 FORMAT = "voxtune-model/1"
-FAMILIES: dict[str, type[MedDDPMConfig] | type[ConvNeXtConfig]] = {
-    "med-ddpm": MedDDPMConfig,
-    "convnext": ConvNeXtConfig,
-}
+FAMILIES: dict[str, type[NetworkConfig]] = {"med-ddpm": MedDDPMConfig, "convnext": ConvNeXtConfig}
 
 Progress = Callable[[int, int], None]
 
@@ -61,8 +58,8 @@ class ModelConfig:
             raise InputError(f"data.size {self.data.size} and size {self.size} differ")
         if len(self.data.labels) != network.mask_channels or len(self.data.images) != network.out_channels:
             raise InputError(
-                f"the contract has {len(self.data.labels)} labels and {len(self.data.images)} images, the network takes "
-                f"{network.mask_channels} and {network.out_channels}"
+                f"the contract has {len(self.data.labels)} labels and {len(self.data.images)} images, the network "
+                f"takes {network.mask_channels} and {network.out_channels}"
             )
 
     @property
@@ -82,7 +79,7 @@ class ModelConfig:
             raise InputError(f"{where}: unknown workload {family!r}; known are {', '.join(FAMILIES)}")
         rest = {k: v for k, v in data.items() if k not in ("format", "workload")}
         network = from_mapping(FAMILIES[family], rest.pop("network", None), f"{where}: network")
-        parts = {
+        parts: dict[str, Any] = {
             "diffusion": DiffusionConfig,
             "sampling": SamplingConfig,
             "data": DataContract,
@@ -95,7 +92,7 @@ class ModelConfig:
         if rest:
             raise InputError(f"{where}: unknown setting {next(iter(rest))!r}")
         try:
-            return cls(network=network, size=tuple(size), **values)  # type: ignore[arg-type]
+            return cls(network=network, size=tuple(size), **values)
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
 
@@ -138,7 +135,7 @@ class Model:
         clip: bool = True,
         progress: Progress | None = None,
     ) -> Tensor:
-        """Draws one sample for each mask of `cond` (N, L, *size), or for each of `indices` where the model takes no mask.
+        """Draws a sample for each mask of `cond` (N, L, *size), or for each of `indices` where the model takes no mask.
 
         Sample i's noise depends on `seed` and `indices[i]` alone (by default 0, 1, ...), so a batch of many is the same
         samples as many batches of one, up to rounding. The result is (N, C, *size) in [-1, 1].

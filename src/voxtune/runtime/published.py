@@ -112,7 +112,7 @@ def _infer_med_ddpm(state: Mapping[str, Tensor]) -> MedDDPMConfig:
 
 def _infer_convnext(state: Mapping[str, Tensor]) -> ConvNeXtConfig:
     width, channels = state["init_conv.weight"].shape[:2]
-    multipliers = []
+    multipliers: list[int] = []
     while any(k.startswith(f"downs.{len(multipliers)}.") for k in state):
         prefix = f"downs.{len(multipliers)}.2"
         weight = state[f"{prefix}.conv.weight"] if f"{prefix}.conv.weight" in state else state[f"{prefix}.weight"]
@@ -148,7 +148,7 @@ def _config(network: NetworkConfig, diffusion: DiffusionConfig, size: tuple[int,
         sides = (size[0], size[1], size[2])
         if (network.mask_channels, network.out_channels) == (2, 1):
             # The published grid covers 192 mm: a smaller one covers the same head with larger voxels.
-            spacing = tuple(192.0 / s for s in sides)
+            spacing = (192.0 / sides[0], 192.0 / sides[1], 192.0 / sides[2])
             data = replace(contracts.WHOLE_HEAD, size=sides, spacing=spacing)
         elif (network.mask_channels, network.out_channels) == (4, 4):
             data = replace(contracts.BRATS, size=sides)

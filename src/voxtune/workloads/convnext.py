@@ -5,6 +5,7 @@ Legend: N batch, C channels, H W pixels, E width of the time embedding.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -123,7 +124,7 @@ class ConvNeXtUNet(nn.Module):
         self.config = config
         width, time_width = config.width, 4 * config.width
         widths = [width, *(width * m for m in config.multipliers)]
-        levels = list(zip(widths[:-1], widths[1:], strict=True))
+        levels = list(itertools.pairwise(widths))
         last = len(levels) - 1
         self.init_conv = nn.Conv2d(config.channels, width, 7, padding=3)
         self.time_mlp = nn.Sequential(nn.Linear(width, time_width), nn.GELU(), nn.Linear(time_width, time_width))
@@ -149,13 +150,15 @@ class ConvNeXtUNet(nn.Module):
         stem = h = self.init_conv(x_NCHW)
         time_NE = self.time_mlp(time_sinusoid(t_N, self.config.width).to(h.dtype))
         skips = []
-        for *blocks, down in self.downs:  # type: ignore[misc]
+        for level in self.downs:
+            *blocks, down = level.children()
             for block in blocks:
                 h = block(h, time_NE)
                 skips.append(h)
             h = down(h)
         h = self.mid_block2(self.mid_block1(h, time_NE), time_NE)
-        for *layers, up in self.ups:  # type: ignore[misc]
+        for level in self.ups:
+            *layers, up = level.children()
             for gate, block in zip(layers[::2], layers[1::2], strict=True):
                 h = block(torch.cat([h, gate(h, skips.pop())], dim=1), time_NE)
             h = up(h)

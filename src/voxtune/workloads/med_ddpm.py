@@ -249,7 +249,7 @@ class MedDDPMUNet(nn.Module):
     def forward(self, x_NCDHW: Tensor, t_N: Tensor, cond_NCDHW: Tensor | None = None) -> Tensor:
         check_input(self.config, x_NCDHW, cond_NCDHW)
         h = x_NCDHW if cond_NCDHW is None else torch.cat([x_NCDHW, cond_NCDHW], dim=1)
-        time_NE = self.time_embed(time_sinusoid(t_N, self.config.base).to(self.time_embed[0].weight.dtype))
+        time_NE = self.time_embed(time_sinusoid(t_N, self.config.base).to(h.dtype))
         skips = []
         for stage in self.input_blocks:
             h = stage(h, time_NE)
