@@ -18,7 +18,7 @@ from voxtune.data.contract import DataContract, Shape, encode_mask, scale_image
 from voxtune.data.grid import Mode, fit
 from voxtune.data.nifti import Volume, read_labels, read_volume
 from voxtune.data.pairing import Pair, pair_folders
-from voxtune.data.preflight import Report, check_kept, check_mask, check_pair
+from voxtune.data.preflight import Finding, Report, check_kept, check_mask, check_pair
 from voxtune.errors import InputError
 
 CACHE_BYTES = 2 * 2**30
@@ -72,10 +72,14 @@ class PairedFolders:
         return report
 
     def _check_pair(self, pair: Pair) -> Report:
-        mask, report = read_labels(pair.mask), Report()
-        for path in pair.images:
-            report += check_pair(read_volume(path), mask)
-        placed = fit(mask, self.contract, self.mode).apply(mask.array, label=True)
+        report = Report()
+        try:
+            mask = read_labels(pair.mask)
+            for path in pair.images:
+                report += check_pair(read_volume(path), mask)
+            placed = fit(mask, self.contract, self.mode).apply(mask.array, label=True)
+        except InputError as error:
+            return report + Report(findings=(Finding(level="error", code="unusable", message=str(error)),))
         return report + check_kept(mask.array, placed, self.contract, mask.name)
 
     def _prepare(self, index: int) -> tuple[np.ndarray, np.ndarray]:

@@ -230,7 +230,8 @@ def _needed_bytes(head: bytes, path: Path) -> int:
     voxels = math.prod(sides[:rank])
     if voxels > MAX_VOXELS:
         raise InputError(f"{path}: {_list(sides[:rank])} is more than the {MAX_VOXELS} voxels a volume may have")
-    if not 0 <= offset <= MAX_HEADER_BYTES:
+    # nibabel takes an offset of 0 at its word and would return the header's own bytes as voxels.
+    if not len(header.binaryblock) + 4 <= offset <= MAX_HEADER_BYTES:
         raise InputError(f"{path}: damaged NIfTI header (data offset {offset:g}); export it again")
     return int(offset) + voxels * itemsize
 

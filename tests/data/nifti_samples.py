@@ -1,0 +1,56 @@
+"""NIfTI files and volumes for the tests of `voxtune.data`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+from hypothesis import strategies as st
+
+from voxtune.data.nifti import Volume
+
+# The 48 ways to lay a volume along the patient's axes.
+ORIENTATIONS = [
+    a + b + c
+    for a in "RLAPSI"
+    for b in "RLAPSI"
+    for c in "RLAPSI"
+    if all(sum(letter in pair for letter in (a, b, c)) == 1 for pair in ("RL", "AP", "SI"))
+]
+
+shapes = st.tuples(*[st.integers(1, 9)] * 3)
+spacings = st.tuples(*[st.floats(0.3, 4.0)] * 3)
+
+
+def oriented_affine(code: str, spacing=(1.0, 1.0, 1.0), origin=(-7.0, 3.5, 11.0)) -> np.ndarray:
+    """An affine whose voxel axes run along `code` with the spacing of the voxel axes."""
+    affine = np.eye(4)
+    affine[:3, :3] = _along(code) * np.array(spacing)
+    affine[:3, 3] = origin
+    return affine
+
+
+def _along(code: str) -> np.ndarray:
+    columns = np.zeros((3, 3))
+    for voxel_axis, letter in enumerate(code):
+        world = next(i for i, pair in enumerate(("RL", "AP", "SI")) if letter in pair)
+        columns[world, voxel_axis] = 1 if letter in "RAS" else -1
+    return columns
+
+
+def save(
+    path: Path, array: np.ndarray, affine: np.ndarray | None = None, sform: int = 1, qform: int = 1, **fields
+) -> Path:
+    """Writes a file with nibabel alone; `fields` go into the header."""
+    image = nib.Nifti1Image(array, np.eye(4) if affine is None else affine)
+    image.set_sform(image.affine if sform else None, code=sform)
+    image.set_qform(image.affine if qform else None, code=qform)
+    for name, value in fields.items():
+        image.header[name] = value
+    nib.save(image, path)
+    return path
+
+
+def volume(array: np.ndarray, affine: np.ndarray | None = None) -> Volume:
+    return Volume(array=array, affine=np.eye(4) if affine is None else affine)

@@ -1,0 +1,96 @@
+"""The cohort on disk: a BIDS layout that others can read, the same bytes every time."""
+
+from __future__ import annotations
+
+import json
+
+import nibabel as nib
+import numpy as np
+import pytest
+
+from voxtune.data.bids import find_subjects, write_cohort
+from voxtune.data.cohort import subject
+from voxtune.errors import InputError
+
+SIZE = (16, 18, 20)
+
+
+@pytest.fixture(scope="module")
+def cohort(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bids") / "cohort"
+    write_cohort(folder, 3, 7, SIZE)
+    return folder
+
+
+def contents(folder):
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_layout(cohort):
+    assert sorted(contents(cohort)) == sorted(
+        ["README", "dataset_description.json", "participants.tsv"]
+        + ["derivatives/masks/dataset_description.json", "derivatives/masks/dseg.tsv"]
+        + [f"sub-000{i}/anat/sub-000{i}_T1w.nii.gz" for i in range(3)]
+        + [f"derivatives/masks/sub-000{i}/anat/sub-000{i}_dseg.nii.gz" for i in range(3)]
+    )
+    raw = json.loads((cohort / "dataset_description.json").read_text())
+    masks = json.loads((cohort / "derivatives/masks/dataset_description.json").read_text())
+    assert raw["DatasetType"] == "raw" and masks["DatasetType"] == "derivative"
+    assert raw["BIDSVersion"] and raw["GeneratedBy"][0]["Name"] == "voxtune"
+    rows = (cohort / "participants.tsv").read_text().splitlines()
+    assert rows[0].startswith("participant_id\t") and [r.split("\t")[0] for r in rows[1:]] == [
+        "sub-0000",
+        "sub-0001",
+        "sub-0002",
+    ]
+    assert (cohort / "derivatives/masks/dseg.tsv").read_text().splitlines()[1:] == [
+        "0\tbackground",
+        "1\tbrain",
+        "2\ttumour",
+    ]
+
+
+def test_files_hold_the_subjects(cohort):
+    pairs = find_subjects(cohort)
+    assert [p.id for p in pairs] == ["sub-0000", "sub-0001", "sub-0002"]
+    for index, pair in enumerate(pairs):
+        drawn = subject(7, index, SIZE)
+        image, mask = nib.load(pair.images[0]), nib.load(pair.mask)
+        assert np.allclose(image.affine, drawn.affine, atol=1e-4) and np.array_equal(image.affine, mask.affine)
+        assert np.array_equal(np.asanyarray(mask.dataobj).transpose(2, 1, 0), drawn.labels_DHW)
+        assert np.abs(image.get_fdata().transpose(2, 1, 0) / 1000 - drawn.image_DHW).max() <= 0.00051
+        assert mask.get_data_dtype() == np.uint8
+
+
+def test_the_same_call_gives_the_same_bytes(cohort, tmp_path):
+    seen = []
+    write_cohort(tmp_path / "again", 3, 7, SIZE, callback=lambda done, n: seen.append((done, n)))
+    assert contents(tmp_path / "again") == contents(cohort) and seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_a_folder_in_use_is_refused(tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(InputError, match="not empty"):
+        write_cohort(tmp_path, 1, 0, SIZE)
+    with pytest.raises(InputError, match="other than a voxtune cohort"):
+        write_cohort(tmp_path, 1, 0, SIZE, overwrite=True)
+    with pytest.raises(InputError, match="is a file"):
+        write_cohort(tmp_path / "thesis.txt", 1, 0, SIZE)
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+
+
+def test_overwriting_leaves_no_subject_of_before(tmp_path):
+    write_cohort(tmp_path, 2, 0, SIZE)
+    with pytest.raises(InputError, match="not empty"):
+        write_cohort(tmp_path, 1, 1, SIZE)
+    write_cohort(tmp_path, 1, 1, SIZE, overwrite=True)
+    assert [p.id for p in find_subjects(tmp_path)] == ["sub-0000"]
+
+
+def test_bad_requests(tmp_path):
+    with pytest.raises(InputError, match="one or more"):
+        write_cohort(tmp_path / "x", 0, 0, SIZE)
+    with pytest.raises(InputError, match="no such folder"):
+        find_subjects(tmp_path / "gone")
+    with pytest.raises(InputError, match="derivatives"):
+        find_subjects(tmp_path)

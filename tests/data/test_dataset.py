@@ -1,0 +1,152 @@
+"""What training sees: scaled images and encoded masks on the contract's grid, from folders or from the cohort."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from nifti_samples import oriented_affine, save
+
+from voxtune.data.bids import write_cohort
+from voxtune.data.cohort import cohort_contract, subject
+from voxtune.data.contract import BRATS, DataContract, generic_contract
+from voxtune.data.dataset import CohortSource, PairedFolders
+from voxtune.errors import InputError
+
+SIZE = (16, 16, 16)
+CONTRACT = cohort_contract(SIZE)
+
+
+@pytest.fixture
+def cohort(tmp_path):
+    write_cohort(tmp_path / "c", 3, 7, SIZE)
+    return tmp_path / "c"
+
+
+def check_item(item, contract: DataContract):
+    image, cond = item
+    assert image.shape == (len(contract.images), *contract.size) and image.dtype == np.float32
+    assert cond.shape == (len(contract.labels), *contract.size) and cond.dtype == np.float32
+    assert image.min() == -1.0 and image.max() == 1.0
+
+
+def test_cohort_and_its_files_are_the_same_source(cohort):
+    drawn = CohortSource(CONTRACT, seed=7, count=3)
+    read = PairedFolders(CONTRACT, cohort, cohort / "derivatives")
+    assert len(drawn) == len(read) == 3 and read.check().ok
+    for i in range(3):
+        check_item(drawn[i], CONTRACT)
+        assert np.array_equal(drawn[i][1], read[i][1])
+        assert np.abs(drawn[i][0] - read[i][0]).max() < 0.005
+
+
+def test_cohort_source_matches_the_subject():
+    image, cond = CohortSource(CONTRACT, seed=7, count=1)[0]
+    drawn = subject(7, 0, SIZE)
+    assert np.array_equal(cond[1] > 0, drawn.labels_DHW == 2) and np.array_equal(cond[0] > 0, drawn.labels_DHW == 1)
+    assert np.corrcoef(image.ravel(), drawn.image_DHW.ravel())[0, 1] > 0.9999
+
+
+@pytest.mark.parametrize("orientation", ["LPS", "SAR", "PIR"])
+def test_cohort_in_another_orientation(orientation):
+    size = (20, 22, 24)
+    contract = dataclasses.replace(CONTRACT, size=size, spacing=(12.0,) * 3, orientation=orientation)
+    image, cond = CohortSource(contract, seed=7, count=1)[0]
+    check_item((image, cond), contract)
+    assert (cond[0] > 0).sum() > 100
+
+
+def test_changing_an_item_does_not_change_the_source():
+    source = CohortSource(CONTRACT, seed=7, count=1)
+    image, _ = source[0]
+    image[:] = 0
+    assert source[0][0].min() == -1.0
+
+
+def test_the_cache_stays_below_its_limit(monkeypatch):
+    one = 16**3 * 5
+    source = CohortSource(CONTRACT, seed=7, count=3, cache_bytes=2 * one)
+    before = [source[i][0] for i in range(3)]
+    assert source._cache.bytes == 2 * one
+    calls = []
+    monkeypatch.setattr("voxtune.data.dataset.subject", lambda *a, **k: calls.append(a[1]) or subject(*a, **k))
+    assert all(np.array_equal(source[i][0], before[i]) for i in range(3)) and calls == [2]
+
+
+def test_index_out_of_range():
+    source = CohortSource(CONTRACT, seed=7, count=2)
+    for index in (2, -1):
+        with pytest.raises(IndexError):
+            source[index]
+
+
+@pytest.mark.parametrize(
+    ("contract", "word"),
+    [
+        (BRATS, "bring your own folders"),
+        (dataclasses.replace(CONTRACT, spacing=(1.0, 1.0, 1.0)), "spacing to 12 mm"),
+        (dataclasses.replace(CONTRACT, spacing=(12.0, 13.0, 12.0)), "one spacing"),
+    ],
+)
+def test_contracts_the_cohort_cannot_serve(contract, word):
+    with pytest.raises(InputError, match=word):
+        CohortSource(contract, seed=0, count=1)
+
+
+def test_a_vanished_or_damaged_file_is_named(cohort):
+    source = PairedFolders(CONTRACT, cohort, cohort / "derivatives", cache_bytes=0)
+    source[0]
+    source.pairs[0].images[0].unlink()
+    with pytest.raises(InputError, match=r"sub-0000_T1w\.nii\.gz: no such file"):
+        source[0]
+    mask = source.pairs[1].mask
+    mask.write_bytes(mask.read_bytes()[:100])
+    with pytest.raises(InputError, match=r"sub-0001_dseg\.nii\.gz"):
+        source[1]
+    assert [f.code for f in source.check().errors] == ["unusable", "unreadable"]
+
+
+def make_pair(folder, name, image, labels, image_affine, mask_affine):
+    folder.mkdir(exist_ok=True)
+    save(folder / f"{name}_t1.nii.gz", image.astype(np.float32), image_affine)
+    save(folder / f"{name}_seg.nii.gz", labels.astype(np.uint8), mask_affine)
+
+
+def test_pairs_of_other_geometry_are_refused(tmp_path):
+    labels = np.ones((6, 6, 6))
+    make_pair(tmp_path, "a", labels, labels, oriented_affine("RAS"), oriented_affine("LAS"))
+    source = PairedFolders(generic_contract(1, 1, (8, 8, 8)), tmp_path, tmp_path)
+    with pytest.raises(InputError, match="affines differ"):
+        source[0]
+    assert not source.check().ok
+
+
+def test_image_and_mask_move_together(tmp_path):
+    """An image that equals its mask still does so on the model's grid: padded, turned and resampled."""
+    labels = np.random.default_rng(0).integers(0, 2, (5, 6, 7))
+    affine = oriented_affine("PIR")
+    make_pair(tmp_path, "a", labels, labels, affine, affine)
+    image, cond = PairedFolders(generic_contract(1, 1, (9, 8, 8)), tmp_path, tmp_path)[0]
+    assert np.array_equal(image, cond)
+
+
+def test_size_may_be_chosen(tmp_path):
+    labels = np.ones((6, 6, 6))
+    make_pair(tmp_path, "a", labels, labels, np.eye(4), np.eye(4))
+    source = PairedFolders(generic_contract(1, 1, (4, 4, 4)), tmp_path, tmp_path, size=(8, 8, 8))
+    assert source[0][0].shape == (1, 8, 8, 8)
+    with pytest.raises(InputError, match="span 6 voxels"):
+        PairedFolders(generic_contract(1, 1, (4, 4, 4)), tmp_path, tmp_path)[0]
+
+
+def test_four_images(tmp_path):
+    contract = dataclasses.replace(BRATS, size=(8, 8, 8))
+    labels = np.random.default_rng(0).integers(0, 5, (6, 7, 8)).astype(np.uint8)
+    affine = oriented_affine("LPS")
+    for i, ending in enumerate(("t1", "t1ce", "t2", "flair")):
+        save(tmp_path / f"x_{ending}.nii.gz", (labels == i + 1).astype(np.float32), affine)
+    save(tmp_path / "x_seg.nii.gz", labels, affine)
+    image, cond = PairedFolders(contract, tmp_path, tmp_path)[0]
+    check_item((image, cond), contract)
+    assert np.array_equal((image + 1) / 2, cond)

@@ -1,0 +1,182 @@
+"""To the model's grid and back: exact for padding in every orientation, centred to the half voxel for resampling."""
+
+from __future__ import annotations
+
+import json
+
+import nibabel as nib
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nifti_samples import ORIENTATIONS, oriented_affine, shapes, spacings, volume
+
+from voxtune.data.contract import WHOLE_HEAD, generic_contract
+from voxtune.data.grid import fit
+from voxtune.errors import InputError
+
+UNIT = generic_contract(3, 1, (8, 8, 8))
+
+
+def random_labels(shape, seed=0):
+    return np.random.default_rng(seed).integers(0, 4, shape)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    shapes,
+    st.tuples(*[st.integers(9, 14)] * 3),
+    st.sampled_from(ORIENTATIONS),
+    st.sampled_from(ORIENTATIONS),
+    st.integers(0, 99),
+)
+def test_padding_round_trip_is_exact(shape, size, source, target, seed):
+    labels = random_labels(shape, seed)
+    placement = fit(volume(labels, oriented_affine(source)), generic_contract(3, 1, size, orientation=target))
+    on_model = placement.apply(labels, label=True)
+    assert placement.mode == "pad" and on_model.shape == size
+    assert np.array_equal(np.bincount(on_model.ravel())[1:], np.bincount(labels.ravel())[1:])
+    assert np.array_equal(placement.invert(on_model, label=True), labels)
+    image = np.random.default_rng(seed).random(shape).astype(np.float32)
+    assert np.array_equal(placement.invert(placement.apply(image, label=False), label=False), image)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.tuples(*[st.integers(6, 20)] * 3),
+    st.tuples(*[st.integers(5, 9)] * 3),
+    st.sampled_from(ORIENTATIONS),
+    st.data(),
+)
+def test_cropping_keeps_every_labelled_voxel(shape, size, source, data):
+    labels = np.zeros(shape, np.int32)
+    start = [data.draw(st.integers(0, n - 4)) for n in shape]
+    labels[tuple(slice(s, s + 4) for s in start)] = random_labels((4, 4, 4)) | 1
+    placement = fit(volume(labels, oriented_affine(source)), generic_contract(3, 1, size))
+    assert np.array_equal(placement.invert(placement.apply(labels, label=True), label=True), labels)
+
+
+@pytest.mark.parametrize("source", ORIENTATIONS)
+def test_axes_run_as_the_contract_says(source):
+    """A voxel's world position, not its index, decides where it lands in (D, H, W) = (S, A, R)."""
+    labels = np.zeros((4, 5, 6), np.int32)
+    labels[1, 0, 4] = 1
+    affine = oriented_affine(source)
+    placement = fit(volume(labels, affine), generic_contract(1, 1, (7, 7, 7)))
+    d, h, w = np.argwhere(placement.apply(labels, label=True))[0]
+    assert np.allclose(placement.model_affine @ [w, h, d, 1], affine @ [1, 0, 4, 1])
+    assert nib.aff2axcodes(placement.model_affine) == ("R", "A", "S")
+
+
+def test_orientation_agrees_with_nibabel():
+    labels = random_labels((4, 5, 6))
+    affine = oriented_affine("PIR")
+    canonical = nib.as_closest_canonical(nib.Nifti1Image(labels.astype(np.int16), affine))
+    size = canonical.shape[::-1]
+    placed = fit(volume(labels, affine), generic_contract(3, 1, size)).apply(labels, label=True)
+    assert np.array_equal(placed, np.asanyarray(canonical.dataobj).transpose(2, 1, 0))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.tuples(*[st.integers(8, 16)] * 3), spacings, st.sampled_from(ORIENTATIONS), st.sampled_from(ORIENTATIONS))
+def test_resampling_reproduces_a_linear_ramp(shape, spacing, source, target):
+    """A ramp in world coordinates is the same ramp on the model's grid and, returned, on the source's."""
+    affine = oriented_affine(source, spacing)
+    ramp = world_ramp(affine, shape)
+    contract = generic_contract(1, 1, (40, 40, 40), spacing=(1.7, 1.3, 1.1), orientation=target)
+    placement = fit(volume(ramp, affine), contract, mode="resample", label=False)
+    placed = placement.apply(ramp, label=False, fill=np.nan)
+    expected = world_ramp(placement.model_affine, placement.size[::-1]).transpose(2, 1, 0)
+    inner = inside(placement)
+    assert np.abs(placed - expected)[inner].max(initial=0.0) < 1e-3
+    assert np.isnan(placed).any()
+
+
+def world_ramp(affine, shape):
+    grid = np.stack([*np.meshgrid(*[np.arange(n) for n in shape], indexing="ij"), np.ones(shape)], axis=-1)
+    return ((grid @ affine.T)[..., :3] @ [1.0, 0.5, -0.25]).astype(np.float32)
+
+
+def inside(placement):
+    """Model voxels whose centres lie between the centres of source voxels, where linear interpolation is exact."""
+    sides = []
+    for i, n in enumerate(placement.size[::-1]):
+        at = placement.origin[i] + placement.scale[i] * np.arange(n)
+        sides.append((at >= 0) & (at <= placement.shape[placement.axes[i]] - 1))
+    x, y, z = sides
+    return z[:, None, None] & y[None, :, None] & x[None, None, :]
+
+
+@pytest.mark.parametrize(("n", "spacing"), [(8, 2.0), (9, 2.0), (10, 0.5), (7, 3.0)])
+def test_resampled_field_of_view_keeps_its_centre(n, spacing):
+    affine = np.diag([spacing] * 3 + [1.0])
+    size = (round(n * spacing),) * 3
+    placement = fit(volume(np.ones((n, n, n)), affine), generic_contract(1, 1, size), label=False)
+    assert placement.mode == "resample"
+    middle = placement.model_affine @ [*((k - 1) / 2 for k in size), 1]
+    assert np.allclose(middle, affine @ [*[(n - 1) / 2] * 3, 1])
+
+
+def test_doubling_and_halving_labels_is_exact():
+    labels = random_labels((5, 6, 7))
+    placement = fit(volume(labels, np.diag([2.0, 2.0, 2.0, 1.0])), generic_contract(3, 1, (14, 12, 10)))
+    big = placement.apply(labels, label=True)
+    assert np.array_equal(big.transpose(2, 1, 0), labels.repeat(2, 0).repeat(2, 1).repeat(2, 2))
+    assert np.array_equal(placement.invert(big, label=True), labels)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(0.5, 3.0), st.sampled_from(ORIENTATIONS))
+def test_resampling_a_ball_and_back_stays_close(spacing, source):
+    """Nearest labels through another spacing return with only their surface changed."""
+    shape = tuple(int(30 / spacing) + i for i in range(3))
+    affine = oriented_affine(source, (spacing,) * 3)
+    centre = (np.array(shape) - 1) / 2
+    ball = (((np.indices(shape).T - centre) ** 2).sum(-1).T * spacing**2 < 10**2).astype(np.int32)
+    placement = fit(volume(ball, affine), generic_contract(1, 1, (48, 48, 48), spacing=(0.8,) * 3), mode="resample")
+    back = placement.invert(placement.apply(ball, label=True), label=True)
+    assert 2 * (back & ball).sum() / (back.sum() + ball.sum()) > 0.93
+
+
+def test_choice_and_reason_are_reported():
+    same = fit(volume(np.ones((8, 8, 8)), np.diag([1.505, 1.5, 1.5, 1])), WHOLE_HEAD)
+    other = fit(volume(np.ones((8, 8, 8)), np.diag([-1.0, 1.5, 1.5, 1])), WHOLE_HEAD)
+    forced = fit(volume(np.ones((8, 8, 8))), WHOLE_HEAD, mode="pad")
+    assert same.mode == "pad" and "matches" in same.describe()
+    assert other.mode == "resample" and "differs" in other.describe() and "LAS to RAS" in other.describe()
+    assert forced.mode == "pad" and "asked for" in forced.reason and "\n" not in forced.describe()
+    assert json.loads(json.dumps(same.to_dict()))["mode"] == "pad"
+
+
+def test_labels_that_cannot_fit_are_refused_with_extents():
+    with pytest.raises(InputError, match=r"axis X.*span 12 voxels \(12\.0 mm\).*has 8"):
+        fit(volume(np.ones((12, 8, 8))), UNIT)
+    assert fit(volume(np.ones((12, 8, 8))), UNIT, label=False).size == (8, 8, 8)
+    assert fit(volume(np.ones((12, 8, 8))), UNIT, size=(8, 8, 12)).size == (8, 8, 12)
+
+
+def test_empty_and_wide_volume_is_cropped_about_its_centre():
+    placement = fit(volume(np.zeros((20, 8, 8))), UNIT)
+    assert placement.origin == (6.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("array", "affine", "mode", "word"),
+    [
+        (np.ones((4, 4)), np.eye(4), "auto", "3D"),
+        (np.ones((4, 4, 4)), np.full((4, 4), np.nan), "auto", "affine"),
+        (np.ones((4, 4, 4)), np.diag([1.0, 1.0, 0.0, 1.0]), "auto", "singular"),
+        (np.ones((4, 4, 4)), np.eye(4), "stretch", "mode"),
+    ],
+)
+def test_what_cannot_be_placed(array, affine, mode, word):
+    with pytest.raises(InputError, match=word):
+        fit(volume(array, affine), UNIT, mode=mode)
+
+
+def test_fill_where_the_model_does_not_reach():
+    labels = np.zeros((20, 8, 8), np.int32)
+    labels[9:11] = 1
+    placement = fit(volume(labels), UNIT)
+    back = placement.invert(np.zeros((8, 8, 8), np.float32), label=False, fill=-1.0)
+    assert (back[:6] == -1).all() and (back[6:14] == 0).all() and (back[14:] == -1).all()

@@ -1,0 +1,133 @@
+"""Damaged and lying NIfTI files: every one is read or refused with an InputError that names it, never anything else."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+
+import nibabel as nib
+import numpy as np
+import pytest
+
+from voxtune.data.contract import WHOLE_HEAD
+from voxtune.data.grid import fit
+from voxtune.data.nifti import read_labels, read_volume
+from voxtune.data.preflight import check_mask
+from voxtune.errors import InputError
+
+IMAGE = nib.Nifti1Image((np.arange(6 * 7 * 8) % 3).astype(np.int16).reshape(6, 7, 8), np.diag([1.5, 1.5, 1.5, 1.0]))
+IMAGE.set_qform(IMAGE.affine, code=1)
+RAW = IMAGE.to_bytes()
+PACKED = gzip.compress(RAW, mtime=0)
+
+
+def patched(offset: int, form: str, *values) -> bytes:
+    data = bytearray(RAW)
+    struct.pack_into(f"<{form}", data, offset, *values)
+    return bytes(data)
+
+
+def hostile_files() -> list[tuple[str, str, bytes]]:
+    rng = np.random.default_rng(20)
+    cases = [
+        (f"cut-raw-{n}", ".nii", RAW[:n])
+        for n in (0, 1, 2, 4, 40, 100, 343, 344, 347, 348, 351, 352, 353, 700, len(RAW) - 1)
+    ]
+    cases += [
+        (f"cut-gz-{n}", ".nii.gz", PACKED[:n])
+        for n in (0, 1, 2, 5, 10, 11, 20, 60, 100, len(PACKED) - 9, len(PACKED) - 4, len(PACKED) - 1)
+    ]
+    for i in range(70):
+        data = bytearray(RAW)
+        for _ in range(int(rng.integers(1, 6))):
+            data[int(rng.integers(0, 352))] = int(rng.integers(0, 256))
+        cases.append((f"header-bytes-{i}", ".nii", bytes(data)))
+    for i in range(30):
+        data = bytearray(PACKED)
+        data[int(rng.integers(0, len(data)))] ^= int(rng.integers(1, 256))
+        cases.append((f"gzip-byte-{i}", ".nii.gz", bytes(data)))
+    cases += [(f"noise-{i}", suffix, rng.bytes(2000)) for i, suffix in enumerate([".nii", ".nii.gz"] * 3)]
+    cases += [(f"gzip-noise-{i}", ".nii.gz", gzip.compress(rng.bytes(2000))) for i in range(3)]
+    return cases + lying_headers()
+
+
+def lying_headers() -> list[tuple[str, str, bytes]]:
+    nan, inf = float("nan"), float("inf")
+    dims = [
+        (3, -6, 7, 8),
+        (3, 0, 7, 8),
+        (3, 32767, 32767, 32767),
+        (7, 32767, 32767, 32767),
+        (0, 6, 7, 8),
+        (-1, 6, 7, 8),
+    ]
+    dims += [(9, 6, 7, 8), (4, 6, 7, 4, 2), (2, 6, 56, 1), (3, 1, 1, 1), (5, 6, 7, 8, 1, 1)]
+    cases = [(f"dims-{d}", ".nii", patched(40, f"{len(d)}h", *d)) for d in dims]
+    cases.append(("dims-huge-gz", ".nii.gz", gzip.compress(patched(40, "4h", 3, 32767, 32767, 32767))))
+    cases.append(("dims-large-gz", ".nii.gz", gzip.compress(patched(40, "4h", 3, 1000, 1000, 1000))))
+    cases += [(f"affine-{v}", ".nii", patched(280, "4f", v, 0, 0, 0)) for v in (nan, inf, 0.0, 1e38, 1e-30)]
+    cases += [(f"offset-{v}", ".nii", patched(108, "f", v)) for v in (nan, inf, -352.0, 0.0, 1e9, 353.0, 1e30)]
+    cases += [
+        (f"slope-{a}-{b}", ".nii", patched(112, "2f", a, b))
+        for a, b in ((inf, 0), (1, nan), (1, inf), (nan, nan), (1e38, 1e38))
+    ]
+    cases += [(f"type-{t}", ".nii", patched(70, "h", t)) for t in (-1, 0, 1, 128, 255, 1536, 2048, 9999)]
+    cases += [(f"quaternion-{v}", ".nii", patched(252, "2h3f", 1, 0, v, v, v)) for v in (nan, inf, 2.0, 0.9)]
+    cases += [(f"magic-{m!r}", ".nii", RAW[:344] + m + RAW[348:]) for m in (b"ni1\0", b"n+2\0", b"\0\0\0\0", b"n+1 ")]
+    cases.append(("extension", ".nii", RAW[:348] + b"\1\0\0\0" + struct.pack("<ii", 2**31 - 1, 6) + RAW[352:]))
+    cases.append(("not-nifti", ".nii.gz", b"PK\3\4" + bytes(400)))
+    return cases
+
+
+CASES = hostile_files()
+
+
+def test_there_are_enough_cases():
+    assert len(CASES) >= 170 and len({name for name, _, _ in CASES}) == len(CASES)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "suffix", "data"), CASES, ids=[name for name, _, _ in CASES])
+def test_read_or_refused(tmp_path, name, suffix, data):
+    path = tmp_path / f"mask{suffix}"
+    path.write_bytes(data)
+    for read in (read_volume, read_labels):
+        try:
+            fit(read(path), WHOLE_HEAD, label=False)
+        except InputError as error:
+            assert "mask.nii" in str(error) and "\n" not in str(error)
+    check_mask(path, WHOLE_HEAD).to_dict()
+
+
+@pytest.mark.parametrize("cut", [0, 10, 348, 400, len(RAW) - 1])
+def test_cut_files_are_refused(tmp_path, cut):
+    (tmp_path / "cut.nii").write_bytes(RAW[:cut])
+    with pytest.raises(InputError, match=r"cut\.nii"):
+        read_volume(tmp_path / "cut.nii")
+
+
+@pytest.mark.parametrize("cut", [0, 1, 10, 60, len(PACKED) - 9, len(PACKED) - 1])
+def test_cut_gzip_is_refused(tmp_path, cut):
+    (tmp_path / "cut.nii.gz").write_bytes(PACKED[:cut])
+    with pytest.raises(InputError, match=r"cut\.nii\.gz"):
+        read_volume(tmp_path / "cut.nii.gz")
+
+
+def test_a_wrong_checksum_is_refused(tmp_path):
+    data = bytearray(PACKED)
+    data[-6] ^= 1
+    (tmp_path / "sum.nii.gz").write_bytes(data)
+    with pytest.raises(InputError, match=r"sum\.nii\.gz.*gzip"):
+        read_volume(tmp_path / "sum.nii.gz")
+
+
+def test_the_undamaged_file_is_read(tmp_path):
+    (tmp_path / "fine.nii.gz").write_bytes(PACKED)
+    assert check_mask(tmp_path / "fine.nii.gz", WHOLE_HEAD).findings == ()
+
+
+@pytest.mark.parametrize("offset", [0.0, 8.0, 351.0])
+def test_the_header_is_never_read_as_voxels(tmp_path, offset):
+    (tmp_path / "low.nii").write_bytes(patched(108, "f", offset))
+    with pytest.raises(InputError, match=r"low\.nii.*offset"):
+        read_volume(tmp_path / "low.nii")

@@ -1,0 +1,207 @@
+"""Files that are read and written keep values and geometry; what cannot be a volume is refused by name."""
+
+from __future__ import annotations
+
+import gzip
+import os
+
+import nibabel as nib
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nifti_samples import ORIENTATIONS, oriented_affine, save, shapes, spacings, volume
+
+from voxtune.data import nifti
+from voxtune.data.nifti import atomic_write, read_labels, read_volume, write_volume
+from voxtune.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("nifti")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes,
+    spacings,
+    st.sampled_from(ORIENTATIONS),
+    st.sampled_from([np.uint8, np.int16, np.int32, np.uint16, np.float32, np.float64]),
+    st.sampled_from([(1, 1), (2, 0), (0, 1), (4, 2)]),
+    st.sampled_from([".nii", ".nii.gz"]),
+    st.sampled_from([nib.Nifti1Image, nib.Nifti2Image]),
+)
+def test_labels_and_geometry_round_trip(folder, shape, spacing, code, dtype, codes, suffix, image_class):
+    array = np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
+    image = image_class(array, oriented_affine(code, spacing))
+    image.set_sform(image.affine, code=codes[0])
+    image.set_qform(image.affine, code=codes[1])
+    image.header.set_xyzt_units("mm", "sec")
+    nib.save(image, folder / f"in{suffix}")
+    read = read_labels(folder / f"in{suffix}")
+    assert np.array_equal(read.array, array) and read.array.dtype == np.int32
+    assert np.allclose(read.spacing, spacing, rtol=1e-5)
+
+    back = nib.load(write_volume(folder / f"out{suffix}", read.array, read))
+    assert type(back) is image_class and back.get_data_dtype() == np.uint8
+    assert np.array_equal(np.asanyarray(back.dataobj), array)
+    assert np.array_equal(back.affine, read.affine)
+    for form in ("get_qform", "get_sform"):
+        (was, was_code), (now, now_code) = (getattr(h, form)(coded=True) for h in (image.header, back.header))
+        assert was_code == now_code and (was is None or np.allclose(was, now, atol=1e-5))
+    assert back.header.get_xyzt_units()[0] == "mm"
+    reread = read_labels(folder / f"out{suffix}")
+    assert reread.qform[1] == read.qform[1] and reread.sform[1] == read.sform[1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([np.uint8, np.int16, np.int32]), st.floats(0.01, 8.0), st.floats(-100.0, 100.0))
+def test_scaled_integer_storage(folder, dtype, slope, intercept):
+    stored = np.arange(24, dtype=dtype).reshape(2, 3, 4)
+    path = save(folder / "scaled.nii", stored)
+    data = bytearray(path.read_bytes())
+    data[112:120] = np.array([slope, intercept], dtype="<f4").tobytes()
+    path.write_bytes(data)
+    expected = stored * np.float64(np.float32(slope)) + np.float64(np.float32(intercept))
+    assert np.allclose(read_volume(path).array, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_scaled_storage_of_whole_labels_is_exact(folder):
+    path = save(folder / "scaled_labels.nii", np.array([[[0, 1, 2]]], dtype=np.int16))
+    data = bytearray(path.read_bytes())
+    data[112:120] = np.array([2.0, 1.0], dtype="<f4").tobytes()
+    path.write_bytes(data)
+    assert read_labels(path).array.ravel().tolist() == [1, 3, 5]
+
+
+def test_float_image_written_as_scaled_integers(folder):
+    image = np.random.default_rng(1).random((5, 6, 7)).astype(np.float32)
+    like = volume(image, oriented_affine("LPS", (1, 2, 3)))
+    path = write_volume(folder / "scaled_out.nii.gz", image, like, dtype=np.int16)
+    assert nib.load(path).get_data_dtype() == np.int16
+    assert np.abs(read_volume(path).array - image).max() < 1e-4
+    assert np.array_equal(read_volume(write_volume(folder / "f.nii", image, like)).array, image)
+
+
+def test_volume_made_in_memory_gets_both_forms(folder):
+    affine = oriented_affine("PIR", (0.7, 1.1, 2.0))
+    read = read_volume(
+        write_volume(folder / "memory.nii.gz", np.zeros((3, 4, 5), np.float32), volume(np.zeros((3, 4, 5)), affine))
+    )
+    assert np.allclose(read.affine, affine, atol=1e-5) and np.allclose(read.qform[0], affine, atol=1e-5)
+    assert read.qform[1] == read.sform[1] == 1
+
+
+def test_mask_without_forms_keeps_its_place(folder):
+    path = save(folder / "bare.nii", np.ones((3, 4, 5), np.uint8), np.diag([2.0, 3.0, 4.0, 1.0]), sform=0, qform=0)
+    read = read_labels(path)
+    back = read_labels(write_volume(folder / "bare_out.nii", read.array, read))
+    assert np.array_equal(back.affine, read.affine) and back.qform == (None, 0) and back.sform == (None, 0)
+
+
+def test_description_and_extensions_stay_behind(folder):
+    image = nib.Nifti1Image(np.ones((2, 2, 2), np.uint8), np.eye(4))
+    image.header["descrip"] = b"patient name"
+    image.header.extensions.append(nib.nifti1.Nifti1Extension("comment", b"patient name"))
+    nib.save(image, folder / "named.nii")
+    read = read_labels(folder / "named.nii")
+    assert b"patient" not in write_volume(folder / "clean.nii", read.array, read).read_bytes()
+
+
+def test_same_volume_same_bytes(folder):
+    array = np.arange(60, dtype=np.int16).reshape(3, 4, 5)
+    one, two = (write_volume(folder / f"same{i}.nii.gz", array, volume(array)).read_bytes() for i in range(2))
+    assert one == two
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 5, 1), (3, 4, 5, 1, 1)])
+def test_single_volume_4d_is_squeezed(folder, shape):
+    path = save(folder / "four.nii.gz", np.arange(60, dtype=np.float32).reshape(shape))
+    assert read_volume(path).shape == (3, 4, 5)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (7,), (3, 4, 5, 2), (3, 4, 5, 1, 3)])
+def test_other_dimensions_are_refused(folder, shape):
+    path = save(folder / "dims.nii", np.zeros(shape, np.float32))
+    with pytest.raises(InputError, match=r"dims\.nii.*expected one 3D volume"):
+        read_volume(path)
+
+
+def test_big_endian_and_gzip_under_another_name(folder):
+    image = nib.Nifti1Image(np.arange(24, dtype=">i2").reshape(2, 3, 4), np.eye(4), nib.Nifti1Header(endianness=">"))
+    data = image.to_bytes()
+    (folder / "big.nii").write_bytes(gzip.compress(data))
+    assert read_labels(folder / "big.nii").array.ravel().tolist() == list(range(24))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nonfinite_voxels(folder, bad):
+    array = np.ones((3, 3, 3), np.float32)
+    array[1, 1, 1] = bad
+    path = save(folder / "nan.nii", array)
+    for read in (read_volume, read_labels):
+        with pytest.raises(InputError, match=r"nan\.nii.*NaN"):
+            read(path)
+    assert not np.isfinite(read_volume(path, allow_nonfinite=True).array).all()
+
+
+def test_fractions_are_no_labels(folder):
+    path = save(folder / "prob.nii", np.full((2, 2, 2), 0.25, np.float32))
+    with pytest.raises(InputError, match=r"found 0\.25"):
+        read_labels(path)
+
+
+def test_huge_labels_are_refused(folder):
+    path = save(folder / "huge.nii", np.full((2, 2, 2), 1e12, np.float64))
+    with pytest.raises(InputError, match="32 bits"):
+        read_labels(path)
+
+
+def test_complex_and_colour_are_refused(folder):
+    path = save(folder / "complex.nii", np.ones((2, 2, 2), np.complex64))
+    with pytest.raises(InputError, match="complex64"):
+        read_volume(path)
+    colour = np.zeros((2, 2, 2), dtype=[("R", "u1"), ("G", "u1"), ("B", "u1")])
+    with pytest.raises(InputError, match=r"rgb\.nii"):
+        read_volume(save(folder / "rgb.nii", colour))
+
+
+@pytest.mark.parametrize("name", ["missing.nii", "missing.nii.gz", "notes.txt", "old.img"])
+def test_missing_files_and_other_names(folder, name):
+    with pytest.raises(InputError, match=name):
+        read_volume(folder / name)
+
+
+def test_folder_in_place_of_a_file(folder):
+    (folder / "dir.nii").mkdir()
+    with pytest.raises(InputError, match="folder"):
+        read_volume(folder / "dir.nii")
+
+
+def test_unwritable_place_is_named(folder):
+    (folder / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be written"):
+        write_volume(folder / "file" / "x.nii", np.zeros((2, 2, 2)), volume(np.zeros((2, 2, 2))))
+    with pytest.raises(InputError, match="not a NIfTI name"):
+        write_volume(folder / "x.png", np.zeros((2, 2, 2)), volume(np.zeros((2, 2, 2))))
+
+
+def test_full_disk_leaves_the_old_file(folder, monkeypatch):
+    path = folder / "kept.nii"
+    path.write_bytes(b"old")
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(InputError, match=r"kept\.nii.*No space left"):
+        atomic_write(path, b"new")
+    assert path.read_bytes() == b"old" and not list(folder.glob(".kept*"))
+
+
+def test_absent_nibabel_says_what_to_install(folder, monkeypatch):
+    path = save(folder / "fine.nii", np.zeros((2, 2, 2), np.uint8))
+    monkeypatch.setitem(__import__("sys").modules, "nibabel", None)
+    with pytest.raises(InputError, match="pip install nibabel"):
+        nifti.read_volume(path)

@@ -1,0 +1,101 @@
+"""Images find their masks by name, whatever the naming habit; what has no single partner is named."""
+
+from __future__ import annotations
+
+import pytest
+
+from voxtune.data.contract import BRATS
+from voxtune.data.pairing import pair_folders
+from voxtune.errors import InputError
+
+
+def touch(folder, *names):
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("image", "mask", "subject"),
+    [
+        ("001.nii.gz", "001.nii", "001"),
+        ("case_7.nii", "case_7_seg.nii", "case_7"),
+        ("sub-01_T1w.nii.gz", "sub-01_dseg.nii.gz", "sub-01"),
+        ("sub-01_ses-2_T1w.nii.gz", "sub-01_ses-2_desc-tumour_dseg.nii.gz", "sub-01_ses-2"),
+        ("sub-01_desc-preproc_T1w.nii.gz", "sub-01_desc-brain_mask.nii.gz", "sub-01"),
+        ("BraTS20_001_t1.nii.gz", "BraTS20_001_seg.nii.gz", "BraTS20_001"),
+        ("BraTS-GLI-00000-000-t1n.nii.gz", "BraTS-GLI-00000-000-seg.nii.gz", "BraTS-GLI-00000-000"),
+        ("p1/t1.nii.gz", "p1/seg.nii.gz", "p1"),
+        ("sub-01/anat/sub-01_T1W.NII.GZ", "sub-01/anat/sub-01_dseg.nii.gz", "sub-01"),
+    ],
+)
+@pytest.mark.parametrize("one_folder", [False, True])
+def test_names_that_belong_together(tmp_path, image, mask, subject, one_folder):
+    images, masks = tmp_path / "images", tmp_path / ("images" if one_folder else "masks")
+    touch(images, image)
+    touch(masks, mask)
+    if one_folder and "seg" not in mask and "mask" not in mask:
+        pytest.skip("names alone cannot tell an image from a mask here")
+    pairing = pair_folders(images, masks)
+    assert pairing.report.ok
+    assert [(p.id, p.images, p.mask) for p in pairing.pairs] == [(subject, (images / image,), masks / mask)]
+
+
+def test_order_does_not_pair_names_do(tmp_path):
+    touch(tmp_path / "i", "b.nii", "a.nii", "c.nii")
+    touch(tmp_path / "m", "c_seg.nii", "a_seg.nii", "b_seg.nii")
+    pairs = pair_folders(tmp_path / "i", tmp_path / "m").pairs
+    assert [(p.images[0].name[0], p.mask.name[0]) for p in pairs] == [("a", "a"), ("b", "b"), ("c", "c")]
+
+
+def test_unmatched_files_are_named(tmp_path):
+    touch(tmp_path / "i", "a.nii", "b.nii")
+    touch(tmp_path / "m", "a.nii", "z.nii")
+    pairing = pair_folders(tmp_path / "i", tmp_path / "m")
+    assert [p.id for p in pairing.pairs] == ["a"]
+    assert {f.code for f in pairing.report.errors} == {"unmatched"}
+    with pytest.raises(InputError, match=r"b\.nii: no mask.*z\.nii: no image"):
+        pairing.report.raise_errors()
+
+
+def test_ambiguous_files_are_named(tmp_path):
+    touch(tmp_path / "i", "a.nii", "b_t1.nii", "b_T1w.nii")
+    touch(tmp_path / "m", "a_seg.nii", "a_dseg.nii", "b_seg.nii")
+    messages = [f.message for f in pair_folders(tmp_path / "i", tmp_path / "m").report.errors]
+    assert len(messages) == 2
+    assert "a_dseg.nii" in messages[0] and "a_seg.nii" in messages[0] and "several masks" in messages[0]
+    assert "b_T1w.nii" in messages[1] and "several T1w images" in messages[1]
+
+
+def test_the_named_modality_is_chosen(tmp_path):
+    touch(tmp_path, "a_t1.nii", "a_flair.nii", "a_seg.nii")
+    assert pair_folders(tmp_path, tmp_path, ("FLAIR",)).pairs[0].images == (tmp_path / "a_flair.nii",)
+
+
+@pytest.mark.parametrize("endings", [("_t1", "_t1ce", "_t2", "_flair"), ("-t1n", "-t1c", "-t2w", "-t2f")])
+def test_four_images_a_subject_in_the_contracts_order(tmp_path, endings):
+    for subject in ("BraTS-1", "BraTS-2"):
+        touch(tmp_path / subject, *(f"{subject}{e}.nii.gz" for e in endings), f"{subject}{endings[0][0]}seg.nii.gz")
+    pairing = pair_folders(tmp_path, tmp_path, BRATS.images)
+    assert pairing.report.ok and len(pairing.pairs) == 2
+    assert [p.name for p in pairing.pairs[1].images] == [f"BraTS-2{e}.nii.gz" for e in endings]
+
+
+def test_a_missing_channel_is_named(tmp_path):
+    touch(tmp_path, "a_t1.nii", "a_t1ce.nii", "a_flair.nii", "a_seg.nii")
+    message = pair_folders(tmp_path, tmp_path, BRATS.images).report.errors[0].message
+    assert "no T2 image for subject a" in message
+
+
+def test_masks_below_the_images_folder(tmp_path):
+    touch(tmp_path, "sub-1/anat/sub-1_T1w.nii.gz", "derivatives/masks/sub-1/anat/sub-1_dseg.nii.gz")
+    assert len(pair_folders(tmp_path, tmp_path / "derivatives").pairs) == 1
+
+
+def test_empty_and_missing_folders(tmp_path):
+    (tmp_path / "i").mkdir()
+    (tmp_path / "i" / "._a.nii").write_bytes(b"")
+    assert pair_folders(tmp_path / "i", tmp_path / "i").report.errors[0].code == "no-files"
+    with pytest.raises(InputError, match="no such folder"):
+        pair_folders(tmp_path / "gone", tmp_path / "i")

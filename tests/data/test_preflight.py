@@ -1,0 +1,109 @@
+"""Each thing that does not fit is found, named, and told with what was found."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from nifti_samples import oriented_affine, save, volume
+
+from voxtune.data.contract import BRATS, WHOLE_HEAD
+from voxtune.data.preflight import Report, check_kept, check_mask, check_pair
+from voxtune.errors import InputError
+
+
+def mask(*values, shape=(4, 4, 4), dtype=np.int32):
+    array = np.zeros(shape, dtype)
+    array.ravel()[: len(values)] = values
+    return array
+
+
+def only(report: Report, level: str, code: str) -> str:
+    assert [(f.level, f.code) for f in report.findings] == [(level, code)]
+    return report.findings[0].message
+
+
+def test_good_mask_has_no_findings():
+    assert check_mask(volume(mask(1, 2)), WHOLE_HEAD) == Report()
+
+
+def test_missing_label_is_a_warning_with_its_name():
+    report = check_mask(volume(mask(1)), WHOLE_HEAD)
+    message = only(report, "warning", "missing-label")
+    assert "2 (tumour)" in message and "found 0, 1" in message and report.ok
+    report.raise_errors()
+
+
+def test_several_missing_labels_are_each_named():
+    report = check_mask(volume(mask(4)), BRATS)
+    assert len(report.warnings) == 3 and report.ok
+
+
+def test_unknown_label_lists_found_and_known():
+    message = only(check_mask(volume(mask(1, 2, 7)), WHOLE_HEAD), "error", "unknown-label")
+    assert "unknown label 7" in message and "found 0, 1, 2, 7" in message and "1 (brain), 2 (tumour)" in message
+
+
+def test_many_unknown_labels_stay_one_short_line():
+    report = check_mask(volume(np.arange(64, dtype=np.int32).reshape(4, 4, 4)), WHOLE_HEAD)
+    assert "and 53 more" in report.errors[0].message and "\n" not in report.errors[0].message
+
+
+def test_other_numbering_is_an_error():
+    codes = {f.code for f in check_mask(volume(mask(10, 11)), WHOLE_HEAD).errors}
+    assert codes == {"unknown-label", "no-label"}
+
+
+def test_empty_mask():
+    assert "empty" in only(check_mask(volume(mask()), WHOLE_HEAD), "error", "empty")
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (4, 4, 4, 2), (0, 4, 4)])
+def test_wrong_dimension(shape):
+    only(check_mask(volume(np.ones(shape)), WHOLE_HEAD), "error", "dimension")
+
+
+def test_nan_and_fractions():
+    only(check_mask(volume(mask(1, np.nan, dtype=np.float64)), WHOLE_HEAD), "error", "nan")
+    assert "0.5" in only(check_mask(volume(mask(1, 0.5, dtype=np.float64)), WHOLE_HEAD), "error", "values")
+
+
+@pytest.mark.parametrize("affine", [np.full((4, 4), np.inf), np.zeros((4, 4)), np.diag([1.0, np.nan, 1.0, 1.0])])
+def test_bad_affine(affine):
+    only(check_mask(volume(mask(1, 2), affine), WHOLE_HEAD), "error", "affine")
+
+
+def test_file_that_cannot_be_read_is_a_finding(tmp_path):
+    assert "gone.nii" in only(check_mask(tmp_path / "gone.nii", WHOLE_HEAD), "error", "unreadable")
+    assert check_mask(save(tmp_path / "ok.nii", mask(1, 2, dtype=np.uint8)), WHOLE_HEAD).ok
+
+
+def test_raise_errors_says_all_in_one_line():
+    with pytest.raises(InputError, match=r"unknown label.*none of the model's labels") as caught:
+        check_mask(volume(mask(9)), WHOLE_HEAD).raise_errors()
+    assert "\n" not in str(caught.value)
+
+
+def test_report_for_machines():
+    data = json.loads(json.dumps(check_mask(volume(mask(1)), WHOLE_HEAD).to_dict()))
+    assert data["ok"] is True and data["findings"][0]["code"] == "missing-label"
+
+
+def test_pairs_on_one_grid():
+    affine = oriented_affine("LPS", (1, 2, 3))
+    nudged = affine + 1e-5
+    assert check_pair(volume(mask(), affine), volume(mask(), nudged)) == Report()
+
+
+def test_pairs_that_differ():
+    other_shape = volume(mask(shape=(4, 4, 5)))
+    only(check_pair(other_shape, volume(mask())), "error", "pair-shape")
+    for code, spacing in (("LAS", (1, 1, 1)), ("RAS", (1.1, 1, 1))):
+        moved = volume(mask(), oriented_affine(code, spacing))
+        only(check_pair(moved, volume(mask(), oriented_affine("RAS"))), "error", "pair-affine")
+
+
+def test_label_lost_in_resampling_is_told():
+    message = only(check_kept(mask(1, 2), mask(1), WHOLE_HEAD, "m.nii"), "warning", "lost-label")
+    assert "2 (tumour)" in message
