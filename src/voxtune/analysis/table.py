@@ -1,0 +1,100 @@
+"""What every analysis returns: a small table that says its units, which way is better, and what it does not know.
+
+A value that was not measured is None, never 0. A refused table carries the reason in place of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["text", "int", "float", "percent", "bool"]
+Better = Literal["low", "high", "none"]
+
+
+@dataclass(frozen=True)
+class Column:
+    """`kind` says how to print: text, int, float, percent (0 to 100, unit %), bool. `digits` follow the point."""
+
+    name: str
+    unit: str = ""
+    kind: Kind = "float"
+    better: Better = "none"
+    digits: int = 2
+    doc: str = ""
+
+
+@dataclass
+class Table:
+    """`rows` map a column's name to str, int, float, bool or None. `extra`: what is no table, such as a verdict."""
+
+    title: str
+    columns: list[Column]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    refused: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = [c.name for c in self.columns]
+        assert len(names) == len(set(names)), f"{self.title}: two columns of one name"
+        # Every row has every column and plain values only, so that printing and JSON need no special case.
+        self.rows = [{n: plain(row.get(n)) for n in names} | _unknown(row, names, self.title) for row in self.rows]
+
+    def column(self, name: str) -> list[Any]:
+        assert any(c.name == name for c in self.columns), f"{self.title}: no column {name}"
+        return [row[name] for row in self.rows]
+
+    def row(self, **match: Any) -> dict[str, Any]:
+        """The one row whose cells equal `match`."""
+        found = [r for r in self.rows if all(r[k] == v for k, v in match.items())]
+        assert len(found) == 1, f"{self.title}: {len(found)} rows match {match}"
+        return found[0]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "title": self.title,
+            "columns": [vars(c) | {} for c in self.columns],
+            "rows": self.rows,
+            "notes": list(self.notes),
+            "refused": self.refused,
+            **({"extra": self.extra} if self.extra else {}),
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Table:
+        return Table(
+            data["title"],
+            [Column(**c) for c in data["columns"]],
+            data["rows"],
+            data.get("notes", []),
+            data.get("refused"),
+            data.get("extra", {}),
+        )
+
+
+def refuse(title: str, reason: str, columns: Iterable[Column] = ()) -> Table:
+    return Table(title, list(columns), refused=reason)
+
+
+def plain(value: Any) -> Any:
+    """A cell as JSON knows it: numpy's and pandas' scalars unwrapped; NA, NaN and infinities become None."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if type(value).__name__ in ("NAType", "NaTType"):
+        return None
+    raise AssertionError(f"not a plain value: {value!r}")
+
+
+def _unknown(row: dict[str, Any], names: list[str], title: str) -> dict[str, Any]:
+    extra = set(row) - set(names)
+    assert not extra, f"{title}: not columns: {sorted(extra)}"
+    return {}
