@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 import traceback
+from typing import Annotated
 
 import typer
 
@@ -16,7 +17,7 @@ VERBS = ("demo", "sample", "train", "import", "info", "cohort", "doctor")
 
 app = typer.Typer(
     help="Makes 3D diffusion U-Nets run near the hardware's limit, and proves it.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -33,9 +34,11 @@ def _version(show: bool) -> None:
 
 @app.callback()
 def _main(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def _register() -> None:

@@ -34,7 +34,7 @@ class Anatomy:
 
     def at(self, name: str, points_mm: np.ndarray) -> np.ndarray:
         """One map at MNI points (3, ...), linear, 0 outside."""
-        from scipy.ndimage import map_coordinates  # type: ignore[import-untyped]
+        from scipy.ndimage import map_coordinates
 
         voxels = points_mm - self.origin.astype(np.float32).reshape(3, *[1] * (points_mm.ndim - 1))
         return map_coordinates(getattr(self, name), voxels, order=1, mode="constant", prefilter=False)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from voxtune.config import from_mapping, to_mapping
+from voxtune.data import contract
 from voxtune.data.contract import DataContract
 from voxtune.diffusion import DiffusionConfig, make_schedule, noise_source, spaced_steps
 from voxtune.diffusion import sampler as find_sampler
 from voxtune.diffusion.schedule import Spacing
 from voxtune.errors import InputError
-from voxtune.workloads import ConvNeXtConfig, MedDDPMConfig, NetworkConfig, build
+from voxtune.workloads import ConvNeXtConfig, MedDDPMConfig, NetworkConfig, build, workload
 
 FORMAT = "voxtune-model/1"
 FAMILIES: dict[str, type[NetworkConfig]] = {"med-ddpm": MedDDPMConfig, "convnext": ConvNeXtConfig}
@@ -95,6 +96,14 @@ class ModelConfig:
             return cls(network=network, size=tuple(size), **values)
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
+
+
+def workload_config(name: str) -> ModelConfig:
+    """The published model of a workload's name, with its label contract."""
+    found = workload(name)
+    data = {"med-ddpm": contract.WHOLE_HEAD, "med-ddpm-brats": contract.BRATS}.get(name)
+    diffusion = DiffusionConfig(schedule=found.schedule, steps=found.steps)
+    return ModelConfig(network=found.network, size=found.size, diffusion=diffusion, data=data)
 
 
 class Model:

@@ -35,6 +35,14 @@ def load(path: str | Path, *, device: torch.device | str = "cpu") -> Model:
     return load_published(path).to(device)
 
 
+def demo_model() -> Path:
+    """The folder of the model that ships with the package."""
+    folder = Path(__file__).parent.parent / "models" / "demo"
+    if not (folder / WEIGHTS).exists():
+        raise InputError(f"{folder}: the shipped model is missing from this installation; give one with --model")
+    return folder
+
+
 def load_folder(folder: Path) -> Model:
     config = ModelConfig.from_json(read_json(folder / CONFIG), str(folder / CONFIG))
     state, _ = read_safetensors(folder / WEIGHTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
@@ -21,7 +22,7 @@ class Workload:
     network: NetworkConfig
     size: tuple[int, ...]
     steps: int
-    schedule: str
+    schedule: Literal["cosine", "linear"]
 
 
 WORKLOADS: dict[str, Workload] = {

@@ -1,0 +1,51 @@
+"""voxtune info: what a model is and takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from voxtune.cli.common import JsonOption, Output, QuietOption, parse_size
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="A model folder, a published .pt, or a workload's name.")],
+    size: Annotated[str | None, typer.Option(help="Count for another size than the model's own.")] = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Show a model's parameters, FLOPs, and the sizes and masks it takes."""
+    from voxtune.runtime.describe import describe
+    from voxtune.runtime.model import workload_config
+    from voxtune.runtime.storage import load
+    from voxtune.workloads import WORKLOADS
+
+    config = workload_config(model) if model in WORKLOADS and not Path(model).exists() else load(model).config
+    facts = describe(config, parse_size(size) if size else None)
+    output = Output(json=json, quiet=quiet)
+    sides = " x ".join(map(str, facts["size"]))
+    rows = {
+        "workload": facts["workload"],
+        "parameters": f"{facts['parameters']:,} ({facts['weights_mib']} MiB in float32)",
+        "size": f"{sides} (tensor order); any sides that divide by {facts['divisor']}",
+        "channels": f"{facts['in_channels']} in, {facts['out_channels']} out",
+        "one step": f"{facts['flop_per_step'] / 1e12:.3f} TFLOP",
+        "diffusion": f"{facts['diffusion']['schedule']} schedule, {facts['diffusion']['steps']} steps",
+        "sampling": f"{facts['sampling']['sampler']}, {facts['sampling']['steps']} steps unless told otherwise",
+        "labels": facts["labels"] or "takes no mask",
+        "images": ", ".join(facts["images"]) if facts["images"] else None,
+        "grid": _grid(facts),
+    }
+    if not json:
+        for name, value in rows.items():
+            if value is not None:
+                output.say(f"{name:11} {value}")
+    output.result(facts)
+
+
+def _grid(facts: dict[str, Any]) -> str | None:
+    if not facts["images"]:
+        return None
+    return f"{facts['orientation']}, {' x '.join(f'{s:g}' for s in facts['spacing_mm'])} mm"

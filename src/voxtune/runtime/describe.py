@@ -1,0 +1,50 @@
+"""What a model is: parameters, arithmetic, memory, the sizes and masks it takes. Counted on shapes alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from voxtune.runtime.model import ModelConfig
+from voxtune.workloads import NetworkConfig, build
+
+
+def forward_flops(network: NetworkConfig, size: tuple[int, ...], batch: int = 1) -> int:
+    """Floating-point operations of one forward pass (a multiply-add counts two), counted on shapes alone."""
+    with torch.device("meta"), torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        x = torch.empty(batch, network.out_channels, *size)
+        cond = torch.empty(batch, network.mask_channels, *size) if network.mask_channels else None
+        build(network)(x, torch.zeros(batch, dtype=torch.int64), cond)
+    return counter.get_total_flops()
+
+
+def describe(config: ModelConfig, size: tuple[int, ...] | None = None) -> dict[str, Any]:
+    """All of it as one JSON-able object."""
+    sides = size or config.size
+    network = config.network
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in build(network).parameters())
+    data = config.data
+    return {
+        "workload": config.family,
+        "parameters": parameters,
+        "weights_mib": round(parameters * 4 / 2**20, 1),
+        "size": list(sides),
+        "divisor": network.divisor,
+        "voxels": math.prod(sides),
+        "in_channels": network.in_channels,
+        "out_channels": network.out_channels,
+        "flop_per_step": forward_flops(network, sides),
+        "diffusion": {"schedule": config.diffusion.schedule, "steps": config.diffusion.steps},
+        "sampling": {
+            "sampler": config.sampling.sampler,
+            "steps": config.sampling.steps or config.diffusion.steps,
+        },
+        "labels": None if data is None else data.describe_labels(),
+        "images": None if data is None else list(data.images),
+        "spacing_mm": None if data is None else list(data.spacing),
+        "orientation": None if data is None else data.orientation,
+    }

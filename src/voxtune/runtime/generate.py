@@ -1,0 +1,175 @@
+"""From mask files to volume files: pre-flight, placement on the model's grid, sampling, and the way back."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from voxtune.data.contract import DataContract, Shape, encode_mask, unscale_image
+from voxtune.data.grid import Mode, Placement, fit
+from voxtune.data.nifti import Volume, atomic_write, read_labels, write_volume
+from voxtune.data.preflight import check_kept, check_mask
+from voxtune.errors import InputError
+from voxtune.runtime.model import Model
+
+MASK_ENDING = re.compile(r"(_(dseg|seg|mask|labels?))?\.nii(\.gz)?$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One mask, read, checked and placed."""
+
+    path: Path
+    mask: Volume
+    labels_DHW: np.ndarray
+    placement: Placement
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """One synthetic sample: `images_CDHW` in [0, 1] on the model's grid, and the files on the mask's own."""
+
+    request: Request
+    index: int
+    images_CDHW: np.ndarray
+    files: tuple[Path, ...]
+
+
+def prepare(model: Model, masks: Iterable[Path], *, mode: Mode = "auto", size: Shape | None = None) -> list[Request]:
+    """Reads and checks every mask before any work; raises once, with all that is wrong."""
+    contract = mask_contract(model)
+    requests, faults = [], []
+    for path in masks:
+        try:
+            requests.append(_prepare_one(path, contract, mode, size))
+        except InputError as error:
+            faults.append(str(error))
+    if faults:
+        raise InputError("; ".join(faults))
+    return requests
+
+
+def mask_contract(model: Model) -> DataContract:
+    if model.config.data is None:
+        raise InputError("this model takes no mask file (it has no label contract); use Model.sample from Python")
+    return model.config.data
+
+
+def _prepare_one(path: Path, contract: DataContract, mode: Mode, size: Shape | None) -> Request:
+    mask = read_labels(path)
+    report = check_mask(mask, contract)
+    report.raise_errors()
+    placement = fit(mask, contract, mode, size)
+    labels_DHW = placement.apply(mask.array, label=True)
+    report += check_kept(mask.array, labels_DHW, contract, mask.name)
+    report.raise_errors()
+    warnings = tuple(f.message for f in report.warnings)
+    return Request(path=path, mask=mask, labels_DHW=labels_DHW, placement=placement, warnings=warnings)
+
+
+def generate(
+    model: Model,
+    requests: list[Request],
+    out: Path,
+    *,
+    count: int = 1,
+    seed: int = 0,
+    sampler: str | None = None,
+    steps: int | None = None,
+    batch: int = 1,
+    overwrite: bool = False,
+    provenance: dict[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[Drawn]:
+    """Draws `count` volumes for each mask and writes them into `out`; yields each as soon as it is on disk.
+
+    Volume i (masks in order, `count` for each) has the noise of (seed, i), whatever the batch.
+    """
+    contract = mask_contract(model)
+    jobs = [(i, request) for i, request in enumerate(r for r in requests for _ in range(count))]
+    names = output_names([request.path for _, request in jobs], contract.images)
+    if not overwrite:
+        taken = [n for group in names for n in group if (out / n).exists()]
+        if taken:
+            raise InputError(f"{out / taken[0]}: exists already; choose another folder or pass --overwrite")
+    _describe_folder(out)
+    total_steps = steps or model.config.sampling.steps or len(model.schedule)
+    done = 0
+    while chunk := list(islice(jobs, done, done + batch)):
+        cond = torch.from_numpy(np.stack([encode_mask(request.labels_DHW, contract) for _, request in chunk]))
+        x = model.sample(
+            cond,
+            sampler=sampler,
+            steps=steps,
+            seed=seed,
+            indices=[i for i, _ in chunk],
+            progress=None if progress is None else _overall(progress, done, len(chunk), len(jobs), total_steps),
+        )
+        for (i, request), image in zip(chunk, x.cpu().numpy(), strict=True):
+            record = {
+                **(provenance or {}),
+                "seed": seed,
+                "index": i,
+                "sampler": sampler or model.config.sampling.sampler,
+                "steps": total_steps,
+                "mask": request.path.name,
+                "placement": request.placement.describe(),
+            }
+            yield _write(request, i, unscale_image(image), out, names[i], record)
+        done += len(chunk)
+
+
+def output_names(masks: list[Path], images: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """File names of each sample: the mask's name without its ending, numbered where a mask is used again."""
+    names = []
+    seen: dict[str, int] = {}
+    for path in masks:
+        stem = MASK_ENDING.sub("", path.name) or "mask"
+        number = seen[stem] = seen.get(stem, 0) + 1
+        names.append(tuple(f"{stem}_desc-synth{number:02d}_{image}.nii.gz" for image in images))
+    return names
+
+
+def _overall(
+    progress: Callable[[int, int], None], done: int, batch: int, jobs: int, steps: int
+) -> Callable[[int, int], None]:
+    """Steps of one batch as volume-steps of the whole run."""
+    return lambda step, _total: progress(done * steps + step * batch, jobs * steps)
+
+
+def _write(
+    request: Request, index: int, images_CDHW: np.ndarray, out: Path, names: tuple[str, ...], record: dict[str, Any]
+) -> Drawn:
+    files = []
+    for image_DHW, name in zip(images_CDHW, names, strict=True):
+        files.append(write_volume(out / name, request.placement.invert(image_DHW, label=False), request.mask))
+        sidecar = out / name.replace(".nii.gz", ".json")
+        atomic_write(sidecar, (json.dumps(record, indent=2, default=str) + "\n").encode())
+    return Drawn(request=request, index=index, images_CDHW=images_CDHW, files=tuple(files))
+
+
+def _describe_folder(out: Path) -> None:
+    """The BIDS description of a derivative, once."""
+    from voxtune import __version__
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{out}: {error.strerror}; choose a folder that can be written") from None
+    description = {
+        "Name": "Synthetic MRI",
+        "BIDSVersion": "1.10.0",
+        "DatasetType": "derivative",
+        "GeneratedBy": [{"Name": "voxtune", "Version": __version__}],
+    }
+    if not (out / "dataset_description.json").exists():
+        atomic_write(out / "dataset_description.json", (json.dumps(description, indent=2) + "\n").encode())

@@ -1,0 +1,133 @@
+"""The commands as a person runs them: what they print, where they write, how they fail."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import nibabel as nib
+import numpy as np
+import pytest
+
+from tests.conftest import GOLDENS
+from tests.runtime.test_generate import write_mask
+from voxtune.cli.main import VERBS, main
+
+CHECKPOINT = str(GOLDENS / "med_ddpm_tiny.pt")
+
+
+def run(capsys, *arguments):
+    code = main([str(a) for a in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    assert main(["import", CHECKPOINT, "-o", str(folder), "--size", "16,16,16", "--quiet"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
+def test_help_lists_every_verb(capsys, arguments):
+    code, out, _ = run(capsys, *arguments)
+    assert code == 0
+    for verb in VERBS:
+        assert verb in out
+
+
+def test_version_and_module(capsys):
+    assert run(capsys, "--version")[1].startswith("voxtune ")
+    done = subprocess.run([sys.executable, "-m", "voxtune", "--version"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stdout.startswith("voxtune ")
+
+
+def test_import_then_info(capsys, model):
+    code, out, _ = run(capsys, "info", model, "--json")
+    assert code == 0
+    facts = json.loads(out)
+    assert facts["parameters"] == 1_773_281
+    assert facts["size"] == [16, 16, 16]
+    assert "voxtune sample" in (model / "README.md").read_text()
+
+
+def test_info_of_a_published_workload(capsys):
+    code, out, _ = run(capsys, "info", "med-ddpm", "--json")
+    assert code == 0
+    facts = json.loads(out)
+    assert facts["parameters"] == 40_226_433
+    assert 5.5e12 < facts["flop_per_step"] < 5.6e12
+
+
+def test_sample_writes_on_the_masks_grid(capsys, model, tmp_path):
+    mask = write_mask(tmp_path / "sub-9_dseg.nii.gz")
+    arguments = ("sample", model, "--mask", mask, "-o", tmp_path / "out", "--steps", "2", "--picture", "--json")
+    code, out, err = run(capsys, *arguments)
+    assert code == 0, err
+    [volume] = json.loads(out)["volumes"]
+    nifti, picture = volume["files"]
+    assert nib.load(nifti).shape == nib.load(mask).shape
+    assert picture.endswith(".png")
+    first = nib.load(nifti).get_fdata()
+    assert run(capsys, *arguments, "--overwrite")[0] == 0
+    np.testing.assert_array_equal(first, nib.load(nifti).get_fdata())
+
+
+def test_cohort_is_bids(capsys, tmp_path):
+    code, out, _ = run(capsys, "cohort", 2, "-o", tmp_path / "c", "--size", "16,16,16", "--json")
+    assert code == 0
+    assert len(json.loads(out)["subjects"]) == 2
+    assert json.loads((tmp_path / "c" / "dataset_description.json").read_text())["GeneratedBy"]
+    assert len(list((tmp_path / "c").rglob("*_T1w.nii.gz"))) == 2
+
+
+def test_doctor_says_what_follows(capsys):
+    code, out, _ = run(capsys, "doctor", "--json")
+    assert code == 0
+    names = {check["name"] for check in json.loads(out)["checks"]}
+    assert {"python", "torch", "conv3d float32", "nsight compute"} <= names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["frobnicate"], "frobnicate"),
+        (["sample"], "model"),
+        (["sample", "nowhere", "-m", "x", "-o", "y"], "nowhere"),
+        (["info", "med-dpm"], "med-dpm"),
+        (["import", "nothing.pt", "-o", "x"], "nothing.pt"),
+        (["cohort", "0", "-o", "x"], "count"),
+        (["cohort", "1", "-o", "x", "--size", "1,two"], "two"),
+        (["info", "med-ddpm", "--size", "100,100,100"], "16"),
+        (["sample", CHECKPOINT, "-m", CHECKPOINT, "-o", "x"], "med_ddpm_tiny.pt"),
+        (["sample", CHECKPOINT, "-m", "x", "-o", "y", "--device", "tpu"], "tpu"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_2(capsys, tmp_path, monkeypatch, arguments, word):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert err.count("\n") == 1
+    assert err.startswith("voxtune: error: ")
+    assert word in err
+    assert "Traceback" not in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_unwritable_folder(capsys, model, tmp_path):
+    mask = write_mask(tmp_path / "m.nii.gz")
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    code, _, err = run(capsys, "sample", model, "-m", mask, "-o", blocked / "out", "--steps", "1")
+    assert code == 2
+    assert str(blocked) in err
+
+
+def test_broken_pipe_is_quiet(model):
+    shell = f"{shutil.which('env')} {sys.executable} -m voxtune info {model} | true"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", shell], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,115 @@
+"""Mask files in, volume files out: geometry kept, every fault named before any work."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import nibabel as nib
+import numpy as np
+import pytest
+
+from voxtune.data.cohort import cohort_contract
+from voxtune.errors import InputError
+from voxtune.runtime.generate import generate, output_names, prepare
+from voxtune.runtime.model import Model, ModelConfig, SamplingConfig
+from voxtune.workloads import MedDDPMConfig
+
+
+@pytest.fixture(scope="module")
+def model():
+    contract = cohort_contract((16, 16, 16))
+    return Model(
+        ModelConfig(
+            network=MedDDPMConfig(base=32, multipliers=(1, 1), attention=()),
+            size=contract.size,
+            data=contract,
+            sampling=SamplingConfig(sampler="ddim", steps=2),
+        )
+    )
+
+
+def write_mask(path, shape=(14, 17, 11), affine=None, values=(0, 1, 2)):
+    labels = np.zeros(shape, np.uint8)
+    labels[3:-3, 3:-3, 3:-3] = values[1]
+    labels[5:7, 5:7, 5:7] = values[2]
+    affine = np.diag([12.0, 12.0, 12.0, 1.0]) if affine is None else affine
+    image = nib.Nifti1Image(labels, affine)
+    image.set_sform(affine, 2)
+    image.set_qform(affine, 1)
+    nib.save(image, path)
+    return path
+
+
+@pytest.mark.parametrize("flips", list(itertools.product([1, -1], repeat=3)))
+def test_volume_returns_to_the_masks_own_grid(model, tmp_path, flips):
+    affine = np.zeros((4, 4))
+    affine[[0, 1, 2], [1, 2, 0]] = np.array(flips) * 12.0
+    affine[:, 3] = [3, -40, 7, 1]
+    path = write_mask(tmp_path / "sub-1_dseg.nii.gz", affine=affine)
+    [drawn] = generate(model, prepare(model, [path]), tmp_path / "out")
+    assert [f.name for f in drawn.files] == ["sub-1_desc-synth01_T1w.nii.gz"]
+    volume, mask = nib.load(drawn.files[0]), nib.load(path)
+    assert volume.shape == mask.shape
+    for form in ("qform", "sform"):
+        ours, code = getattr(volume, f"get_{form}")(coded=True)
+        theirs, expected = getattr(mask, f"get_{form}")(coded=True)
+        assert code == expected
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    data = volume.get_fdata()
+    assert np.isfinite(data).all()
+    assert data.min() >= 0
+    assert data.max() <= 1
+    record = json.loads((tmp_path / "out" / "sub-1_desc-synth01_T1w.json").read_text())
+    assert record["steps"] == 2
+    assert record["sampler"] == "ddim"
+
+
+def test_batch_does_not_change_the_volumes(model, tmp_path):
+    masks = [write_mask(tmp_path / f"m{i}.nii.gz") for i in range(3)]
+    one = list(generate(model, prepare(model, masks), tmp_path / "a", seed=4))
+    all_at_once = list(generate(model, prepare(model, masks), tmp_path / "b", seed=4, batch=3))
+    for a, b in zip(one, all_at_once, strict=True):
+        np.testing.assert_allclose(a.images_CDHW, b.images_CDHW, atol=1e-5)
+    assert np.abs(one[0].images_CDHW - one[1].images_CDHW).max() > 0.01, "each volume has noise of its own"
+
+
+def test_every_bad_mask_is_named_before_any_work(model, tmp_path):
+    good = write_mask(tmp_path / "good.nii.gz")
+    unknown = write_mask(tmp_path / "unknown.nii.gz", values=(0, 1, 7))
+    empty = write_mask(tmp_path / "empty.nii.gz", values=(0, 0, 0))
+    with pytest.raises(InputError) as caught:
+        prepare(model, [good, unknown, empty, tmp_path / "missing.nii.gz"])
+    message = str(caught.value)
+    assert "7" in message
+    for name in ("unknown.nii.gz", "empty.nii.gz", "missing.nii.gz"):
+        assert name in message
+    assert "good.nii.gz" not in message
+
+
+def test_missing_label_is_told(model, tmp_path):
+    [request] = prepare(model, [write_mask(tmp_path / "healthy.nii.gz", values=(0, 1, 1))])
+    assert any("tumour" in warning for warning in request.warnings)
+
+
+def test_existing_volumes_are_not_replaced(model, tmp_path):
+    path = write_mask(tmp_path / "m.nii.gz")
+    list(generate(model, prepare(model, [path]), tmp_path / "out"))
+    with pytest.raises(InputError, match="--overwrite"):
+        list(generate(model, prepare(model, [path]), tmp_path / "out"))
+    list(generate(model, prepare(model, [path]), tmp_path / "out", overwrite=True))
+
+
+def test_names(tmp_path):
+    masks = [
+        tmp_path / "sub-2_dseg.nii.gz",
+        tmp_path / "sub-2_dseg.nii.gz",
+        tmp_path / "x_seg.nii",
+        tmp_path / "y.nii.gz",
+    ]
+    assert [n[0] for n in output_names(masks, ("T1w", "FLAIR"))] == [
+        "sub-2_desc-synth01_T1w.nii.gz",
+        "sub-2_desc-synth02_T1w.nii.gz",
+        "x_desc-synth01_T1w.nii.gz",
+        "y_desc-synth01_T1w.nii.gz",
+    ]

@@ -1,0 +1,80 @@
+"""The house's rules that a machine can check: imports run one way, and the core needs only torch and numpy."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "voxtune"
+# Room -> the rooms it may import from (besides itself, errors and config).
+MAY_IMPORT = {
+    "workloads": set(),
+    "diffusion": set(),
+    "data": set(),
+    "kernels": set(),
+    "quality": set(),
+    "plan": {"workloads", "kernels", "quality"},
+    "runtime": {"workloads", "diffusion", "data"},
+    "profile": {"workloads", "diffusion", "runtime"},
+    "analysis": {"profile", "workloads"},
+    "report": {"analysis", "profile"},
+    "scale": {"runtime"},
+}
+
+
+def rooms_imported(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "voxtune" and len(parts) > 1 and (SOURCE / parts[1]).is_dir():
+                yield parts[1]
+
+
+@pytest.mark.parametrize("room", sorted(p.name for p in SOURCE.iterdir() if (p / "__init__.py").exists()))
+def test_imports_run_one_way(room):
+    if room == "cli":
+        return
+    for file in (SOURCE / room).rglob("*.py"):
+        wrong = set(rooms_imported(file)) - MAY_IMPORT[room] - {room}
+        assert not wrong, f"{file.relative_to(SOURCE)} imports from {sorted(wrong)}"
+
+
+def test_import_needs_only_torch_and_numpy():
+    code = """
+import sys
+
+REFUSED = set("nibabel scipy nilearn pandas pyarrow safetensors typer rich yaml PIL plotly triton tensorboard".split())
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in REFUSED:
+            raise ImportError("refused: " + name)
+
+sys.meta_path.insert(0, Refuse())
+import voxtune
+import voxtune.workloads, voxtune.diffusion, voxtune.runtime.model, voxtune.data.contract
+print(voxtune.__version__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_files_and_functions_stay_small():
+    for file in SOURCE.rglob("*.py"):
+        lines = file.read_text().count("\n")
+        assert lines <= 420, f"{file.relative_to(SOURCE)} has {lines} lines: two rooms in one?"
+
+
+def test_the_project_speaks_of_itself_alone():
+    root = SOURCE.parent.parent
+    words = ("/" + "work/", "." + "library", "sub" + "agent")
+    for file in [*SOURCE.rglob("*.py"), *root.glob("*.md"), *(root / "docs").rglob("*.md")]:
+        text = file.read_text()
+        for word in words:
+            assert word not in text, f"{file}: {word}"
