@@ -1,0 +1,206 @@
+"""voxtune train: teaches a model to draw images for masks."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, choose_device, parse_size
+from voxtune.errors import InputError
+
+if TYPE_CHECKING:
+    from voxtune.runtime.train import TrainResult
+
+
+def _option(*names: str, help: str) -> Any:
+    return typer.Option(*names, help=help, show_default=False)
+
+
+def command(
+    config: Annotated[Path | None, _option("--config", "-c", help="A YAML or JSON file; options go over it.")] = None,
+    resume: Annotated[Path | None, _option(help="Go on with the run in this folder.")] = None,
+    out: Annotated[Path | None, _option("--out", "-o", help="The run folder to write.")] = None,
+    images: Annotated[str | None, _option(help="Folder of NIfTI images.")] = None,
+    masks: Annotated[str | None, _option(help="Folder of NIfTI masks, paired with the images by name.")] = None,
+    labels: Annotated[str | None, _option(help="The masks' labels, as brain=1,tumour=2.")] = None,
+    cohort: Annotated[int | None, _option(help="Train on this many subjects of the embedded cohort.")] = None,
+    workload: Annotated[str | None, _option(help="med-ddpm (default) or med-ddpm-brats.")] = None,
+    init: Annotated[str | None, _option(help="Fine-tune: a model or run folder, or a checkpoint.")] = None,
+    size: Annotated[str | None, _option(help="Voxels, depth first, as 64,64,64.")] = None,
+    base: Annotated[int | None, _option(help="Channels at full resolution.")] = None,
+    multipliers: Annotated[str | None, _option(help="Channels of each level in units of base, as 1,2,3,4.")] = None,
+    steps: Annotated[int | None, _option(help="Updates of the weights (default 100000).")] = None,
+    batch: Annotated[int | None, _option(help="Subjects computed at once (default 1).")] = None,
+    accumulation: Annotated[int | None, _option(help="Batches to one update (default 2).")] = None,
+    learning_rate: Annotated[float | None, _option("--learning-rate", "--lr", help="Adam's (default 1e-5).")] = None,
+    loss: Annotated[str | None, _option(help="l1 (default) or l2.")] = None,
+    autocast: Annotated[str | None, _option(help="none (default), bf16 or fp16.")] = None,
+    seed: Annotated[int | None, _option(help="Fixes order, noise and first weights (default 0).")] = None,
+    checkpoint_every: Annotated[int | None, _option(help="Steps between checkpoints (default 1000).")] = None,
+    sample_every: Annotated[int | None, _option(help="Steps between sample pictures; 0 for none.")] = None,
+    settings: Annotated[list[str] | None, _option("--set", help="Any other setting, as ema_decay=0.999.")] = None,
+    device: DeviceOption = "auto",
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Train a model on your folders or on the embedded cohort; it can be stopped and resumed at any moment."""
+    output = Output(json=json, quiet=quiet)
+    plain: dict[str, Any] = {"data.images": _absolute(images), "data.masks": _absolute(masks), "data.cohort": cohort}
+    plain |= {"model.workload": workload, "model.init": _absolute(init), "model.base": base}
+    plain |= {"steps": steps, "batch": batch, "accumulation": accumulation, "learning_rate": learning_rate}
+    plain |= {"loss": loss, "autocast": autocast, "seed": seed}
+    plain |= {"checkpoint_every": checkpoint_every, "sample_every": sample_every}
+    plain |= {"model.size": None if size is None else list(parse_size(size)), "data.labels": _labels(labels)}
+    plain["model.multipliers"] = _numbers(multipliers)
+    overrides = {k: v for k, v in plain.items() if v is not None} | _assignments(settings or [])
+    _finish(_train(config, resume, out, overrides, choose_device(device), output), output)
+
+
+def _train(
+    file: Path | None, resume: Path | None, out: Path | None, overrides: dict[str, Any], device: str, output: Output
+) -> tuple[TrainResult, int]:
+    """The result, and the number of the signal that stopped it (0 for none)."""
+    from voxtune.runtime.train import read_run, train
+    from voxtune.runtime.trainconfig import make_config, read_config
+
+    if overrides.get("model.workload") == "convnext":
+        raise InputError(
+            "--workload convnext: training 2D images is not offered yet; choose med-ddpm or med-ddpm-brats"
+        )
+    if resume is not None and (file is not None or (out is not None and out != resume)):
+        raise InputError("--resume takes settings and folder from the run; leave --config and --out away")
+    folder = resume or out
+    if folder is None:
+        raise InputError("where to? give a run folder with -o RUN, or continue one with --resume RUN")
+    if resume is not None:
+        config = read_run(folder, overrides)
+    else:
+        config = read_config(file, overrides) if file else make_config({}, overrides, "options")
+    with stopping_on_signals(output) as caught, _progress(output, config.steps, config.log_every) as progress:
+        result = train(
+            config,
+            None,
+            folder,
+            progress,
+            device=device,
+            resume=resume is not None,
+            command=shlex.join(["voxtune", *sys.argv[1:]]),
+            stop=lambda: bool(caught),
+            warn=output.warn,
+        )
+    return result, caught[0] if caught and result.stopped else 0
+
+
+def _finish(done: tuple[TrainResult, int], output: Output) -> None:
+    result, signal_number = done
+    output.result(result.to_json())
+    again = f"voxtune train --resume {shlex.quote(str(result.out))}"
+    if result.stopped:
+        output.say(f"Stopped after step {result.step} of {result.steps}; everything is saved. Go on with: {again}")
+        # What a shell expects of a process that a signal ended, so that `train && next` does not go on.
+        raise typer.Exit(128 + signal_number)
+    if result.resumed_from is not None and result.resumed_from >= result.steps:
+        output.say(f"This run is complete at step {result.step}; for more, add --steps N. Model: {result.model}")
+        return
+    loss = "" if result.loss is None else f", last loss {result.loss:.4f}"
+    output.say(f"Trained {result.step} steps in {result.seconds:.0f} s{loss}. Model: {result.model}")
+
+
+@contextmanager
+def stopping_on_signals(output: Output) -> Iterator[list[int]]:
+    """Gives a list that the first SIGINT or SIGTERM is put into; the second one acts as if this were not here."""
+    caught: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        output.say("Finishing this step and writing a checkpoint; once more stops at once.")
+
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _progress(output: Output, steps: int, every: int) -> Iterator[Callable[[int, int, float], None]]:
+    """A bar with loss and time left on a terminal; elsewhere a line now and then, for a log file."""
+    if output.quiet:
+        yield lambda step, steps, loss: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (TextColumn("Training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"))
+    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    with Progress(*columns, *times, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=steps, loss="-")
+
+        def update(step: int, steps: int, loss: float) -> None:
+            bar.update(task, completed=step, loss=f"{loss:.4f}")
+            if not console.is_terminal and (step % every == 0 or step == steps):
+                left = bar.tasks[0].time_remaining
+                told = "" if left is None else f", {left:.0f} s left"
+                print(f"step {step}/{steps}, loss {loss:.4f}{told}", file=sys.stderr, flush=True)
+
+        yield update
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).absolute())
+
+
+def _numbers(text: str | None) -> list[float] | None:
+    if text is None:
+        return None
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"--multipliers {text}: give numbers, such as 1,2,3,4") from None
+
+
+def _labels(text: str | None) -> list[dict[str, Any]] | None:
+    """name=value pairs, in channel order."""
+    if text is None:
+        return None
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name.strip() and value.strip().isdecimal() for name, _, value in pairs):
+        raise InputError(f"--labels {text}: give names and values, such as brain=1,tumour=2")
+    return [{"name": n.strip(), "value": int(v), "channel": i} for i, (n, _, v) in enumerate(pairs)]
+
+
+def _assignments(texts: list[str]) -> dict[str, Any]:
+    from voxtune.runtime.trainconfig import setting_names
+    from voxtune.runtime.yamlfile import parse_yaml
+
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or name not in setting_names():
+            raise InputError(f"--set {text}: give NAME=VALUE with one of {', '.join(setting_names())}")
+        try:
+            found[name] = parse_yaml(value)
+        except ValueError as error:
+            raise InputError(f"--set {text}: {error}") from None
+    return found

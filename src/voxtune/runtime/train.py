@@ -1,0 +1,353 @@
+"""The training run: a folder, a loop, and what stops it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from voxtune.config import to_mapping
+from voxtune.errors import InputError
+from voxtune.runtime import checkpoint as disk
+from voxtune.runtime.card import model_card
+from voxtune.runtime.checkpoint import Checkpoint
+from voxtune.runtime.loader import Loader, Source, read_item
+from voxtune.runtime.model import Model, ModelConfig
+from voxtune.runtime.storage import load, replacing, reporting_os_errors, save
+from voxtune.runtime.trainconfig import TrainConfig, differences, model_config, read_config
+from voxtune.runtime.trainer import Trainer
+from voxtune.runtime.trainlog import TrainLog, sample_picture
+
+CONFIG, CHECKPOINTS, MODEL, LOCK = "train.json", "checkpoints", "model", ".lock"
+# Findings of the pre-flight that are shown; the rest are counted.
+SHOWN_WARNINGS = 5
+
+Progress = Callable[[int, int, float], None]
+Warn = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """Where a run stands when `train` returns: `stopped` early on request, or done at `steps`."""
+
+    out: Path
+    step: int
+    steps: int
+    loss: float | None
+    seconds: float
+    resumed_from: int | None
+    stopped: bool
+    checkpoint: Path
+    model: Path
+
+    def to_json(self) -> dict[str, Any]:
+        return {k: str(v) if isinstance(v, Path) else v for k, v in to_mapping(self).items()}
+
+
+def train(
+    config: TrainConfig,
+    source: Source | None,
+    out: str | Path,
+    progress: Progress | None = None,
+    *,
+    model: Model | None = None,
+    device: torch.device | str = "cpu",
+    resume: bool = False,
+    command: str | None = None,
+    stop: Callable[[], bool] | None = None,
+    warn: Warn | None = None,
+) -> TrainResult:
+    """Trains into the run folder `out` and returns when done, or after the step in which `stop()` became true.
+
+    `source` None opens what `config.data` names. `model` starts from a model at hand, of any network; without it the
+    config says which. `resume` goes on from the newest checkpoint in `out`, if there is one. `progress(step, steps,
+    loss)` is called after every step. torch's global random state is the caller's own again afterwards.
+    """
+    out, device, warn = Path(out), torch.device(device), warn or (lambda text: None)
+    with reporting_os_errors(out), locked(out), _own_random_state(device):
+        found = _find_checkpoint(out, resume, warn)
+        torch.manual_seed(config.seed)
+        model = _starting_model(config, model, found)
+        from_python = source is not None
+        if source is None:
+            source = open_source(config, model.config, warn, check=found is None)
+        _check_items(source, model.config)
+        _check_sampling(config, model.config)
+        with replacing(out / CONFIG) as part:
+            part.write_text(json.dumps(to_mapping(config), indent=2) + "\n")
+        trainer = Trainer(config, model, len(source), device)
+        if found is not None:
+            trainer.restore(found)
+        card = _card(config, model, len(source), from_python, command)
+        run = Run(trainer, source, out, warn=warn, card=card, last=None if found is None else found.path)
+        return run.loop(progress, stop, None if found is None else found.state.step)
+
+
+class Run:
+    """One pass of the loop over a run folder."""
+
+    def __init__(
+        self, trainer: Trainer, source: Source, out: Path, *, warn: Warn, card: Callable[[int], str], last: Path | None
+    ):
+        self.trainer, self.config, self.source, self.out = trainer, trainer.config, source, out
+        self.card, self.last = card, last
+        self.log = TrainLog(out, step=trainer.step, tensorboard=self.config.tensorboard, warn=warn)
+
+    def loop(self, progress: Progress | None, stop: Callable[[], bool] | None, resumed: int | None) -> TrainResult:
+        trainer, config = self.trainer, self.config
+        loader = Loader(
+            self.source,
+            seed=config.seed,
+            batch=config.batch,
+            start=trainer.step * config.samples_per_step,
+            workers=config.workers,
+            pin=trainer.device.type == "cuda",
+        )
+        loss, stopped = None, False
+        try:
+            with self._saying_how_to_resume():
+                batches = iter(loader)
+                while trainer.step < config.steps and not stopped:
+                    loss = self._step(batches)
+                    stopped = stop is not None and stop()
+                    self._after_step(stopped)
+                    if progress is not None:
+                        progress(trainer.step, config.steps, loss)
+                if resumed is not None and resumed >= config.steps:
+                    self._save_model()
+        finally:
+            loader.close()
+            self.log.close()
+        assert self.last is not None, "a run ends with a checkpoint"
+        return TrainResult(
+            out=self.out,
+            step=trainer.step,
+            steps=config.steps,
+            loss=loss,
+            seconds=trainer.seconds,
+            resumed_from=resumed,
+            stopped=trainer.step < config.steps,
+            checkpoint=self.last,
+            model=self.out / MODEL,
+        )
+
+    def _step(self, batches: Iterator[Any]) -> float:
+        began = time.perf_counter()
+        try:
+            wanted = [next(batches) for _ in range(self.config.accumulation)]
+        except InputError:
+            # The weights are those of the last full step: keep them rather than the work since the last checkpoint.
+            self._save()
+            raise
+        loss = self.trainer.train_step(wanted)
+        self.trainer.seconds += time.perf_counter() - began
+        return loss
+
+    def _after_step(self, stopped: bool) -> None:
+        step, config = self.trainer.step, self.config
+        if step % config.log_every == 0:
+            self.log.row(self.trainer.take_log_row())
+        if config.sample_every and step % config.sample_every == 0:
+            self._picture()
+        if stopped or step % config.checkpoint_every == 0 or step == config.steps:
+            self._save()
+
+    def _save(self) -> None:
+        """Log, then checkpoint, then model, each durable before the next: a kill between them loses nothing."""
+        self.log.sync()
+        self.last = disk.write_checkpoint(self.out / CHECKPOINTS, self.trainer.checkpoint())
+        self._save_model()
+        disk.prune_checkpoints(self.out / CHECKPOINTS, self.config.keep)
+
+    def _save_model(self) -> None:
+        card = self.card(self.trainer.step)
+        save(self._ema_model(), self.out / MODEL, card=card, overwrite=True)
+
+    def _ema_model(self) -> Model:
+        return Model(self.trainer.model.config, self.trainer.ema.network)
+
+    def _picture(self) -> None:
+        """A sample for the first subject's mask. Its noise has no state, so training goes on as if it had not been."""
+        image, cond = read_item(self.source, 0)
+        with self.trainer.autocast():
+            sample = self._ema_model().sample(
+                None if cond is None else cond[None],
+                sampler=self.config.sampler,
+                steps=self.config.sample_steps,
+                seed=self.config.seed,
+            )
+        drawn = sample[0].float().cpu().numpy()
+        pixels = sample_picture(None if cond is None else cond.numpy(), drawn, image.numpy())
+        self.log.picture(self.trainer.step, pixels)
+
+    @contextmanager
+    def _saying_how_to_resume(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            reason = "out of GPU memory: use a smaller batch with more accumulation, a smaller model, or autocast bf16"
+            raise InputError(f"{reason}; {self._how_to_resume()}") from error
+        except OSError as error:
+            reason = f"{error.filename or self.out}: {error.strerror or ' '.join(str(error).split())}"
+            raise InputError(f"{reason}; {self._how_to_resume()}") from error
+        except InputError as error:
+            raise InputError(f"{error}; {self._how_to_resume()}") from error
+
+    def _how_to_resume(self) -> str:
+        stopped = f"stopped after step {self.trainer.step}"
+        if self.last is None:
+            return f"{stopped}, before the first checkpoint; mend this and start again"
+        return (
+            f"{stopped}; the last good checkpoint is {self.last.name}; mend this, then go on with: "
+            f"voxtune train --resume {self.out}"
+        )
+
+
+def read_run(out: Path, overrides: dict[str, Any] | None = None) -> TrainConfig:
+    """The config of a run folder, with `overrides` over it."""
+    if not (out / CONFIG).is_file():
+        raise InputError(f"{out}: no training run here ({CONFIG} is missing); start one with -o {out}")
+    return read_config(out / CONFIG, overrides)
+
+
+def open_source(config: TrainConfig, model: ModelConfig, warn: Warn, *, check: bool) -> Source:
+    """What `config.data` names, on the model's grid; `check` looks into every file before any work."""
+    from voxtune.data.dataset import CohortSource, PairedFolders
+
+    data, contract = config.data, model.data
+    if contract is None:
+        raise InputError("this model takes no mask, and folders or the cohort give some: train it from Python")
+    if data.cohort is not None:
+        return CohortSource(contract, data.cohort_seed, data.cohort)
+    if data.images is None or data.masks is None:
+        raise InputError("no data: give folders (--images DIR --masks DIR) or the embedded cohort (--cohort 64)")
+    source = PairedFolders(contract, data.images, data.masks, mode=data.fit)
+    if check:
+        report = source.check()
+        report.raise_errors()
+        for finding in report.warnings[:SHOWN_WARNINGS]:
+            warn(finding.message)
+        if len(report.warnings) > SHOWN_WARNINGS:
+            warn(f"and {len(report.warnings) - SHOWN_WARNINGS} more of the kind")
+    return source
+
+
+def load_init(path: str) -> Model:
+    """The model to go on from: a model folder, a run folder, a training checkpoint or a published `.pt`."""
+    place = Path(path)
+    if disk.NAME.fullmatch(place.name):
+        return disk.load_ema(place)
+    return load(place / MODEL if (place / MODEL / "config.json").is_file() else place)
+
+
+def _starting_model(config: TrainConfig, model: Model | None, found: Checkpoint | None) -> Model:
+    if found is not None:
+        changed = differences(found.config, config)
+        if model is not None and replace(found.model, sampling=model.config.sampling) != model.config:
+            changed.append("the model's own config")
+        if changed:
+            raise InputError(
+                f"{found.path}: was trained with other settings ({'; '.join(changed)}): resume without changing them, "
+                "or start another run with --init"
+            )
+        return Model(found.model)
+    if model is not None:
+        return model
+    if config.model.init is None:
+        return Model(model_config(config))
+    start = load_init(config.model.init)
+    return Model(model_config(config, start.config), start.network)
+
+
+def _find_checkpoint(out: Path, resume: bool, warn: Warn) -> Checkpoint | None:
+    if resume:
+        return disk.newest_checkpoint(out / CHECKPOINTS, warn)
+    if disk.checkpoints(out / CHECKPOINTS):
+        raise InputError(f"{out}: holds a run already; continue it with --resume {out}, or choose another folder")
+    return None
+
+
+def _check_items(source: Source, model: ModelConfig) -> None:
+    """The first subject against the model, so that a wrong shape is told before any work."""
+    if len(source) < 1:
+        raise InputError("the data holds no subjects")
+    image, cond = read_item(source, 0)
+    network = model.network
+    wanted = [
+        (network.out_channels, *model.size),
+        (network.mask_channels, *model.size) if network.mask_channels else None,
+    ]
+    found = [tuple(image.shape), None if cond is None else tuple(cond.shape)]
+    for what, want, have in zip(("image", "mask"), wanted, found, strict=True):
+        if want != have:
+            raise InputError(f"the data's {what} has shape {have}, the model takes {want}")
+
+
+def _check_sampling(config: TrainConfig, model: ModelConfig) -> None:
+    if config.sample_every and config.sample_steps > model.diffusion.steps:
+        raise InputError(f"sample_steps {config.sample_steps}: the diffusion has {model.diffusion.steps} steps")
+
+
+def _card(
+    config: TrainConfig, model: Model, subjects: int, from_python: bool, command: str | None
+) -> Callable[[int], str]:
+    """step -> the model card: the data, the recipe and the command."""
+    from voxtune import __version__
+
+    data = config.data
+    if from_python:
+        origin = f"{subjects} subjects given from Python"
+    elif data.cohort is not None:
+        origin = f"{subjects} subjects of the embedded cohort, seed {data.cohort_seed}"
+    else:
+        origin = f"{subjects} subjects: images of `{data.images}`, masks of `{data.masks}`"
+    start = "" if config.model.init is None else f", from the weights of `{config.model.init}`"
+    recipe = (
+        f"Adam, learning rate {config.learning_rate:g}, {config.loss.upper()} loss, batch {config.batch} x "
+        f"{config.accumulation} accumulated, EMA {config.ema_decay:g} every {config.ema_every} steps from step "
+        f"{config.ema_start}, autocast {config.autocast}, gradient clip {config.clip or 'none'}, seed {config.seed}"
+    )
+
+    def card(step: int) -> str:
+        lines = [
+            f"Trained with voxtune {__version__} for {step} of {config.steps} steps{start}. These are the EMA weights.",
+            "",
+            f"- Data: {origin}",
+            f"- Recipe: {recipe}",
+        ]
+        if command:
+            lines += ["", "```", command, "```"]
+        return model_card(model, title="A model trained with voxtune", origin="\n".join(lines))
+
+    return card
+
+
+@contextmanager
+def _own_random_state(device: torch.device) -> Iterator[None]:
+    devices = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Makes the folder and holds it against a second run; clears what a killed run left half-written."""
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / LOCK).open("w") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:
+            pass  # Windows has no flock: two runs in one folder are then the user's to avoid.
+        except BlockingIOError:
+            raise InputError(f"{out}: another process is training here; wait for it or choose another folder") from None
+        for part in out.rglob(".*.part"):
+            part.unlink(missing_ok=True)
+        yield

@@ -1,0 +1,332 @@
+"""What a training run is: its settings, read from YAML or JSON, and the model and data that follow from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from voxtune.config import from_mapping, to_mapping
+from voxtune.data.contract import BRATS, WHOLE_HEAD, DataContract, Label
+from voxtune.diffusion import DiffusionConfig
+from voxtune.diffusion.noise import check_seed
+from voxtune.errors import InputError
+from voxtune.runtime.model import ModelConfig
+from voxtune.runtime.storage import reporting_os_errors
+from voxtune.workloads import WORKLOADS, MedDDPMConfig
+from voxtune.workloads.med_ddpm import PUBLISHED_MULTIPLIERS
+
+MAX_FILE_BYTES = 2**20
+MAX_COUNT = 10**9
+# A level narrower than this has too few voxels for its norms to mean anything.
+SMALLEST_SIDE = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """Where the subjects come from, and what differs from the workload's data contract (None: nothing)."""
+
+    images: str | None = None
+    masks: str | None = None
+    cohort: int | None = None
+    cohort_seed: int = 0
+    fit: Literal["auto", "pad", "resample"] = "auto"
+    labels: tuple[Label, ...] | None = None
+    modalities: tuple[str, ...] | None = None
+    spacing: tuple[float, float, float] | None = None
+    orientation: str | None = None
+    mask_range: Literal["signed", "unit"] | None = None
+    scaling: Literal["volume", "slice"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.cohort is not None and (self.images is not None or self.masks is not None):
+            raise InputError("data: give either folders (images, masks) or a cohort, not both")
+        if (self.images is None) != (self.masks is None):
+            raise InputError(f"data: {'masks' if self.masks is None else 'images'} is missing; the two go together")
+        if self.cohort is not None:
+            _check_range("data: cohort", self.cohort, 1, MAX_COUNT)
+        _check_range("data: cohort_seed", self.cohort_seed, 0, 2**63 - 1)
+        _check_path("data: images", self.images)
+        _check_path("data: masks", self.masks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The network: a stored model to go on from (`init`), or a fresh one. None: as `init`, or the workload, has it."""
+
+    workload: Literal["med-ddpm", "med-ddpm-brats"] = "med-ddpm"
+    init: str | None = None
+    size: tuple[int, int, int] | None = None
+    base: int | None = None
+    blocks: int | None = None
+    multipliers: tuple[float, ...] | None = None
+    attention: tuple[int, ...] | None = None
+    schedule: Literal["cosine", "linear"] | None = None
+    diffusion_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_path("model: init", self.init)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run. A step is one update of the weights, made of `accumulation` batches."""
+
+    data: DataSettings = field(default_factory=DataSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    steps: int = 100_000
+    batch: int = 1
+    accumulation: int = 2
+    learning_rate: float = 1e-5
+    loss: Literal["l1", "l2"] = "l1"
+    clip: float | None = None
+    ema_decay: float = 0.995
+    ema_every: int = 10
+    ema_start: int = 2000
+    autocast: Literal["none", "bf16", "fp16"] = "none"
+    channels_last: bool = False
+    compile: bool = False
+    workers: int = 2
+    seed: int = 0
+    checkpoint_every: int = 1000
+    keep: int = 3
+    log_every: int = 10
+    sample_every: int = 1000
+    sample_steps: int = 25
+    sampler: Literal["ddpm", "ddim", "dpm++", "unipc", "ipndm"] = "ddim"
+    tensorboard: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "accumulation", "ema_every", "checkpoint_every", "keep", "log_every"):
+            _check_range(name, getattr(self, name), 1, MAX_COUNT)
+        for name in ("ema_start", "sample_every"):
+            _check_range(name, getattr(self, name), 0, MAX_COUNT)
+        _check_range("sample_steps", self.sample_steps, 1, 100_000)
+        _check_range("workers", self.workers, 0, 64)
+        check_seed(self.seed)
+        if not 0 < self.learning_rate <= 1:
+            raise InputError(f"learning_rate {self.learning_rate}: must lie above 0 and at most at 1")
+        if not 0 <= self.ema_decay < 1:
+            raise InputError(f"ema_decay {self.ema_decay}: must lie in [0, 1)")
+        if self.clip is not None and not self.clip > 0:
+            raise InputError(f"clip {self.clip}: the largest gradient norm must be above 0; leave it out for none")
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.batch * self.accumulation
+
+
+# What may change when a run is continued: none of it reaches the weights of a given step.
+FREE_TO_CHANGE = frozenset(
+    {"steps", "workers", "checkpoint_every", "keep", "log_every", "sample_every", "sample_steps", "sampler"}
+    | {"tensorboard", "data.images", "data.masks", "model.init"}
+)
+
+
+def _check_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InputError(f"{name} {value}: must lie in {low} to {high}")
+
+
+def _check_path(name: str, value: str | None) -> None:
+    if value is not None and (not value.strip() or "\0" in value or not _encodable(value)):
+        raise InputError(f"{name} {value[:80]!r}: not a path")
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
+    """The settings, as "name: old -> new", that make `new` another run than `old`."""
+    before, after = _flat(to_mapping(old)), _flat(to_mapping(new))
+    return [f"{k}: {before[k]} -> {after[k]}" for k in before if before[k] != after[k] and k not in FREE_TO_CHANGE]
+
+
+def _flat(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if isinstance(value, Mapping):
+            flat.update({f"{key}.{k}": v for k, v in value.items()})
+        else:
+            flat[key] = value
+    return flat
+
+
+def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
+    """The run that a YAML or JSON file describes; `overrides` maps "steps" or "data.images" to what replaces it.
+
+    Relative paths in the file count from its folder.
+    """
+    data = read_settings(path)
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: expected a mapping of settings, found {_kind(data)}")
+    for section, names in (("data", ("images", "masks")), ("model", ("init",))):
+        part = data.get(section)
+        for name in names:
+            if isinstance(part, dict) and isinstance(part.get(name), str) and part[name].strip():
+                part[name] = str(path.parent.absolute() / part[name])
+    return make_config(data, overrides or {}, str(path))
+
+
+def make_config(data: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> TrainConfig:
+    """`data` as read from a file with `overrides` put over it, checked."""
+    merged = {k: dict(v) if isinstance(v, Mapping) else v for k, v in data.items()}
+    _override_source(merged, overrides)
+    for key, value in overrides.items():
+        section, _, name = key.rpartition(".")
+        target = merged.setdefault(section, {}) if section else merged
+        if isinstance(target, dict):
+            target[name] = value
+    # A section left empty in YAML is null: nothing is set in it.
+    settings = {k: v for k, v in merged.items() if not (k in ("data", "model") and v is None)}
+    try:
+        return from_mapping(TrainConfig, settings, where)
+    except OverflowError:
+        raise InputError(f"{where}: holds a number too large for any setting") from None
+    except RecursionError:
+        raise InputError(f"{where}: nested too deeply for a config") from None
+    except InputError as error:
+        text = str(error)
+        raise InputError(text if len(text) <= 600 else f"{text[:600]}...") from None
+
+
+def _override_source(merged: dict[Any, Any], overrides: Mapping[str, Any]) -> None:
+    """An option that names the subjects replaces the file's other way of naming them."""
+    part = merged.get("data")
+    if not isinstance(part, dict):
+        return
+    if "data.cohort" in overrides:
+        part.pop("images", None)
+        part.pop("masks", None)
+    elif "data.images" in overrides or "data.masks" in overrides:
+        part.pop("cohort", None)
+
+
+def read_settings(path: Path) -> Any:
+    """What a YAML or JSON file holds, as plain values; nothing in it can run code or grow."""
+    with reporting_os_errors(path), path.open("rb") as file:
+        raw = file.read(MAX_FILE_BYTES + 1)
+    if len(raw) > MAX_FILE_BYTES:
+        raise InputError(f"{path}: larger than any config of a training run; is this the right file?")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not a text file ({error.reason} at byte {error.start})") from None
+    try:
+        if path.suffix.lower() == ".json":
+            return json.loads(text, object_pairs_hook=_unique_pairs)
+        from voxtune.runtime.yamlfile import parse_yaml
+
+        return parse_yaml(text)
+    except RecursionError:
+        raise InputError(f"{path}: nested too deeply for a config") from None
+    except (ValueError, OverflowError) as error:
+        raise InputError(f"{path}: {' '.join(str(error).split())[:300]}") from None
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise InputError(f"setting {key[:80]!r} is given twice")
+        found[key] = value
+    return found
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else type(value).__name__
+
+
+def model_config(config: TrainConfig, start: ModelConfig | None = None) -> ModelConfig:
+    """The model of a run: fresh as its settings say, or that of `start`, the model it goes on from."""
+    settings = config.model
+    if start is None:
+        return _fresh(config)
+    if not isinstance(start.network, MedDDPMConfig):
+        raise InputError(f"model: init: a {start.family} network cannot be trained here; give a med-ddpm model")
+    for name in ("base", "blocks", "multipliers", "attention"):
+        asked = getattr(settings, name)
+        if asked is not None and asked != getattr(start.network, name):
+            raise InputError(f"model: {name} is {getattr(start.network, name)} in {settings.init}; leave it out")
+    diffusion = start.diffusion
+    for name, found in (("schedule", diffusion.schedule), ("diffusion_steps", diffusion.steps)):
+        if getattr(settings, name) not in (None, found):
+            raise InputError(f"model: {name} is {found} in {settings.init}; leave it out")
+    size = settings.size or (start.size[0], start.size[1], start.size[2])
+    contract = None if start.data is None else _contract(config, start.data, size)
+    return ModelConfig(network=start.network, size=size, diffusion=replace(diffusion, loss=config.loss), data=contract)
+
+
+def _fresh(config: TrainConfig) -> ModelConfig:
+    settings, published = config.model, WORKLOADS[config.model.workload]
+    assert isinstance(published.network, MedDDPMConfig)
+    size = settings.size or (published.size[0], published.size[1], published.size[2])
+    if min(size) < 1 or max(size) > 4096:
+        raise InputError(f"model: size {size}: sides must lie in 1 to 4096")
+    contract = _contract(config, BRATS if settings.workload == "med-ddpm-brats" else WHOLE_HEAD, size)
+    multipliers = settings.multipliers or default_multipliers(size)
+    network = MedDDPMConfig(
+        in_channels=len(contract.images) + len(contract.labels),
+        out_channels=len(contract.images),
+        base=settings.base or published.network.base,
+        blocks=settings.blocks or published.network.blocks,
+        multipliers=multipliers,
+        attention=default_attention(size, multipliers) if settings.attention is None else settings.attention,
+    )
+    diffusion = DiffusionConfig(
+        schedule=settings.schedule or "cosine", steps=settings.diffusion_steps or published.steps, loss=config.loss
+    )
+    return ModelConfig(network=network, size=size, diffusion=diffusion, data=contract)
+
+
+def default_multipliers(size: tuple[int, int, int]) -> tuple[float, ...]:
+    """The published ones of the largest published size that is not larger, with as many levels as the sides allow."""
+    known = max((s for s in PUBLISHED_MULTIPLIERS if s <= max(size)), default=min(PUBLISHED_MULTIPLIERS))
+    multipliers = PUBLISHED_MULTIPLIERS[known]
+    levels = len(multipliers)
+    while levels > 1 and any(s % 2 ** (levels - 1) or s // 2 ** (levels - 1) < SMALLEST_SIDE for s in size):
+        levels -= 1
+    return multipliers[:levels]
+
+
+def default_attention(size: tuple[int, int, int], multipliers: tuple[float, ...]) -> tuple[int, ...]:
+    """Where the downsampling equals the in-plane size // 16, at published sizes; elsewhere in the middle alone."""
+    factor = max(size) // 16
+    return (factor,) if max(size) in PUBLISHED_MULTIPLIERS and factor in [2**i for i in range(len(multipliers))] else ()
+
+
+def _contract(config: TrainConfig, template: DataContract, size: tuple[int, int, int]) -> DataContract:
+    """The workload's contract with the run's own settings over it; a smaller grid covers the same head."""
+    data = config.data
+    if data.cohort is not None and data.spacing is None:
+        from voxtune.data.cohort import cohort_spacing
+
+        spacing = (cohort_spacing(size),) * 3
+    else:
+        depth, height, width = (mm * n / s for mm, n, s in zip(template.spacing, template.size, size, strict=True))
+        spacing = data.spacing or (depth, height, width)
+    changed: dict[str, Any] = {
+        "labels": data.labels,
+        "images": data.modalities,
+        "orientation": data.orientation,
+        "mask_range": data.mask_range,
+        "scaling": data.scaling,
+    }
+    given = {k: v for k, v in changed.items() if v is not None}
+    return replace(template, size=size, spacing=spacing, **given)
+
+
+def setting_names() -> list[str]:
+    """Every setting of a config file, sections as "data.images"."""
+    names: list[str] = []
+    for outer in fields(TrainConfig):
+        part = {"data": DataSettings, "model": ModelSettings}.get(outer.name)
+        names += [outer.name] if part is None else [f"{outer.name}.{inner.name}" for inner in fields(part)]
+    return names

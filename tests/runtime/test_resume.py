@@ -1,0 +1,172 @@
+"""A run killed at any moment and resumed ends with the same bits as one that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.runtime.tinyrun import (
+    Blobs,
+    child,
+    finish,
+    rows,
+    run_dying_in_write,
+    run_limited,
+    run_tiny,
+    tiny_config,
+    weights,
+)
+
+from voxtune.errors import InputError
+from voxtune.runtime.checkpoint import checkpoints
+from voxtune.runtime.loader import epoch_order
+from voxtune.runtime.train import train
+
+KILLED = -signal.SIGKILL
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="needs SIGKILL and a fork server"),
+    pytest.mark.usefixtures("one_thread"),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run that nothing interrupts."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    assert finish(run_tiny, str(out), {}) == 0
+    return out
+
+
+def check_same(out: Path, whole: Path) -> None:
+    assert weights(out) == weights(whole)
+    assert rows(out) == rows(whole)
+    assert not list(out.rglob("*.part"))
+    last = [checkpoints(folder / "checkpoints")[-1] for folder in (out, whole)]
+    assert last[0].name == last[1].name
+
+
+def test_killed_at_every_fsync_of_its_writes(tmp_path, whole):
+    """One run, killed before its 1st, 2nd, 3rd ... fsync: in log, checkpoint, model and card, around each rename."""
+    out = tmp_path / "run"
+    deaths = 0
+    for moment in range(1, 60):
+        code = finish(run_tiny, str(out), {}, moment)
+        if code == 0:
+            break
+        assert code == KILLED
+        deaths += 1
+    assert deaths >= 10
+    check_same(out, whole)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 5])
+def test_killed_with_half_a_file_written(tmp_path, whole, call):
+    """Odd calls write a checkpoint, even ones the model folder's weights."""
+    out = tmp_path / "run"
+    assert finish(run_dying_in_write, str(out), {}, call) == KILLED
+    assert list(out.rglob("*.part")), "the half file is there, under its temporary name"
+    assert finish(run_tiny, str(out), {}) == 0
+    check_same(out, whole)
+
+
+def test_killed_from_outside_at_random_moments(tmp_path, whole):
+    chance = random.Random(7)
+    out = tmp_path / "run"
+    deaths = 0
+    for _ in range(40):
+        process = child(run_tiny, str(out), {})
+        enough = len(rows(out)) + chance.choice([1, 1, 2])
+        while process.is_alive() and len(rows(out)) < enough:
+            time.sleep(0.002)
+        time.sleep(chance.uniform(0, 0.15))
+        process.kill()
+        process.join(60)
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == KILLED
+        deaths += 1
+    assert deaths >= 2
+    assert process.exitcode == 0
+    check_same(out, whole)
+
+
+def test_pictures_workers_and_checkpoint_rhythm_do_not_reach_the_weights(tmp_path, whole):
+    changes = {"sample_every": 2, "workers": 0, "checkpoint_every": 5, "tensorboard": True, "log_every": 3}
+    assert finish(run_tiny, str(tmp_path / "run"), changes) == 0
+    assert weights(tmp_path / "run") == weights(whole)
+    assert len(list((tmp_path / "run" / "samples").glob("*.png"))) == 6
+
+
+def test_stop_and_resume_in_the_middle_of_an_epoch(tmp_path):
+    """5 subjects in batches of 2: step 4 ends at sample 8, place 3 of epoch 1."""
+    train(tiny_config(), Blobs(), tmp_path / "whole")
+    steps = []
+    result = train(
+        tiny_config(), Blobs(), tmp_path / "run", lambda *a: steps.append(a[0]), stop=lambda: len(steps) >= 3
+    )
+    assert (result.step, result.stopped, result.checkpoint.name) == (4, True, "step-00000004.safetensors")
+    seen = []
+
+    class Watched(Blobs):
+        def __getitem__(self, index):
+            seen.append(index)
+            return super().__getitem__(index)
+
+    resumed = train(tiny_config(workers=0), Watched(), tmp_path / "run", resume=True)
+    assert (resumed.step, resumed.resumed_from, resumed.stopped) == (12, 4, False)
+    order = [i for epoch in range(5) for i in epoch_order(0, epoch, 5)]
+    assert seen[1:] == order[8:24], "after the look at subject 0, exactly the samples that were left"
+    check_same(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_longer_run_goes_on_where_a_shorter_one_ended(tmp_path):
+    train(tiny_config(), Blobs(), tmp_path / "whole")
+    train(tiny_config(steps=6), Blobs(), tmp_path / "run")
+    train(tiny_config(steps=12), Blobs(), tmp_path / "run", resume=True)
+    check_same(tmp_path / "run", tmp_path / "whole")
+    again = train(tiny_config(steps=12), Blobs(), tmp_path / "run", resume=True)
+    assert (again.step, again.resumed_from, again.stopped) == (12, 12, False)
+    check_same(tmp_path / "run", tmp_path / "whole")
+
+
+def test_file_size_limit_leaves_the_last_checkpoint(tmp_path, whole):
+    """EFBIG from the system, as a quota or a full disk gives it."""
+    out, report = tmp_path / "run", tmp_path / "error.json"
+    assert finish(run_limited, str(out), {}, 4, str(report)) == 0
+    message = json.loads(report.read_text())
+    assert "too large" in message.lower()
+    assert "step-00000003.safetensors" in message
+    assert f"--resume {out}" in message
+    assert not list(out.rglob("*.part"))
+    assert finish(run_tiny, str(out), {}) == 0
+    check_same(out, whole)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own with room for one checkpoint and a model."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=10m", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount a small disk here")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=False)
+
+
+def test_full_disk_stops_with_a_word_and_resumes(small_disk, whole):
+    out = small_disk / "run"
+    with pytest.raises(InputError, match=r"No space left on device.*step-0000000\d.*voxtune train --resume") as stopped:
+        train(tiny_config(), Blobs(), out)
+    assert "\n" not in str(stopped.value)
+    assert not list(out.rglob("*.part"))
+    subprocess.run(["mount", "-o", "remount,size=100m", str(small_disk)], check=True)
+    assert finish(run_tiny, str(out), {}) == 0
+    check_same(out, whole)

@@ -1,0 +1,316 @@
+"""The loop: learns, averages, accumulates, stops with a word when it must."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tests.runtime.tinyrun import MODEL, SIZE, Blobs, rows, tiny_config, weights
+
+from voxtune.errors import InputError
+from voxtune.runtime import trainer as trainer_module
+from voxtune.runtime.checkpoint import checkpoints, read_checkpoint
+from voxtune.runtime.ema import Ema
+from voxtune.runtime.loader import Loader, epoch_order, timesteps, training_noise
+from voxtune.runtime.model import Model, ModelConfig
+from voxtune.runtime.storage import load
+from voxtune.runtime.train import locked, read_run, train
+from voxtune.runtime.trainconfig import DataSettings, ModelSettings, TrainConfig, model_config
+from voxtune.runtime.trainlog import sample_picture
+from voxtune.workloads import ConvNeXtConfig
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def tensors(out, prefix="model."):
+    return read_checkpoint(checkpoints(out / "checkpoints")[-1]).part(prefix)
+
+
+def test_the_loss_goes_down(tmp_path):
+    losses = []
+    config = tiny_config(steps=80, batch=4, checkpoint_every=80, log_every=1)
+    result = train(config, Blobs(2), tmp_path / "run", lambda step, steps, loss: losses.append(loss))
+    assert np.mean(losses[-10:]) < 0.65 * np.mean(losses[:10])
+    assert result.loss == losses[-1]
+    assert result.step == len(losses) == len(rows(tmp_path / "run")) == 80
+    assert [row["loss"] for row in rows(tmp_path / "run")] == losses
+
+
+def test_the_model_folder_is_usable(tmp_path):
+    train(tiny_config(steps=3), Blobs(), tmp_path / "run", command="voxtune train --steps 3")
+    model = load(tmp_path / "run" / "model")
+    sample = model.sample(torch.from_numpy(Blobs()[0][1])[None], sampler="ddim", steps=2)
+    assert sample.shape == (1, 1, *SIZE)
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    for fact in ("voxtune train --steps 3", "5 subjects given from Python", "learning rate 0.001", "3 of 3 steps"):
+        assert fact in card
+
+
+def test_ema_is_the_weights_then_their_average():
+    network = torch.nn.Linear(1, 1, bias=False)
+    ema = Ema(network, decay=0.9, every=2, start=4)
+    expected = None
+    for step in range(1, 9):
+        with torch.no_grad():
+            network.weight.fill_(float(step))
+        ema.update(network, step)
+        if step < 4:
+            expected = float(step)
+        elif step % 2 == 0:
+            expected = 0.9 * expected + 0.1 * step
+        assert ema.network.weight.item() == pytest.approx(expected, rel=1e-6)
+    assert not ema.network.weight.requires_grad
+
+
+def test_ema_is_what_is_stored_as_the_model(tmp_path):
+    train(tiny_config(), Blobs(), tmp_path / "run")
+    stored = load(tmp_path / "run" / "model").network.state_dict()
+    average, last = tensors(tmp_path / "run", "ema."), tensors(tmp_path / "run")
+    assert all(torch.equal(stored[k], v) for k, v in average.items())
+    assert any(not torch.equal(stored[k], v) for k, v in last.items())
+
+
+def test_accumulation_equals_a_bigger_batch(tmp_path):
+    for name, batch, accumulation in (("batch", 4, 1), ("parts", 1, 4)):
+        config = tiny_config(steps=1, batch=batch, accumulation=accumulation)
+        model = Model(model_config(config))
+        generator = torch.Generator().manual_seed(1)
+        for p in model.network.parameters():
+            # Fresh networks end in zeros, which let no gradient through.
+            p.data = 0.1 * torch.randn(p.shape, generator=generator)
+        train(config, Blobs(), tmp_path / name, model=model)
+    one, many = (tensors(tmp_path / name, "optimizer.") for name in ("batch", "parts"))
+    gradients = {name: value for name, value in one.items() if name.endswith("exp_avg")}
+    largest = max(value.abs().max().item() for value in gradients.values())
+    for name, value in gradients.items():
+        torch.testing.assert_close(many[name], value, rtol=1e-4, atol=1e-6 * largest)
+
+
+def test_every_subject_once_an_epoch_and_epochs_differ():
+    orders = [epoch_order(3, epoch, 50) for epoch in range(4)]
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
+    assert orders[0] == epoch_order(3, 0, 50) != epoch_order(4, 0, 50)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_the_loader_gives_the_same_batches_whoever_loads(workers):
+    loader = Loader(Blobs(5), seed=1, batch=3, start=4, workers=workers, pin=False)
+    batches = iter(loader)
+    got = [next(batches) for _ in range(4)]
+    loader.close()
+    order = [i for epoch in range(4) for i in epoch_order(1, epoch, 5)]
+    assert [i for batch in got for i in batch.indices] == order[4:16]
+    assert [n for batch in got for n in batch.numbers] == list(range(4, 16))
+    assert all(np.array_equal(b.images[0], Blobs()[b.indices[0]][0]) for b in got)
+
+
+def test_timesteps_and_noise_depend_on_the_sample_number_alone():
+    t = timesteps(0, tuple(range(4000)), 250)
+    assert (t.min(), t.max()) == (0, 249)
+    assert abs(t.double().mean() - 124.5) < 4
+    assert torch.equal(timesteps(0, (17, 2**40), 250)[:1], t[17:18])
+    noise = training_noise(0, (5, 6), (1, *SIZE), torch.device("cpu"))
+    assert torch.equal(noise[1], training_noise(0, (6,), (1, *SIZE), torch.device("cpu"))[0])
+
+
+@pytest.mark.parametrize("autocast", ["bf16", "fp16"])
+def test_autocast_on_the_cpu(tmp_path, autocast):
+    config = tiny_config(steps=4, autocast=autocast, sample_every=4)
+    result = train(config, Blobs(), tmp_path / "run")
+    assert math.isfinite(result.loss)
+    assert all(v.dtype == torch.float32 for v in tensors(tmp_path / "run").values())
+
+
+def test_clip_and_channels_last_and_l2(tmp_path):
+    train(tiny_config(steps=3, loss="l2"), Blobs(), tmp_path / "plain")
+    train(tiny_config(steps=3, loss="l2", channels_last=True), Blobs(), tmp_path / "last")
+    train(tiny_config(steps=3, loss="l2", clip=1e-4), Blobs(), tmp_path / "clip")
+    plain, last, clip = (tensors(tmp_path / name, "optimizer.") for name in ("plain", "last", "clip"))
+    name = "out.2.bias.exp_avg"
+    torch.testing.assert_close(last[name], plain[name], rtol=1e-3, atol=1e-5)
+    assert clip[name].abs().max() < 1e-4 < plain[name].abs().max()
+    assert load(tmp_path / "plain" / "model").config.diffusion.loss == "l2"
+
+
+def test_global_random_state_is_left_alone(tmp_path):
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    train(tiny_config(steps=1), Blobs(), tmp_path / "run")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_network_without_masks_trains_from_python(tmp_path):
+    network = ConvNeXtConfig(channels=1, width=8, multipliers=(1,))
+    model = Model(ModelConfig(network=network, size=(8, 8)))
+    source = Blobs(3, size=(8, 8), masks=False)
+    train(tiny_config(steps=2, sample_every=2), source, tmp_path / "run", model=model)
+    assert load(tmp_path / "run" / "model").config.family == "convnext"
+    assert (tmp_path / "run" / "samples" / "step-00000002.png").exists()
+
+
+def test_fine_tuning_goes_on_from_a_model(tmp_path):
+    train(tiny_config(steps=3), Blobs(), tmp_path / "first")
+    start = str(tmp_path / "first" / "model")
+    config = tiny_config(steps=1, learning_rate=1e-12, model=ModelSettings(init=start))
+    train(config, Blobs(), tmp_path / "second")
+    first, second = (load(tmp_path / run / "model").network.state_dict() for run in ("first", "second"))
+    assert all(torch.allclose(second[k], v, atol=1e-9) for k, v in first.items())
+    with pytest.raises(InputError, match="model: base is 32"):
+        train(replace(config, model=ModelSettings(init=start, base=64)), Blobs(), tmp_path / "third")
+
+
+class Failing(Blobs):
+    """Fails, or gives NaN, from the n-th look at a subject on."""
+
+    def __init__(self, looks: int, error: Exception | None):
+        super().__init__()
+        self.looks, self.error = looks, error
+
+    def __getitem__(self, index):
+        self.looks -= 1
+        image, mask = super().__getitem__(index)
+        if self.looks >= 0:
+            return image, mask
+        if self.error is not None:
+            raise self.error
+        return image * np.nan, mask
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (InputError("sub-03.nii.gz: no such file"), "sub-03.nii.gz: no such file"),
+        (FileNotFoundError(2, "No such file or directory", "/data/sub-03.nii"), "/data/sub-03.nii: No such file"),
+    ],
+)
+def test_a_vanished_file_stops_with_the_work_kept(tmp_path, error, said):
+    """The look at subject 0, then 2 a step: step 5 is the first that cannot be made; steps 1 to 4 are kept."""
+    with pytest.raises(InputError, match="stopped after step 4") as stopped:
+        train(tiny_config(workers=0), Failing(9, error), tmp_path / "run")
+    assert said in str(stopped.value)
+    assert "step-00000004" in str(stopped.value)
+    assert f"voxtune train --resume {tmp_path / 'run'}" in str(stopped.value)
+    train(tiny_config(), Blobs(), tmp_path / "run", resume=True)
+    train(tiny_config(), Blobs(), tmp_path / "whole")
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
+def test_a_nan_loss_stops_with_the_last_good_checkpoint(tmp_path):
+    with pytest.raises(InputError, match="the loss is not finite at step 5") as stopped:
+        train(tiny_config(workers=0), Failing(9, None), tmp_path / "run")
+    assert "step-00000003" in str(stopped.value)
+    good = read_checkpoint(checkpoints(tmp_path / "run" / "checkpoints")[-1])
+    assert good.state.step == 3
+    assert all(torch.isfinite(v).all() for v in good.part("model.").values())
+
+
+def test_a_nan_gradient_or_weight_never_reaches_a_checkpoint(tmp_path, monkeypatch):
+    class Stuck(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * float("nan")
+
+    real = trainer_module.training_loss
+    monkeypatch.setattr(trainer_module, "training_loss", lambda *a: Stuck.apply(real(*a)))
+    with pytest.raises(InputError, match=r"the gradient is not finite at step 1 .*before the first checkpoint"):
+        train(tiny_config(checkpoint_every=1), Blobs(), tmp_path / "run")
+    assert not checkpoints(tmp_path / "run" / "checkpoints")
+
+
+@pytest.mark.parametrize("place", ["file/run", "/proc/run"])
+def test_an_unwritable_folder(tmp_path, place):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(InputError, match=r"run|file"):
+        train(tiny_config(), Blobs(), tmp_path / place)
+
+
+def test_a_run_is_not_written_over(tmp_path):
+    train(tiny_config(steps=1), Blobs(), tmp_path / "run")
+    with pytest.raises(InputError, match="holds a run already; continue it with --resume"):
+        train(tiny_config(steps=1), Blobs(), tmp_path / "run")
+    with pytest.raises(InputError, match="no training run here"):
+        read_run(tmp_path / "nothing")
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    pytest.importorskip("fcntl")
+    with locked(tmp_path / "run"), pytest.raises(InputError, match="another process is training here"):
+        train(tiny_config(steps=1), Blobs(), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (Blobs(3, size=(4, 4, 8)), r"image has shape \(1, 4, 4, 8\)"),
+        (Blobs(3, masks=False), "mask has shape None"),
+        (Blobs(0), "no subjects"),
+    ],
+)
+def test_data_that_does_not_fit_is_named(tmp_path, source, said):
+    with pytest.raises(InputError, match=said):
+        train(tiny_config(), source, tmp_path / "run")
+
+
+def test_tensorboard_curves_and_pictures(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = tiny_config(steps=4, sample_every=4, tensorboard=True)
+    train(config, Blobs(), tmp_path / "run")
+    train(replace(config, steps=8), Blobs(), tmp_path / "run", resume=True)
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("train/loss")] == [2, 4, 6, 8]
+    assert [e.step for e in events.Images("sample")] == [4, 8]
+
+
+def test_without_tensorboard_it_says_so_once(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    told = []
+    train(tiny_config(steps=2, tensorboard=True), Blobs(), tmp_path / "run", warn=told.append)
+    assert [t for t in told if "TensorBoard is not installed" in t] == told
+    assert len(told) == 1
+
+
+def test_the_picture_shows_mask_sample_and_real():
+    cond = -np.ones((2, 4, 6, 8), np.float32)
+    cond[1, 2, 3, 4] = 1
+    sample, real = np.full((1, 4, 6, 8), -1, np.float32), np.ones((1, 4, 6, 8), np.float32)
+    picture = sample_picture(cond, sample, real)
+    side = picture.shape[0] // 3
+    assert picture.dtype == np.uint8
+    assert picture.shape == (3 * side, 3 * side, 3)
+    assert side >= 128
+    assert picture[:, :side].any()
+    assert not picture[:, side : 2 * side].any()
+    assert picture[:, 2 * side :].max() == 255
+
+
+def test_cohort_and_brats_contracts_follow_the_size():
+    cohort = model_config(TrainConfig(data=DataSettings(cohort=2), model=replace(MODEL, size=(32, 32, 32))))
+    assert cohort.data.spacing == (6.0, 6.0, 6.0)
+    brats = model_config(TrainConfig(model=ModelSettings(workload="med-ddpm-brats")))
+    assert (brats.size, brats.network.in_channels, brats.network.blocks) == ((144, 192, 192), 8, 2)
+    head = model_config(TrainConfig())
+    assert (head.network.attention, head.network.multipliers) == ((8,), (1, 1, 2, 3, 4))
+
+
+@pytest.mark.parametrize(("side", "levels"), [(4, 1), (8, 2), (32, 4), (64, 4), (96, 4), (128, 5), (20, 3)])
+def test_default_levels_fit_the_size(side, levels):
+    config = model_config(TrainConfig(model=ModelSettings(size=(side,) * 3)))
+    assert len(config.network.multipliers) == levels
+
+
+def test_the_effective_config_is_written(tmp_path):
+    train(tiny_config(steps=1), Blobs(), tmp_path / "run")
+    assert read_run(tmp_path / "run") == tiny_config(steps=1)
+    assert json.loads((tmp_path / "run" / "train.json").read_text())["learning_rate"] == 1e-3
