@@ -71,7 +71,17 @@ STALLS = (
     "gmma",
 )
 
-# Cheap enough to read on every launch: one or two passes over the kernel.
+TENSOR_PIPE = (
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_elapsed",
+)
+_TENSOR_OPS = {
+    "tf32": ("sm__ops_path_tensor_src_tf32_dst_fp32.sum", "sm__ops_path_tensor_src_tf32.sum"),
+    "bf16": ("sm__ops_path_tensor_src_bf16_dst_fp32.sum", "sm__ops_path_tensor_src_bf16.sum"),
+    "fp16": ("sm__ops_path_tensor_src_fp16.sum", "sm__ops_path_tensor_src_fp16_dst_fp32.sum"),
+}
+
+# Cheap enough to read on every launch: one pass over the kernel, so that no memory is saved and restored.
 FEW = (
     _column("ncu_time_us", "float64", "time under the profiler, microseconds", "gpu__time_duration.sum"),
     _column("cycles", "float64", "cycles elapsed, the slowest SM", "sm__cycles_elapsed.max"),
@@ -83,9 +93,10 @@ FEW = (
     _column(
         "tensor_pct",
         "float64",
-        "tensor pipes busy, % of elapsed peak",
-        "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
-        "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_elapsed",
+        "tensor pipes busy with matrix products, % of elapsed peak",
+        # The plain tensor metrics count HFMA2.MMA too, by which compilers load constants: an FP32 addition reads 2 %.
+        "sm__pipe_tensor_type_hmma_hgmma_qgmma_imma_igmma_bmma_bgmma_cycles_active.avg.pct_of_peak_sustained_elapsed",
+        *TENSOR_PIPE,
     ),
     _column("dram_bytes", "float64", "bytes to and from device memory", "dram__bytes.sum"),
 )
@@ -105,20 +116,41 @@ FULL = (
     _column("dram_pct", "float64", "DRAM throughput", "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed"),
     _column("warps_active", "float64", "active warps an SM a cycle", "sm__warps_active.avg.per_cycle_active"),
     _column("occupancy_pct", "float64", "active warps, % of peak", "sm__warps_active.avg.pct_of_peak_sustained_active"),
-    _column("inst_hmma", "float64", "HMMA instructions", "sm__inst_executed_pipe_tensor_op_hmma.sum"),
-    _column("inst_gmma", "float64", "warp-group HGMMA instructions", "sm__inst_executed_pipe_tensor_op_gmma.sum"),
-    _column("fadd", "float64", "FP32 additions, threads", "smsp__sass_thread_inst_executed_op_fadd_pred_on.sum"),
-    _column("fmul", "float64", "FP32 products, threads", "smsp__sass_thread_inst_executed_op_fmul_pred_on.sum"),
+    _column("tensor_pipe_pct", "float64", "tensor pipes busy, HFMA2.MMA included, as the seed reads it", *TENSOR_PIPE),
     _column(
-        "ffma", "float64", "FP32 fused multiply-adds, threads", "smsp__sass_thread_inst_executed_op_ffma_pred_on.sum"
+        "inst_hmma",
+        "float64",
+        "HMMA and HGMMA instructions (HFMA2.MMA taken off)",
+        "sm__inst_executed_pipe_tensor_op_hmma.sum",
     ),
-    _column("tensor_ops", "float64", "operations on tensor cores, all types", "sm__ops_path_tensor_op_gmma.sum"),
+    _column(
+        "inst_hfma2",
+        "float64",
+        "HFMA2.MMA instructions: half-precision pairs or constants on the tensor pipe, no matrix product",
+        "sm__inst_executed_pipe_tensor_op_hmma_type_hfma2.sum",
+    ),
+    _column("inst_gmma", "float64", "warp-group HGMMA instructions", "sm__inst_executed_pipe_tensor_op_gmma.sum"),
+    *(
+        _column(f"tensor_ops_{source}", "float64", f"operations on tensor cores, {source} sources", *names)
+        for source, names in _TENSOR_OPS.items()
+    ),
+    _column("tensor_ops", "float64", "operations on tensor cores: the sum of the above"),
     *(_column(f"stall_{s}", "float64", f"warps stalled on {s} an issue", _STALL.format(s)) for s in STALLS),
     _column("est_speedup_pct", "float64", "largest gain that a rule of Nsight Compute expects, %"),
     _column("est_rule", "string", "that rule's name"),
 )
 
-COUNTERS = (*FEW, *FULL)
+# Counted by patching the kernel's code, which is slow: read on the launches that make most of the step.
+SASS = (
+    _column("fadd", "float64", "FP32 additions, threads", "smsp__sass_thread_inst_executed_op_fadd_pred_on.sum"),
+    _column("fmul", "float64", "FP32 products, threads", "smsp__sass_thread_inst_executed_op_fmul_pred_on.sum"),
+    _column(
+        "ffma", "float64", "FP32 fused multiply-adds, threads", "smsp__sass_thread_inst_executed_op_ffma_pred_on.sum"
+    ),
+)
+OPCODES = "sass__inst_executed_per_opcode"
+
+COUNTERS = (*FEW, *FULL, *SASS)
 # Which tier gave the row its counters: few (this launch was read) or full (this launch, or one exactly like it).
 TIER = _column("counter_tier", "string", "few, full, or null when no counter was read for this launch")
 
@@ -143,7 +175,7 @@ MEMORY_COLUMNS = (
 
 # Whole steps by the clock, bare and under each tier: what profiling costs, and the spread from run to run.
 TIMING_COLUMNS = (
-    _column("tier", "string", "bare, census, few or full"),
+    _column("tier", "string", "bare, census, few, full or opcodes"),
     _column("repeat", "int64", "which repetition"),
     _column("step_ms", "float64", "wall time of one whole step"),
 )

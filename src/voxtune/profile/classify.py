@@ -1,0 +1,179 @@
+"""What a launch does, read from its operator and its name: class, precision, layout, architecture.
+
+Pure functions. First match wins: what moves data inside another operator is known by its name; then the operator
+speaks, and the name only where no operator says. A class says what is computed, never whether tensor cores computed
+it: that is for the counters.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import NamedTuple
+
+CLASSES = (
+    "memcpy",
+    "memset",
+    "layout",
+    "padding",
+    "conv_fprop",
+    "conv_dgrad",
+    "conv_wgrad",
+    "conv_backward",  # a convolution's backward whose kernel does not say which of its two gradients
+    "norm",
+    "attention",
+    "matmul",
+    "optimizer",
+    "triton",
+    "cast",
+    "copy",
+    "cat",
+    "upsample",
+    "random",
+    "reduce",
+    "elementwise",
+    "host",  # on a CPU: allocations, views and the wrappers around operators
+    "unknown",
+)
+
+
+class Kernel(NamedTuple):
+    kernel_class: str
+    precision: str | None
+    layout: str | None
+    architecture: str | None
+
+
+@lru_cache(maxsize=16384)
+def classify(name: str, kind: str, op: str | None = None, phase: str | None = None) -> Kernel:
+    """`name` and `kind` as in the launch table, `op` the operator that launched it, `phase` the part of the step."""
+    return Kernel(_class(name, kind, op or "", phase), _precision(name), _layout(name), _architecture(name))
+
+
+def _class(name: str, kind: str, op: str, phase: str | None) -> str:
+    if kind in ("memcpy", "memset"):
+        return kind
+    text = op if kind == "cpu_op" else name
+    for found, pattern in _MOVEMENT:
+        if pattern.search(text):
+            return found
+    for found, pattern in _OPERATORS if op else ():
+        if (found != "host" or kind == "cpu_op") and pattern.search(op):
+            return _convolution(name, op, phase) if found == "convolution" else found
+    for found, pattern in _NAMES:
+        if pattern.search(text):
+            return _convolution(name, op, phase) if found == "convolution" else found
+    if phase == "optimizer":
+        return "optimizer"
+    return "host" if kind == "cpu_op" else "unknown"
+
+
+def _rules(*rules: tuple[str, str]) -> tuple[tuple[str, re.Pattern[str]], ...]:
+    return tuple((found, re.compile(pattern)) for found, pattern in rules)
+
+
+# Helpers that libraries launch inside a convolution or a product: their own name outranks the operator.
+_MOVEMENT = _rules(
+    ("layout", r"nchwToNhwc|nhwcToNchw|ncdhwToNdhwc|ndhwcToNcdhw|convertTensor|nhwc_to_nchw|nchw_to_nhwc|tensorTransform"),
+    ("padding", r"AddPadding|RemovePadding|constant_pad_nd|(?i:\bpad(ding)?_kernel)"),
+    ("elementwise", r"setTensor\w*_kernel|scalePackedTensor|op_tensor_kernel"),
+    ("cast", r"direct_copy_kernel.*(LoadWithCast|StoreWithCast)|(bfloat16|float16|float8)_copy_kernel"),
+)
+
+_OPERATORS = _rules(
+    ("convolution", r"convolution|conv(_transpose)?[123]d|thnn_conv|slow_conv|conv_depthwise"),
+    ("norm", r"(group|layer|batch|instance|rms)_norm"),
+    ("attention", r"attention|softmax|_efficient_attention|_flash"),
+    ("matmul", r"aten::(mm|bmm|addmm|baddbmm|addmv|mv|dot|linear|matmul|_scaled_mm|_addmm_activation)$|mkldnn_linear"),
+    ("optimizer", r"_fused_adam|_fused_sgd|_foreach_"),
+    ("cat", r"aten::(cat|stack|_cat)$"),
+    ("upsample", r"upsample|interpolate|pixel_(un)?shuffle"),
+    ("random", r"aten::(randn?|normal_?|uniform_?|randint|random_|bernoulli_?|native_dropout|randn_like)$"),
+    ("copy", r"aten::(copy_|_to_copy|clone|contiguous|_copy_from)$"),
+    ("reduce", r"aten::(sum|mean|amax|amin|max|min|prod|norm|linalg_vector_norm|all|any|argmax|cumsum|cumprod)$"),
+    ("host", r"^(autograd::engine|torch::autograd::|\w+Backward\d*$|Optimizer\.|CompiledFunction|Torch-Compiled)"),
+    ("host", r"aten::(empty\w*|resize_?|view|_unsafe_view|reshape|as_strided|t|transpose|permute|expand|select|slice)$"),
+    ("host", r"aten::(unsqueeze|squeeze|detach|alias|lift_fresh|set_|is_\w+|item|_local_scalar_dense|narrow|chunk)$"),
+    ("host", r"^(detach|aten::(split|unbind|flatten|unflatten|view_as|to|result_type|zeros|zeros_like|ones|full\w*))$"),
+    ("elementwise", r"aten::(add|sub|mul|div|neg|abs|sgn|sign|sqrt|rsqrt|exp|log|sin|cos|tanh|sigmoid|pow|square)_?$"),
+    ("elementwise", r"aten::(silu|gelu|relu|threshold|leaky_relu|clamp|where|fill|zero|addcmul|addcdiv|lerp|maximum)"),
+    ("elementwise", r"aten::(reciprocal|rsub|index|gather|arange|tril|triu|eq|ne|lt|le|gt|ge|bitwise_\w+|__\w+__)_?$"),
+    ("elementwise", r"(silu|gelu|sigmoid|tanh|relu)_backward|hardtanh|mse_loss|l1_loss|minimum|remainder|floor"),
+)
+
+# Of a compiled region or a library that no operator encloses.
+_NAMES = _rules(
+    ("triton", r"^(triton_|voxtune_)"),
+    ("attention", r"sdpa|flash|fmha"),
+    ("convolution", r"wgrad|dgrad|fprop|convolve|scudnn|implicit_gemm|[Cc]onv(olution)?[123N]?[dD]|conv_depthwise"),
+    ("norm", r"RowwiseMoments|GroupNorm|LayerNorm|layer_norm|ComputeFusedParams|GammaBeta|InternalGradients|batch_norm"),
+    ("norm", r"ComputeBackwardFusedParams|cunn_.*Norm|instance_norm"),
+    ("attention", r"[Ss]oft[Mm]ax|attention"),
+    ("matmul", r"gemm|cutlass|nvjet|gemv|splitKreduce|xmma|cublas|dot_kernel|reduce_1Block"),
+    ("optimizer", r"multi_tensor_apply|FusedAdam|fused_adam"),
+    ("copy", r"direct_copy|CopyFunctor|copy_device_to_device"),
+    ("cat", r"CatArrayBatchedCopy"),
+    ("upsample", r"upsample|pixel_shuffle"),
+    ("random", r"distribution_|philox|curand|dropout"),
+    ("reduce", r"reduce_kernel|ReduceOp|cub::|DeviceReduce|DeviceScan"),
+    ("elementwise", r"elementwise|index_\w*kernel|arange|FillFunctor|tril_triu|gather|scatter|pointwise|CUDAFunctor"),
+)
+
+
+def _convolution(name: str, op: str, phase: str | None) -> str:
+    """Which of a convolution's three products. cuDNN computes data gradients by forward kernels too."""
+    told = re.search(r"wgrad|dgrad", name, re.IGNORECASE)
+    if told:
+        return f"conv_{told.group().lower()}"
+    backward = "backward" in op or (phase == "backward" and "convolution" not in op)
+    if not backward:
+        return "conv_fprop"
+    return "conv_dgrad" if "fprop" in name else "conv_backward"
+
+
+# The second group of types in a cuDNN or cuBLAS name is what the product is computed in; the first is how it is stored.
+_XMMA = re.compile(r"_(tf32|bf16|f16|f32|f64|i8|e4m3|e5m2)\w*?_(tf32|bf16|f16|f32|f64|i8|e4m3|e5m2)(?=f|bf|i|e|_)")
+_OF_TYPE = {"tf32": "tf32", "bf16": "bf16", "f16": "fp16", "f32": "fp32", "f64": "fp64", "i8": "int"}
+_PRECISIONS = _rules(
+    ("tf32", r"tf32|s1688|s884tf32"),
+    ("bf16", r"bf16|BFloat16|bfloat16|^nvjet_(sm\d+_)?t"),
+    ("fp16", r"c10::Half|__half|\bhalf\b|float16|_h\d+816|h884|f16_s\d|wgmma_f16|^nvjet_(sm\d+_)?h"),
+    ("fp32", r"sgemm|scudnn|simt_s"),
+    ("fp64", r"\bdouble\b|dgemm"),
+    ("fp32", r"\bfloat\b"),
+    ("int", r"\b(long|int64_t|unsigned char|bool|signed char|int8_t)\b"),
+)
+
+
+def _precision(name: str) -> str | None:
+    """The arithmetic's type where the name says it; a Triton kernel's does not."""
+    if name.startswith(("triton_", "voxtune_", "Memcpy", "Memset", "aten::")):
+        return None
+    types = _XMMA.search(name)
+    if types:
+        return "tf32" if "tf32" in types.groups() else _OF_TYPE.get(types.group(2))
+    # Sizes and indices are integers in every kernel: only template arguments speak of the data.
+    body = name[name.find("<") :] if "<" in name else name
+    for found, pattern in _PRECISIONS:
+        if pattern.search(name if found in ("tf32", "bf16", "fp16") else body):
+            return found
+    return None
+
+
+def _layout(name: str) -> str | None:
+    if re.search(r"(?i)n\w*hw\w?_?to_?n\w*hw", name):
+        return None  # a conversion has two
+    if re.search(r"(?i)nd?hwc", name):
+        return "ndhwc"
+    return "ncdhw" if re.search(r"(?i)ncd?hw", name) else None
+
+
+_FAMILIES = {"maxwell": "sm50", "volta": "sm70", "turing": "sm75", "ampere": "sm80", "hopper": "sm90"}
+
+
+def _architecture(name: str) -> str | None:
+    told = re.search(r"(?:^|_)sm_?(\d{2,3})(?:_|$|x)|cutlass3?x?_(?:sm)?(\d{2,3})_", name)
+    if told:
+        return f"sm{told.group(1) or told.group(2)}"
+    family = re.search("|".join(_FAMILIES), name)
+    return _FAMILIES[family.group()] if family else None
