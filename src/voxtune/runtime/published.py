@@ -37,13 +37,11 @@ def load_published(path: Path, size: tuple[int, ...] | None = None) -> Model:
 
 def read_checkpoint(path: Path) -> Any:
     """The object in the file, with nothing executed: only tensors and plain containers are let through."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            # torch stores its records uncompressed; a compressed one could unpack to any size.
-            if any(item.compress_type != zipfile.ZIP_STORED for item in archive.infolist()):
-                raise InputError(f"{path}: holds compressed records, which torch does not write; not a checkpoint")
     try:
+        _refuse_compressed(path)
         return torch.load(path, map_location="cpu", weights_only=True)
+    except InputError:
+        raise
     except pickle.UnpicklingError as error:
         reason = " ".join(str(error).split())
         if "weights_only" in reason or "Unsupported" in reason:
@@ -53,6 +51,15 @@ def read_checkpoint(path: Path) -> Any:
         # A parser of untrusted bytes fails in many ways (EOFError, RuntimeError, KeyError, UnicodeDecodeError, ...).
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{path}: not a readable checkpoint ({type(error).__name__}: {reason})") from None
+
+
+def _refuse_compressed(path: Path) -> None:
+    """torch stores its records uncompressed; a compressed one could unpack to any size."""
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        if any(item.compress_type != zipfile.ZIP_STORED for item in archive.infolist()):
+            raise InputError(f"{path}: holds compressed records, which torch does not write; not a checkpoint")
 
 
 def split_checkpoint(checkpoint: Any, where: str) -> tuple[dict[str, Tensor], Tensor | None]:
