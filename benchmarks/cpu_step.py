@@ -1,0 +1,140 @@
+"""One denoising step of a 64^3, base-32 model on this CPU: as a naive user runs it, and as this project can.
+
+Each row runs in a process of its own, so that its peak memory is its own; the processes take turns, so that a slow
+minute of the machine falls on all rows alike.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from results_file import RESULTS, row, show, write
+
+from voxtune.diffusion import DiffusionConfig
+from voxtune.runtime.model import Model, ModelConfig
+from voxtune.workloads import MedDDPMConfig
+
+SIDE, ROUNDS, REPEATS = 64, 3, 3
+NETWORK = MedDDPMConfig(base=32, multipliers=(1, 1, 2, 3, 4), attention=(8,))
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 1, SIDE, SIDE, SIDE, generator=generator)
+    cond = torch.randn(1, 2, SIDE, SIDE, SIDE, generator=generator).sign()
+    return x.to(dtype), torch.tensor([120]), cond.to(dtype)
+
+
+def network() -> torch.nn.Module:
+    """Weights of a trained network's size everywhere: the zero-initialised layers would hide every error."""
+    torch.manual_seed(0)
+    net = Model(ModelConfig(network=NETWORK, size=(SIDE,) * 3, diffusion=DiffusionConfig())).network
+    for parameter in net.parameters():
+        if parameter.dim() > 1 and not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.02)
+    return net
+
+
+def naive() -> Callable[[], torch.Tensor]:
+    net, (x, t, cond) = network(), inputs()
+
+    def step() -> torch.Tensor:
+        with torch.no_grad():
+            return net(x, t, cond)
+
+    return step
+
+
+def voxtune() -> Callable[[], torch.Tensor]:
+    model = Model(ModelConfig(network=NETWORK, size=(SIDE,) * 3), network())
+    x, t, cond = inputs()
+    return lambda: model.denoise(x, t, cond)
+
+
+def channels_last() -> Callable[[], torch.Tensor]:
+    net, (x, t, cond) = network().to(memory_format=torch.channels_last_3d), inputs()
+    x, cond = (v.to(memory_format=torch.channels_last_3d) for v in (x, cond))
+
+    def step() -> torch.Tensor:
+        with torch.inference_mode():
+            return net(x, t, cond)
+
+    return step
+
+
+def torch_compile() -> Callable[[], torch.Tensor]:
+    net, (x, t, cond) = torch.compile(network()), inputs()
+
+    def step() -> torch.Tensor:
+        with torch.no_grad():
+            return net(x, t, cond)
+
+    return step
+
+
+def float64() -> Callable[[], torch.Tensor]:
+    net, (x, t, cond) = network().double(), inputs(torch.float64)
+
+    def step() -> torch.Tensor:
+        with torch.no_grad():
+            return net(x, t, cond)
+
+    return step
+
+
+ROWS = {
+    "naive_eager_fp32": naive,
+    "voxtune": voxtune,
+    "channels_last": channels_last,
+    "torch_compile": torch_compile,
+}
+
+
+def child(name: str, reference: str) -> None:
+    step = ROWS[name]()
+    y = step()
+    truth = torch.load(reference, weights_only=True)
+    error = ((y.double() - truth).norm() / truth.norm()).item()
+    times = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        step()
+        times.append(1e3 * (time.perf_counter() - started))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(json.dumps({"times": times, "peak": peak, "error": error}))
+
+
+def main() -> None:
+    reference = RESULTS.parent / ".reference.pt"
+    torch.save(float64()(), reference)
+    found: dict[str, list[dict]] = {name: [] for name in ROWS}
+    try:
+        for _ in range(ROUNDS):
+            for name in ROWS:
+                command = [sys.executable, __file__, name, str(reference)]
+                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                found[name].append(json.loads(done.stdout.splitlines()[-1]))
+    finally:
+        reference.unlink()
+    rows = [
+        row(
+            name,
+            [1, 1, SIDE, SIDE, SIDE],
+            [t for run in runs for t in run["times"]],
+            max(run["peak"] for run in runs),
+            max(run["error"] for run in runs),
+        )
+        for name, runs in found.items()
+    ]
+    write(RESULTS / "cpu" / "denoise_step.json", rows, threads=torch.get_num_threads())
+    show(rows)
+
+
+if __name__ == "__main__":
+    child(*sys.argv[1:]) if len(sys.argv) > 1 else main()

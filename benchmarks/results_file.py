@@ -1,0 +1,70 @@
+"""The one form of every results file: where it was measured, and a row a configuration with its error beside its time."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def row(
+    name: str, shape: list[int], times_ms: list[float], peak_gib: float, error: float, **more: Any
+) -> dict[str, Any]:
+    """p20, p50 and p80 of the times; the error is relative, against float64."""
+    cuts = statistics.quantiles(times_ms, n=10, method="inclusive")
+    return {
+        "name": name,
+        "shape": shape,
+        "p20_ms": round(cuts[1], 3),
+        "p50_ms": round(statistics.median(times_ms), 3),
+        "p80_ms": round(cuts[7], 3),
+        "peak_gib": round(peak_gib, 3),
+        "error": float(f"{error:.3g}"),
+        **more,
+    }
+
+
+def write(path: Path, rows: list[dict[str, Any]], **more: Any) -> None:
+    content = {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cpu": _cpu(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
+        },
+        "commit": _commit(),
+        **more,
+        "rows": rows,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print(f"{'name':24} {'p50 ms':>10} {'p20':>10} {'p80':>10} {'peak GiB':>9} {'error':>9}")
+    for r in rows:
+        times = f"{r['p50_ms']:10.2f} {r['p20_ms']:10.2f} {r['p80_ms']:10.2f}"
+        print(f"{r['name']:24} {times} {r['peak_gib']:9.3f} {r['error']:9.1e}")
+
+
+def _cpu() -> str:
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return f"{names[0].split(':')[1].strip()}, {len(names)} cores" if names else platform.processor()
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    dirty = "-dirty" if git("status", "--porcelain", "--", "src") else ""
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + dirty
