@@ -1,0 +1,88 @@
+"""A report before it has a form: sections of text, figures and tables, in reading order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from voxtune.analysis.table import Table
+from voxtune.report.figure import Figure
+
+
+@dataclass(kw_only=True)
+class Text:
+    """A paragraph. `tone` is plain, good, bad, or missing (data that was not recorded, with the reason)."""
+
+    text: str
+    tone: str = "plain"
+
+
+@dataclass(kw_only=True)
+class Fact:
+    """One number of the headline."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(kw_only=True)
+class Badge:
+    """A verdict that is seen at once, with its reasons."""
+
+    label: str
+    good: bool
+    reasons: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class TableBlock:
+    """A table under a name unique in the document. `folded`: the reader opens it."""
+
+    id: str
+    table: Table
+    folded: bool = False
+
+
+Block = Text | Badge | Figure | TableBlock
+
+
+@dataclass(kw_only=True)
+class Panel:
+    """What a section shows for one session; the reader chooses among its fellows."""
+
+    label: str
+    blocks: list[Block]
+
+
+@dataclass(kw_only=True)
+class Section:
+    id: str
+    title: str
+    lead: str = ""
+    blocks: list[Block] = field(default_factory=list)
+    panels: list[Panel] = field(default_factory=list)
+
+    def all_blocks(self) -> Iterator[Block]:
+        yield from self.blocks
+        for panel in self.panels:
+            yield from panel.blocks
+
+
+@dataclass(kw_only=True)
+class Document:
+    title: str
+    subtitle: str
+    facts: list[Fact]
+    badges: list[Badge]
+    sections: list[Section]
+
+    def all_blocks(self) -> Iterator[Block]:
+        for section in self.sections:
+            yield from section.all_blocks()
+
+    def figures(self) -> list[Figure]:
+        return [b for b in self.all_blocks() if isinstance(b, Figure)]
+
+    def tables(self) -> list[TableBlock]:
+        return [b for b in self.all_blocks() if isinstance(b, TableBlock)]

@@ -1,0 +1,146 @@
+"""What a figure shows, apart from how it is drawn: plain data that goes as JSON to the page and to the SVG writer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+from voxtune.report import palette
+
+
+@dataclass(kw_only=True)
+class Series:
+    """One colour of a figure. A value that was not measured is None and is not drawn."""
+
+    name: str
+    values: list[float | None]
+    low: list[float | None] | None = None
+    high: list[float | None] | None = None
+    colour: str = ""
+
+
+@dataclass(kw_only=True)
+class Figure:
+    kind: ClassVar[str] = ""
+    id: str
+    title: str
+    caption: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, **asdict(self)}
+
+
+@dataclass(kw_only=True)
+class Bars(Figure):
+    """Horizontal bars: a label a row, series beside each other or stacked."""
+
+    kind: ClassVar[str] = "bars"
+    labels: list[str]
+    series: list[Series]
+    unit: str = ""
+    digits: int = 2
+    stacked: bool = False
+    # A line to compare with, such as 1 for ratios.
+    mark: float | None = None
+
+    def __post_init__(self) -> None:
+        for position, series in enumerate(self.series):
+            assert len(series.values) == len(self.labels), f"{self.title}: {series.name} has another length"
+            series.colour = series.colour or palette.colour(series.name, position)
+
+    def unmeasured(self) -> str:
+        """The rows of which nothing was measured, by name."""
+        empty = [i for i in range(len(self.labels)) if all(s.values[i] is None for s in self.series)]
+        return ", ".join(self.labels[i] for i in empty)
+
+
+@dataclass(kw_only=True)
+class Point:
+    name: str
+    x: float
+    y: float
+    size: float  # weight of the point, such as its share of time in percent
+    group: str
+    detail: str = ""
+
+
+@dataclass(kw_only=True)
+class Roof:
+    """A ceiling: `flat` in units of y, or the slope `per_x` (y = per_x * x)."""
+
+    name: str
+    flat: float | None = None
+    per_x: float | None = None
+
+
+@dataclass(kw_only=True)
+class Scatter(Figure):
+    """Points on two logarithmic axes below their roofs."""
+
+    kind: ClassVar[str] = "scatter"
+    x_title: str
+    y_title: str
+    points: list[Point]
+    roofs: list[Roof] = field(default_factory=list)
+    size_title: str = "share of the step, %"
+
+    def to_json(self) -> dict[str, Any]:
+        groups = list(dict.fromkeys(p.group for p in self.points))
+        return {**super().to_json(), "groups": [[g, palette.colour(g, i)] for i, g in enumerate(groups)]}
+
+
+@dataclass(kw_only=True)
+class Timeline(Figure):
+    """Launches along one step. `items` are [start us, length us, group, name, note, row]: the last four index into lists."""
+
+    kind: ClassVar[str] = "timeline"
+    rows: list[str]
+    groups: list[str]
+    names: list[str]
+    notes: list[str]
+    items: list[tuple[float, float, int, int, int, int]]
+    gaps: list[tuple[float, float]] = field(default_factory=list)
+    length_us: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        colours = [palette.colour(g, i) for i, g in enumerate(self.groups)]
+        return {"kind": self.kind, **vars(self), "colours": colours}
+
+
+@dataclass(kw_only=True)
+class Area(Figure):
+    """Stacked areas over time; the value holds until the next point."""
+
+    kind: ClassVar[str] = "area"
+    x: list[float]
+    series: list[Series]
+    x_title: str = "ms into the step"
+    unit: str = "GiB"
+    digits: int = 2
+
+    def __post_init__(self) -> None:
+        for position, series in enumerate(self.series):
+            assert len(series.values) == len(self.x), f"{self.title}: {series.name} has another length"
+            series.colour = series.colour or palette.colour(series.name, position)
+
+
+@dataclass(kw_only=True)
+class Tree(Figure):
+    """A treemap of dotted paths: each leaf's area is its value, its colour its group's."""
+
+    kind: ClassVar[str] = "tree"
+    paths: list[str]
+    values: list[float]
+    groups: list[str]
+    unit: str = "ms"
+    digits: int = 2
+
+    def to_json(self) -> dict[str, Any]:
+        names = list(dict.fromkeys(self.groups))
+        return {**super().to_json(), "palette": {g: palette.colour(g, i) for i, g in enumerate(names)}}
+
+
+def series_of(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> list[Series]:
+    """A series for each named column of rows."""
+    return [Series(name=n, values=[row.get(n) for row in rows]) for n in names]

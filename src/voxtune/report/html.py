@@ -1,0 +1,163 @@
+"""A document as one HTML file that needs nothing else: style, script, library and data are inside it.
+
+Names come from recordings and may hold anything. They enter the page three ways only: as escaped text, as JSON whose
+angle brackets are escaped, and from there as text nodes. The page's own policy forbids every request and any script
+but the ones written here, by their digest.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from html import escape
+from importlib import resources
+from string import Template
+from typing import Any
+
+from voxtune import __version__
+from voxtune.analysis.table import Table
+from voxtune.report import palette
+from voxtune.report.document import Badge, Block, Document, Fact, Panel, Section, TableBlock, Text
+from voxtune.report.figure import Bars, Figure
+
+
+def render_html(document: Document) -> str:
+    script = "\n".join(_asset(name) for name in ("tables.js", "charts.js", "page.js"))
+    early, library = _asset("early.js"), _asset("vendor/echarts.js")
+    return Template(_asset("page.html")).substitute(
+        policy=escape(_policy([early, library, script])),
+        version=escape(__version__),
+        title=escape(document.title),
+        subtitle=escape(document.subtitle),
+        style=_asset("page.css"),
+        early=early,
+        contents="\n".join(f'<li><a href="#{s.id}">{escape(s.title)}</a></li>' for s in document.sections),
+        headline=_facts(document.facts) + _badges(document.badges),
+        sections="\n".join(_section(s) for s in document.sections),
+        data=embed(_data(document)),
+        library=library,
+        script=script,
+    )
+
+
+def embed(data: Any) -> str:
+    """JSON that no browser can take for markup or for the end of its script element."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _asset(name: str) -> str:
+    return (resources.files("voxtune.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _policy(scripts: list[str]) -> str:
+    digests = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
+    allowed = " ".join(f"'sha256-{d}'" for d in digests)
+    return f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {allowed}; base-uri 'none'; form-action 'none'"
+
+
+def _data(document: Document) -> dict[str, Any]:
+    figures = {f.id: f.to_json() for f in document.figures()}
+    tables = {b.id: _table_data(b.table) for b in document.tables()}
+    assert len(figures) == len(document.figures()), "two figures of one id"
+    assert len(tables) == len(document.tables()), "two tables of one id"
+    light = {*palette.NAMED.values(), *palette.SEQUENCE}
+    dark = {c: palette.on_dark(c) for c in sorted(light)}
+    return {
+        "figures": figures,
+        "tables": tables,
+        "dark": dark,
+        "ink": {c: palette.ink(c) for c in sorted({*light, *dark.values()})},
+    }
+
+
+def _table_data(table: Table) -> dict[str, Any]:
+    names = [c.name for c in table.columns]
+    rows = [[row[n] for n in names] for row in table.rows]
+    return {"title": table.title, "columns": [vars(c) for c in table.columns], "rows": rows}
+
+
+def _facts(facts: list[Fact]) -> str:
+    def one(fact: Fact) -> str:
+        note = f"<small>{escape(fact.note)}</small>" if fact.note else ""
+        return f"<div><dt>{escape(fact.label)}</dt><dd>{escape(fact.value)}{note}</dd></div>"
+
+    return f'<dl class="facts">{"".join(one(f) for f in facts)}</dl>\n' if facts else ""
+
+
+def _badges(badges: list[Badge]) -> str:
+    return f'<div class="badges">{"".join(_badge(b) for b in badges)}</div>' if badges else ""
+
+
+def _badge(badge: Badge) -> str:
+    tone, mark = ("good", "✓") if badge.good else ("bad", "✗")
+    reasons = "".join(f"<li>{escape(r)}</li>" for r in badge.reasons)
+    # A failed verdict shows its reasons without being asked.
+    return (
+        f'<details class="badge {tone}"{"" if badge.good else " open"}><summary>{mark} {escape(badge.label)}</summary>'
+        f"<ul>{reasons}</ul></details>"
+    )
+
+
+def _section(section: Section) -> str:
+    lead = f'<p class="lead">{escape(section.lead)}</p>' if section.lead else ""
+    blocks = "\n".join(_block(b) for b in section.blocks)
+    return f'<section id="{section.id}"><h2>{escape(section.title)}</h2>{lead}\n{blocks}\n{_panels(section)}</section>'
+
+
+def _panels(section: Section) -> str:
+    if len(section.panels) < 2:
+        return "\n".join(_block(b) for p in section.panels for b in p.blocks)
+
+    def tab(i: int, panel: Panel) -> str:
+        chosen = "true" if i == 0 else "false"
+        return (
+            f'<button type="button" role="tab" id="{section.id}-tab{i}" aria-controls="{section.id}-panel{i}"'
+            f' aria-selected="{chosen}" tabindex="{0 if i == 0 else -1}">{escape(panel.label)}</button>'
+        )
+
+    def body(i: int, panel: Panel) -> str:
+        blocks = "\n".join(_block(b) for b in panel.blocks)
+        hidden = "" if i == 0 else " hidden"
+        return f'<div role="tabpanel" id="{section.id}-panel{i}" aria-labelledby="{section.id}-tab{i}"{hidden}>{blocks}</div>'
+
+    tabs = "".join(tab(i, p) for i, p in enumerate(section.panels))
+    bodies = "\n".join(body(i, p) for i, p in enumerate(section.panels))
+    return f'<div role="tablist" aria-label="Configuration">{tabs}</div>\n{bodies}'
+
+
+def _block(block: Block) -> str:
+    if isinstance(block, Text):
+        return f'<p class="text {escape(block.tone)}">{escape(block.text)}</p>'
+    if isinstance(block, Badge):
+        return _badge(block)
+    if isinstance(block, TableBlock):
+        return _table(block)
+    return _figure(block)
+
+
+def _figure(figure: Figure) -> str:
+    caption = f'<p class="caption">{escape(figure.caption)}</p>' if figure.caption else ""
+    missing = figure.unmeasured() if isinstance(figure, Bars) else ""
+    absent = f'<p class="caption">Not measured: {escape(missing)}.</p>' if missing else ""
+    return (
+        f'<figure data-figure="{escape(figure.id)}"><figcaption>{escape(figure.title)}</figcaption>{caption}{absent}'
+        '<div class="legend"></div><div class="plot" role="img" '
+        f'aria-label="{escape(figure.title)}; the numbers stand in the tables of this section"></div>'
+        '<div class="zoom"></div></figure>'
+    )
+
+
+def _table(block: TableBlock) -> str:
+    table = block.table
+    notes = "".join(f"<li>{escape(n)}</li>" for n in table.notes)
+    after = f'<ul class="notes">{notes}</ul>' if notes else ""
+    if table.refused:
+        return f'<h3>{escape(table.title)}</h3><p class="text bad">Refused: {escape(table.refused)}</p>{after}'
+    if not table.rows:
+        return f'<h3>{escape(table.title)}</h3><p class="text missing">Nothing to show.</p>{after}'
+    body = f'<div data-table="{escape(block.id)}"></div>{after}'
+    if block.folded:
+        return f'<details class="fold"><summary>{escape(table.title)}: the numbers</summary>{body}</details>'
+    return f"<h3>{escape(table.title)}</h3>{body}"

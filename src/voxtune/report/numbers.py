@@ -1,0 +1,49 @@
+"""How a value is written: the same on the console, in SVG and on the page (assets/tables.js follows these rules)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from voxtune.analysis.table import Column
+
+MISSING = "–"  # not measured; never written as 0
+
+
+def number(value: float | int | None, digits: int = 2) -> str:
+    """`digits` after the point; small values keep two significant digits, huge ones become powers of ten."""
+    if value is None:
+        return MISSING
+    if isinstance(value, int):
+        return f"{value:,}"
+    size = abs(value)
+    if size >= 1e7:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{mantissa}e{int(exponent)}"
+    if 0 < size < 0.5 * 10**-digits:
+        return f"{value:.2g}" if size >= 1e-4 else f"{value:.1e}".replace("e-0", "e-")
+    return f"{value:,.{digits}f}"
+
+
+def cell(value: Any, column: Column) -> str:
+    if value is None:
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return value
+    return number(int(value) if column.kind == "int" else value, column.digits)
+
+
+def heading(column: Column) -> str:
+    """The column's name with its unit, as people read it."""
+    name = column.name.replace("_", " ")
+    return f"{name}, {column.unit}" if column.unit and column.unit not in name.split() else name
+
+
+def clip(text: str, width: int) -> str:
+    """A long name cut in its middle: the start says what it is, the end how it differs."""
+    if len(text) <= width:
+        return text
+    tail = width // 3
+    return f"{text[: width - tail - 1]}…{text[-tail:]}"

@@ -1,0 +1,103 @@
+"""One colour a meaning, in every figure and on every output: kernel classes, phases, precisions, configurations.
+
+Families of work share a hue (convolutions blue, movement of data orange to brown, norms green) and differ in lightness,
+so that the page reads without full colour vision; figures also separate, label and name what they colour.
+"""
+
+from __future__ import annotations
+
+UNKNOWN = "#a9adb3"
+
+CLASSES = {
+    "conv_fprop": "#1f5a96",
+    "conv_dgrad": "#5b95cf",
+    "conv_wgrad": "#a3c8ea",
+    "conv_backward": "#7fadd9",
+    "matmul": "#00798c",
+    "attention": "#6f4aa0",
+    "norm": "#009e73",
+    "triton": "#56b4e9",
+    "elementwise": "#e3bd4b",
+    "reduce": "#9a7400",
+    "layout": "#d55e00",
+    "padding": "#ee9350",
+    "cast": "#c23b75",
+    "copy": "#f6bd92",
+    "cat": "#8c4a2f",
+    "upsample": "#b07aa1",
+    "random": "#dcb0ce",
+    "optimizer": "#454a66",
+    "memcpy": "#5f646b",
+    "memset": "#8a9098",
+    "host": "#c3c7cd",
+    "unknown": UNKNOWN,
+}
+
+PHASES = {
+    "forward": "#1f5a96",
+    "backward": "#e3bd4b",
+    "optimizer": "#454a66",
+    "transfer": "#d55e00",
+    "other": UNKNOWN,
+    "idle": "#dfe2e6",
+}
+
+PRECISIONS = {
+    "fp32": "#8a9098",
+    "tf32": "#0072b2",
+    "bf16": "#009e73",
+    "fp16": "#cc79a7",
+    "fp64": "#454a66",
+    "int": "#9a7400",
+}
+
+MEMORY = {
+    "weights": "#1f5a96",
+    "gradients": "#5b95cf",
+    "optimizer": "#454a66",
+    "activations": "#e3bd4b",
+    "workspace": "#d55e00",
+    "inputs": "#009e73",
+    "other": UNKNOWN,
+}
+
+# Okabe and Ito's eight, in the order in which they are told apart most easily beside each other.
+SEQUENCE = (
+    "#0072b2",
+    "#e69f00",
+    "#009e73",
+    "#cc79a7",
+    "#56b4e9",
+    "#d55e00",
+    "#7a7f87",
+    "#6f4aa0",
+    "#9a7400",
+    "#00798c",
+)
+
+NAMED = {**MEMORY, **PRECISIONS, **PHASES, **CLASSES}
+
+
+def colour(name: str, position: int = 0) -> str:
+    """The colour of a named thing; a name without one takes its place in the sequence."""
+    return NAMED.get(name) or SEQUENCE[position % len(SEQUENCE)]
+
+
+def on_dark(value: str) -> str:
+    """The same colour, lifted so that it keeps its contrast on a dark page."""
+    mixed = (round(c + (255 - c) * (0.34 if _luminance(value) < 0.16 else 0.1)) for c in _channels(value))
+    return "#" + "".join(f"{c:02x}" for c in mixed)
+
+
+def ink(value: str) -> str:
+    """Black or white, whichever reads better on that colour."""
+    return "#ffffff" if _luminance(value) < 0.3 else "#16191d"
+
+
+def _channels(value: str) -> tuple[int, int, int]:
+    return int(value[1:3], 16), int(value[3:5], 16), int(value[5:7], 16)
+
+
+def _luminance(value: str) -> float:
+    linear = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in _channels(value)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -1,0 +1,21 @@
+"""The recorded sessions that ship with the package, so that report and study work with no GPU at hand."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+from voxtune.errors import InputError
+from voxtune.profile.session import find_sessions
+
+ABSENT = (
+    "this installation ships no recorded sessions (voxtune/recordings is empty); record your own with voxtune profile"
+)
+
+
+def recorded_sessions() -> list[Path]:
+    """The folders of the shipped sessions."""
+    root = Path(str(resources.files("voxtune"))) / "recordings"
+    if not any(root.glob("**/session.json")):
+        raise InputError(ABSENT)
+    return find_sessions(root)
