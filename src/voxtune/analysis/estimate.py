@@ -1,0 +1,331 @@
+"""Will it fit and how long will it take, on a card that is not here: from shapes and a card table, without running.
+
+time = sum over operators of max(arithmetic / reached rate, bytes / reached bandwidth), or the host's time to issue
+them if that is longer. The constants are in data/cards.json, each with its reason; they are fitted to one H200.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from voxtune.analysis.table import Column, Table
+from voxtune.analysis.walk import COPIES, PRODUCTS, Op, Walk, walk
+from voxtune.errors import InputError
+from voxtune.workloads import NetworkConfig, Workload, build
+
+GB, GIB = 1e9, 2**30
+Precision = Literal["fp32", "tf32", "half"]
+PARTS = ("baseline", "fp32", "tf32", "bf16", "fp16", "channels_last", "compile")
+NOTE = "An estimate from shapes and a card table, fitted to one H200; nothing was run. Measure before you decide."
+# What a compiler folds into its neighbours, so that it costs neither a launch nor a pass over memory.
+FUSED_AWAY = {"silu", "silu_backward", "gelu", "gelu_backward", "mul", "relu", "sigmoid", "threshold_backward", *COPIES}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How the network is run: arithmetic, memory format, compiled or not."""
+
+    precision: Precision = "fp32"
+    channels_last: bool = False
+    compiled: bool = False
+
+    @staticmethod
+    def parse(text: str) -> Recipe:
+        """ "baseline", "tf32", "channels_last", "bf16", "compile", or some joined by "+"."""
+        parts = [p.strip() for p in text.split("+")]
+        for part in parts:
+            if part not in PARTS:
+                near = difflib.get_close_matches(part, PARTS, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise InputError(f"configuration {text!r}: {part!r} is not one of {', '.join(PARTS)}{hint}")
+        chosen = {"half" if p in ("bf16", "fp16") else p for p in parts} & {"fp32", "tf32", "half"}
+        if len(chosen) > 1:
+            raise InputError(f"configuration {text!r}: give one precision, not {' and '.join(sorted(chosen))}")
+        precision: Any = chosen.pop() if chosen else "fp32"
+        return Recipe(precision=precision, channels_last="channels_last" in parts, compiled="compile" in parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """A card's datasheet, rates in TFLOP/s."""
+
+    key: str
+    name: str
+    source: str
+    memory_gb: float
+    bandwidth_gbs: float
+    fp32: float
+    tf32: float | None
+    half: float | None
+    half_type: str
+    sms: int
+    clock_mhz: float
+
+
+@functools.cache
+def _data() -> dict[str, Any]:
+    return json.loads(resources.files("voxtune.analysis").joinpath("data/cards.json").read_text())
+
+
+def cards() -> dict[str, Card]:
+    return {key: Card(key=key, **values) for key, values in _data()["cards"].items()}
+
+
+def card(name: str) -> Card:
+    known = cards()
+    key = name.strip().lower().replace("_", "-")
+    key = _data()["aliases"].get(key, key)
+    if key not in known:
+        near = difflib.get_close_matches(key, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise InputError(f"unknown GPU {name!r}: known are {', '.join(known)}{hint}")
+    return known[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """One step of one network on one card. `bound` says what the time is made of, in ms."""
+
+    step_ms: float
+    device_ms: float
+    host_ms: float
+    peak_bytes: float
+    fits: bool
+    bound: dict[str, float]
+    notes: tuple[str, ...] = ()
+
+
+def estimate_step(walked: Walk, gpu: Card, recipe: Recipe, *, train: bool) -> Estimate:
+    precision, notes = _supported(gpu, recipe)
+    recipe = Recipe(precision=precision, channels_last=recipe.channels_last, compiled=recipe.compiled)
+    bound: dict[str, float] = {"convolution": 0.0, "product": 0.0, "norm": 0.0, "layout": 0.0, "elementwise": 0.0}
+    for op in walked.ops:
+        for kind, seconds in _cost(op, gpu, recipe).items():
+            bound[kind] += seconds * 1e3
+    if train:
+        # Adam reads weight, gradient and both moments, and writes weight and both moments.
+        bound["elementwise"] += 7 * 4 * walked.parameter_elements / _bandwidth(gpu) * 1e3
+    eff = _data()["efficiency"]["host_us_per_operator"]
+    issued = [op for op in walked.ops if not (recipe.compiled and op.name in FUSED_AWAY)]
+    host = len(issued) * eff["compiled" if recipe.compiled else "eager"] / 1e3
+    device = sum(bound.values())
+    peak = peak_bytes(walked, recipe, train=train)
+    room = (gpu.memory_gb - _data()["efficiency"]["fit_reserve_gb"]["value"]) * GB
+    return Estimate(
+        step_ms=max(device, host),
+        device_ms=device,
+        host_ms=host,
+        peak_bytes=peak,
+        fits=peak <= room,
+        bound=bound,
+        notes=tuple(notes),
+    )
+
+
+def _supported(gpu: Card, recipe: Recipe) -> tuple[Precision, list[str]]:
+    if getattr(gpu, recipe.precision) is None:
+        return "fp32", [f"{gpu.name} has no {recipe.precision} tensor cores: FP32 assumed"]
+    if recipe.precision == "half" and gpu.half_type == "fp16":
+        return "half", [f"{gpu.name} has no BF16 tensor cores: FP16 assumed"]
+    return recipe.precision, []
+
+
+def _cost(op: Op, gpu: Card, recipe: Recipe) -> dict[str, float]:
+    eff, bandwidth = _data()["efficiency"], _bandwidth(gpu)
+    if op.name in ("convolution", "convolution_backward"):
+        return _convolution(op, gpu, recipe)
+    if op.name in PRODUCTS:
+        rate = _rate(gpu, recipe.precision) * min(1.0, _tiles(op.rows, op.columns) / gpu.sms)
+        return {"product": max(op.flops / rate, op.bytes / bandwidth)}
+    if recipe.compiled:
+        return _compiled(op, gpu, recipe)
+    if op.name.startswith("native_group_norm"):
+        per_block = eff["norm_block_gelements"]["value"] * 1e9 * gpu.clock_mhz / 1980
+        blocks = min(op.rows, 8 * gpu.sms)
+        return {"norm": op.bytes / bandwidth + max(op.elements / (per_block * blocks), 4 * op.elements / bandwidth)}
+    if op.strided:
+        return {"layout": op.bytes / bandwidth / eff["strided_copy"]["value"]}
+    return {"elementwise": op.bytes / bandwidth}
+
+
+def _compiled(op: Op, gpu: Card, recipe: Recipe) -> dict[str, float]:
+    if op.name in FUSED_AWAY:
+        return {"elementwise": 0.0}
+    # Statistics are one more pass over the input than reading and writing once.
+    norm = op.name.startswith("native_group_norm")
+    seconds = op.bytes * _width(recipe) / _bandwidth(gpu) / _data()["efficiency"]["fused"]["value"]
+    return {"norm": 1.5 * seconds} if norm else {"elementwise": seconds}
+
+
+def _convolution(op: Op, gpu: Card, recipe: Recipe) -> dict[str, float]:
+    eff, bandwidth = _data()["efficiency"], _bandwidth(gpu)
+    forward = op.name == "convolution"
+    if op.depthwise:
+        # No matrix to speak of: each output voxel reads its neighbourhood through the cache.
+        return {"convolution": max(op.flops / (0.1 * _rate(gpu, "fp32")), op.bytes / bandwidth)}
+    share = eff["conv_forward" if forward else "conv_backward"][recipe.precision]
+    rate = _rate(gpu, recipe.precision) * share * min(1.0, _tiles(op.rows, op.columns) / gpu.sms)
+    tensor = recipe.precision != "fp32"
+    # Tensor-core tiles are whole: a stem of 3 channels and a head of 1 pay for 32 and 64.
+    padding = _ceil(op.columns, 64 if tensor else 32) / op.columns * (_ceil(op.inner, 32) / op.inner if tensor else 1)
+    arithmetic = op.flops * padding / rate
+    if not tensor and not forward:
+        weights = op.rows * eff["wgrad_fp32_ns_per_voxel"]["value"] * 1e-9 * 1980 / gpu.clock_mhz
+        arithmetic = arithmetic / 2 + max(arithmetic / 2, weights)
+    relayout = 2 * op.relayout * (0 if recipe.compiled else 1) / bandwidth / eff["strided_copy"]["value"]
+    inner = 2 * _workspace(op, recipe) / bandwidth / eff["layout_kernel"]["value"]
+    moved = op.bytes * (_width(recipe) if recipe.compiled else 1) / bandwidth
+    return {"convolution": max(arithmetic, moved), "layout": relayout + inner}
+
+
+def _workspace(op: Op, recipe: Recipe) -> float:
+    """Bytes that cuDNN rewrites in its kernel's own layout: tensor-core kernels and FP32 weight gradients want
+    channels last, the other FP32 kernels channels first."""
+    if op.name not in ("convolution", "convolution_backward") or op.depthwise or recipe.compiled:
+        return 0.0
+    if recipe.precision != "fp32":
+        return 0.0 if recipe.channels_last else op.activation
+    if op.name == "convolution":
+        return op.activation if recipe.channels_last else 0.0
+    return op.activation
+
+
+def _workspace_held(op: Op, recipe: Recipe) -> float:
+    """A tensor-core forward pass rewrites its input, then its output, in the same room."""
+    total = _workspace(op, recipe)
+    if recipe.precision != "fp32" and op.name == "convolution":
+        return min(total, max(op.activation_in, op.activation - op.activation_in))
+    return total
+
+
+def peak_bytes(walked: Walk, recipe: Recipe, *, train: bool) -> float:
+    if recipe.compiled:
+        return _peak_compiled(walked, recipe, train=train)
+    held = zip(walked.timeline, walked.ops, strict=True)
+    # Autocast keeps its 16-bit copy of every weight until the step ends.
+    cached = 2.0 * walked.parameter_elements if recipe.precision == "half" else 0.0
+    return cached + max((live + _workspace_held(op, recipe) for live, op in held), default=0.0)
+
+
+def _peak_compiled(walked: Walk, recipe: Recipe, *, train: bool) -> float:
+    """Activations at the width of the precision, the norm's input once more in FP32; training keeps what
+    products, convolutions and norms read, and computes the rest again."""
+    width, weights = 4 * _width(recipe), walked.parameter_elements
+    norm = (4 - width) * walked.widest_norm
+    if not train:
+        slack = _data()["efficiency"]["compiled_slack"]["value"]
+        return ((max(walked.timeline) - 4 * weights) * _width(recipe) + norm) * slack + width * weights
+    largest = max((op.bytes for op in walked.ops if op.phase == "backward"), default=0.0)
+    return walked.kept_elements * width + (16 + width) * weights + largest * _width(recipe) + norm
+
+
+def _width(recipe: Recipe) -> float:
+    """Bytes of an activation over those of the FP32 walk that a compiled recipe is derived from."""
+    return 0.5 if recipe.precision == "half" else 1.0
+
+
+def _rate(gpu: Card, precision: Precision) -> float:
+    return getattr(gpu, precision) * 1e12 * _data()["efficiency"]["product"][precision]
+
+
+def _bandwidth(gpu: Card) -> float:
+    return gpu.bandwidth_gbs * GB * _data()["efficiency"]["bandwidth"]["value"]
+
+
+def _tiles(rows: int, columns: int) -> float:
+    return max(1.0, rows / 128) * max(1.0, columns / 64)
+
+
+def _ceil(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def walk_workload(network: NetworkConfig, size: tuple[int, ...], batch: int, recipe: Recipe, *, train: bool) -> Walk:
+    """The walk that a recipe is priced on; a compiled recipe is derived from the plain FP32 one."""
+
+    def inputs() -> tuple[Tensor | None, ...]:
+        mask = torch.empty(batch, network.mask_channels, *size) if network.mask_channels else None
+        return torch.empty(batch, network.out_channels, *size), torch.empty(batch, dtype=torch.long), mask
+
+    def make() -> nn.Module:
+        return build(network)
+
+    half = recipe.precision == "half" and not recipe.compiled
+    return walk(make, inputs, train=train, autocast=half, channels_last=recipe.channels_last and not recipe.compiled)
+
+
+COLUMNS = (
+    Column("gpu", kind="text"),
+    Column("mode", kind="text"),
+    Column("fits", kind="bool", doc="peak memory against the card's, less what the driver keeps"),
+    Column("peak_gib", "GiB", better="low", digits=1),
+    Column("card_gib", "GiB", better="high", digits=1),
+    Column("step_ms", "ms", better="low", digits=1, doc="one denoising pass, or one training step"),
+    Column("total_s", "s", better="low", digits=1, doc="all denoising passes of one batch; empty for training"),
+    Column("mostly", kind="text", doc="what most of the step's time goes to"),
+)
+
+
+def estimate(
+    workload: Workload,
+    gpus: list[str],
+    *,
+    modes: tuple[str, ...] = ("sample", "train"),
+    config: str = "baseline",
+    size: tuple[int, ...] | None = None,
+    batch: int = 1,
+    steps: int | None = None,
+) -> Table:
+    """Fit and time of a workload on each card and in each mode."""
+    recipe, chosen = Recipe.parse(config), [card(g) for g in gpus]
+    size = size or workload.size
+    steps = workload.steps if steps is None else steps
+    _check(workload, size, batch, steps, modes)
+    rows, notes = [], [NOTE]
+    for mode in modes:
+        train = mode == "train"
+        walked = walk_workload(workload.network, size, batch, recipe, train=train)
+        for gpu in chosen:
+            found = estimate_step(walked, gpu, recipe, train=train)
+            notes += [n for n in found.notes if n not in notes]
+            rows.append(_row(gpu, mode, found, None if train else steps))
+    title = f"Estimate: {workload.name}, {config}, {'x'.join(map(str, size))}, batch {batch}"
+    return Table(title, list(COLUMNS), rows, notes, extra={"estimate": True, "config": config, "steps": steps})
+
+
+def _row(gpu: Card, mode: str, found: Estimate, steps: int | None) -> dict[str, Any]:
+    mostly = (
+        "launching from the host" if found.host_ms > found.device_ms else max(found.bound, key=found.bound.__getitem__)
+    )
+    return {
+        "gpu": gpu.key,
+        "mode": mode,
+        "fits": found.fits,
+        "peak_gib": found.peak_bytes / GIB,
+        "card_gib": gpu.memory_gb * GB / GIB,
+        "step_ms": found.step_ms,
+        "total_s": None if steps is None else found.step_ms * steps / 1e3,
+        "mostly": mostly,
+    }
+
+
+def _check(workload: Workload, size: tuple[int, ...], batch: int, steps: int, modes: tuple[str, ...]) -> None:
+    network = workload.network
+    if len(size) != network.dimensions:
+        raise InputError(f"{workload.name} takes {network.dimensions} sides, found {len(size)}")
+    wrong = [side for side in size if side < 1 or side % network.divisor]
+    if wrong:
+        raise InputError(f"side {wrong[0]} of {'x'.join(map(str, size))} does not divide by {network.divisor}")
+    if not 1 <= batch <= 4096 or not 1 <= steps <= 100_000:
+        raise InputError(f"batch {batch} and steps {steps}: give 1 to 4096, and 1 to 100000")
+    for mode in modes:
+        if mode not in ("sample", "train"):
+            raise InputError(f"mode {mode!r}: choose sample, train or both")
