@@ -150,3 +150,13 @@ def test_four_images(tmp_path):
     image, cond = PairedFolders(contract, tmp_path, tmp_path)[0]
     check_item((image, cond), contract)
     assert np.array_equal((image + 1) / 2, cond)
+
+
+def test_subjects_drawn_side_by_side_are_the_same():
+    contract = cohort_contract((16, 16, 16))
+    alone, together = CohortSource(contract, 3, 4), CohortSource(contract, 3, 4)
+    together.warm(2)
+    assert len(together._cache._kept) == 4
+    for i in range(4):
+        for a, b in zip(alone[i], together[i], strict=True):
+            np.testing.assert_array_equal(a, b)
