@@ -1,0 +1,160 @@
+"""What a profile covered of its step, and the refusal of any ratio between profiles that did not cover theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from voxtune.analysis.frame import kernels, numbers, text
+from voxtune.analysis.table import Column, Table
+from voxtune.errors import InputError
+
+if TYPE_CHECKING:
+    from voxtune.profile.session import Session
+
+THRESHOLD_PCT = 99.0
+PHASES = {"train": ("forward", "backward", "optimizer"), "sample": ("forward",)}
+WINDOWS = {"seed": (10, 100)}
+Level = Literal["time", "few", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """Shares are percent of kernels; `census` lists what the timeline lacks, `counters` what the counters lack."""
+
+    few_launches_pct: float
+    few_time_pct: float
+    full_launches_pct: float
+    full_time_pct: float
+    phases: tuple[str, ...]
+    census: tuple[str, ...] = field(default=())
+
+    def reasons(self, level: Level) -> list[str]:
+        """Why a ratio of that level would not be about the step: of times, of few counters, or of the full set."""
+        found = list(self.census)
+        reached = {"time": 100.0, "few": self.few_time_pct, "full": self.full_time_pct}[level]
+        if reached < THRESHOLD_PCT:
+            found.append(
+                f"{'full ' * (level == 'full')}counters on {reached:.1f} % of step time, not {THRESHOLD_PCT:g} %"
+            )
+        return found
+
+    def covers(self, level: Level = "few") -> bool:
+        return not self.reasons(level)
+
+
+def certify(session: Session) -> Certificate:
+    ran = kernels(session)
+    time = numbers(ran, "duration_us")
+    tier = text(ran, "counter_tier")
+    few, full = tier.isin(["few", "full"]).to_numpy(bool), (tier == "full").to_numpy(bool)
+    phases = tuple(
+        p for p in ("forward", "backward", "optimizer", "transfer") if (session.launches["phase"] == p).any()
+    )
+    return Certificate(
+        few_launches_pct=_pct(few.sum(), len(ran)),
+        few_time_pct=_pct(np.nansum(time[few]), np.nansum(time)),
+        full_launches_pct=_pct(full.sum(), len(ran)),
+        full_time_pct=_pct(np.nansum(time[full]), np.nansum(time)),
+        phases=phases,
+        census=tuple(_census(session, phases)),
+    )
+
+
+def _census(session: Session, phases: tuple[str, ...]) -> list[str]:
+    rows, mode = session.launches, session.meta.get("mode")
+    if rows.empty:
+        return ["no launch was recorded"]
+    found = []
+    if session.meta.get("window"):
+        found.append(f"only {_describe(session.meta['window'])} of the step")
+    missing = [p for p in PHASES.get(str(mode), ("forward",)) if p not in phases]
+    if missing:
+        found.append(f"no {' and no '.join(missing)} phase was seen")
+    if rows["step"].isna().any() or (rows["step"] < 0).any():
+        found.append("set-up is among the launches")
+    sizes = rows.groupby("step")["index"].agg(["min", "max", "nunique"])
+    if not session.meta.get("window") and ((sizes["min"] != 0) | (sizes["max"] + 1 != sizes["nunique"])).any():
+        found.append("launches are missing inside a step")
+    counts = sizes["nunique"]
+    # Steps differ by a handful of launches (a random branch, an allocator's fill), not by a phase.
+    if len(counts) > 1 and counts.min() < 0.95 * counts.max():
+        found.append(f"steps of {counts.min()} and {counts.max()} launches: one is not whole")
+    return found
+
+
+def certificate(session: Session) -> Table:
+    """The certificate as a table; `extra` has covers (counters), covers_time (timeline alone) and the reasons."""
+    found = certify(session)
+    window = session.meta.get("window")
+    rows: list[dict[str, Any]] = [
+        _check("kernels with counters, by time", found.few_time_pct, found.few_time_pct >= THRESHOLD_PCT),
+        _check("kernels with counters, by launches", found.few_launches_pct, None),
+        _check("kernels with the full set, by time", found.full_time_pct, found.full_time_pct >= THRESHOLD_PCT),
+        _check("kernels with the full set, by launches", found.full_launches_pct, None),
+    ]
+    census = " ".join(found.census)
+    rows += [
+        _check("phases seen: " + (", ".join(found.phases) or "none"), None, "phase was seen" not in census),
+        _check("set-up left out", None, "set-up" not in census),
+        _check("whole steps", None, not window and "whole" not in census and "missing" not in census),
+    ]
+    columns = [
+        Column("check", kind="text"),
+        Column("share", "%", "percent", "high", 2),
+        Column("passed", kind="bool", better="high"),
+    ]
+    reasons = found.reasons("few")
+    extra = {
+        "covers": not reasons,
+        "covers_time": found.covers("time"),
+        "covers_full": found.covers("full"),
+        "reasons": reasons,
+        "window": window,
+        "threshold_pct": THRESHOLD_PCT,
+    }
+    notes = ["Copies and fills are outside the shares: no counter reads them. Their time is in the transfer table."]
+    return Table(f"Certificate of coverage: {session.name}", columns, rows, notes, extra=extra)
+
+
+def refusal(sessions: Sequence[Session], level: Level) -> str | None:
+    """Why no ratio between these sessions is drawn, or None when each covers its step."""
+    for session in sessions:
+        reasons = certify(session).reasons(level)
+        if reasons:
+            return f"{session.name} does not cover its step: {'; '.join(reasons)}. No ratio is drawn from it."
+    return None
+
+
+def window(session: Session, name: str = "seed") -> Session:
+    """The launches that a profiling window keeps, as a session marked so: the seed's kernels 11 to 110 of a step.
+
+    The profiler counts kernels, not copies. The seed counted from the start of its process; a session begins with its
+    first step, so the window is that of a step.
+    """
+    if name not in WINDOWS:
+        raise InputError(f"unknown window {name!r}: known are {', '.join(WINDOWS)}")
+    skip, count = WINDOWS[name]
+    rows = session.launches
+    first = rows[(rows["step"] == rows["step"].min()) & rows["kind"].isin(["kernel", "cpu_op"])].sort_values("index")
+    kept = first.iloc[skip : skip + count].reset_index(drop=True)
+    whole = len(first)
+    mark = {"name": name, "skip": skip, "count": count, "kept": len(kept), "of": whole}
+    return replace(session, meta={**session.meta, "window": mark}, launches=kept, memory=session.memory.iloc[:0])
+
+
+def _describe(mark: Any) -> str:
+    if isinstance(mark, dict) and "skip" in mark:
+        return f"launches {mark['skip'] + 1} to {mark['skip'] + mark.get('kept', mark['count'])}"
+    return f"the launches {mark}"
+
+
+def _check(name: str, pct: float | None, passed: bool | None) -> dict[str, Any]:
+    return {"check": name, "share": pct, "passed": passed}
+
+
+def _pct(part: float, whole: float) -> float:
+    return float(100 * part / whole) if whole else 0.0

@@ -1,0 +1,108 @@
+"""Reading a session's launches: means that know their weights and their gaps, families of classes, short names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from voxtune.profile.session import Session
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+CONVOLUTIONS = ("conv_fprop", "conv_dgrad", "conv_wgrad", "conv_backward")
+MOVEMENT = ("layout", "padding", "cast", "copy")
+
+
+def family(kernel_class: str) -> str:
+    """The coarse class that the seed speaks of."""
+    if kernel_class.startswith("conv"):
+        return "convolution"
+    return {"matmul": "product", "layout": "layout", "padding": "layout"}.get(kernel_class, kernel_class)
+
+
+def steps(session: Session) -> int:
+    """Recorded steps; every total of this room is a mean over them."""
+    return max(1, int(session.launches["step"].nunique()))
+
+
+def kernels(session: Session) -> pd.DataFrame:
+    """What computes: kernels on a GPU, operators on a CPU; no copies or fills, which no counter reads."""
+    return session.launches[session.launches["kind"].isin(["kernel", "cpu_op"])]
+
+
+def on_gpu(session: Session) -> bool:
+    return bool((session.launches["kind"] != "cpu_op").any())
+
+
+def numbers(frame: pd.DataFrame, column: str) -> Array:
+    """A column as floats, NaN where it was not measured."""
+    return frame[column].to_numpy(dtype=float, na_value=np.nan)
+
+
+def text(frame: pd.DataFrame, column: str) -> pd.Series[str]:
+    return frame[column].fillna("")
+
+
+def total(values: Array) -> float | None:
+    """The sum of what was measured; None when nothing was."""
+    known = values[~np.isnan(values)]
+    return float(known.sum()) if len(known) else None
+
+
+def mean(values: Array, weights: Array | None = None) -> float | None:
+    """The weighted mean of what was measured; None when nothing was, never 0."""
+    weights = np.ones_like(values) if weights is None else weights
+    known = ~np.isnan(values) & ~np.isnan(weights)
+    weight = weights[known].sum()
+    return float((values[known] * weights[known]).sum() / weight) if weight > 0 else None
+
+
+def geometric_mean(values: Array) -> float | None:
+    """Of the positive values; a launch that issued nothing has no IPC to speak of."""
+    positive = values[values > 0]
+    return float(np.exp(np.log(positive).mean())) if len(positive) else None
+
+
+def ratio(value: float | None, base: float | None) -> float | None:
+    return None if value is None or not base else value / base
+
+
+def share(part: float | None, whole: float | None) -> float | None:
+    """In percent."""
+    found = ratio(part, whole)
+    return None if found is None else 100 * found
+
+
+def milliseconds(frame: pd.DataFrame, count: int) -> float:
+    """Time on the device a step."""
+    return float(np.nansum(numbers(frame, "duration_us")) / 1e3 / count)
+
+
+def short(name: str) -> str:
+    """A kernel's name as people say it: no namespaces, template arguments or tile sizes."""
+    name = name.removeprefix("void ").replace("(anonymous namespace)", "")
+    told = re.match(r"(sm\d+_xmma_\w+?_implicit_gemm|sm\d+_xmma_gemm|triton_[a-z]+_fused_\w+|nvjet_\w+?_)", name)
+    if told:
+        return told.group(1).rstrip("_")
+    base = re.split(r"[<(]", name, maxsplit=1)[0].strip()
+    if base.endswith("Kernel2") and "cutlass" in name:
+        inner = re.search(r"<(\w+)", name)
+        return inner.group(1) if inner else "cutlass"
+    return base.split("::")[-1] or name[:40]
+
+
+def labels(sessions: Sequence[Session]) -> list[str]:
+    """A name for each session, told apart where two are alike."""
+    names: list[str] = []
+    for session in sessions:
+        name, n = session.name, 2
+        while name in names:
+            name, n = f"{session.name} ({n})", n + 1
+        names.append(name)
+    return names
