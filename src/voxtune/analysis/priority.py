@@ -1,0 +1,106 @@
+"""Where an optimisation would pay: the seed's priority score, an honest gain, and what was gained in the end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from voxtune.analysis.certificate import refusal
+from voxtune.analysis.frame import family, kernels, milliseconds, numbers, share, short, steps
+from voxtune.analysis.table import Column, Table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from voxtune.profile.session import Session
+
+
+def priority(session: Session, by: str = "class") -> Table:
+    """By class, kernel or module. With T a launch's time and s its estimated speed-up clamped to 0..1 (the seed's
+    equation 2): score = sum of T s (equation 1); gain = sum of T s / (1 + s), the time that would go away, which can
+    never exceed the kernel's own share of the step.
+    """
+    columns = [
+        Column(by, kind="text"),
+        Column("ms", "ms", better="low", digits=3),
+        Column("share", "%", "percent"),
+        Column("score", "ms", digits=3, doc="the seed's: duration x estimated speed-up"),
+        Column("gain_ms", "ms", digits=3, doc="honest: time saved if the estimate came true"),
+        Column("gain_pct", "%", "percent", doc="of the step: no more than share"),
+        Column("step_speedup", "x", digits=3, doc="of the whole step, by Amdahl"),
+        Column("measured", "%", "percent", "high", 1, "share of the row's time with an estimate"),
+        Column("rule", kind="text", doc="the rule that most of the estimate comes from"),
+    ]
+    ran, count = keyed(session, by), steps(session)
+    step = milliseconds(session.launches, count)
+    rows = [_score(str(name), some, count, step, by) for name, some in ran.groupby("key")]
+    title = f"Priority by {by}: {session.name}"
+    if all(r["score"] is None for r in rows):
+        return Table(title, columns, refused="no estimated speed-up was recorded (Nsight Compute's rules are needed)")
+    rows.sort(key=lambda r: -(r["gain_ms"] or 0))
+    return Table(title, columns, rows, ["Ranked by honest gain. An estimate is a rule's guess, one kernel at a time."])
+
+
+def keyed(session: Session, by: str) -> pd.DataFrame:
+    """Kernels with a `key`: their coarse class, short name, or module."""
+    ran = kernels(session)
+    if by == "class":
+        return ran.assign(key=[family(str(c)) for c in ran["class"].fillna("unknown")])
+    if by == "kernel":
+        return ran.assign(key=[short(str(n)) for n in ran["name"]])
+    assert by == "module", by
+    return ran.assign(key=ran["module"].fillna(""))
+
+
+def _score(name: str, rows: pd.DataFrame, count: int, step: float, by: str) -> dict[str, Any]:
+    time = numbers(rows, "duration_us") / 1e3 / count
+    speedup = np.clip(numbers(rows, "est_speedup_pct") / 100, 0, 1)
+    have, whole = ~np.isnan(speedup), float(np.nansum(time))
+    cells: dict[str, Any] = {by: name, "ms": whole, "share": share(whole, step)}
+    if not have.any():
+        return cells | {"score": None, "gain_ms": None, "gain_pct": None, "step_speedup": None, "measured": 0.0}
+    gain = float(np.nansum(time * speedup / (1 + speedup)))
+    weight = rows.assign(weight=time * speedup).groupby("est_rule")["weight"].sum()
+    return cells | {
+        "score": float(np.nansum(time * speedup)),
+        "gain_ms": gain,
+        "gain_pct": share(gain, step),
+        "step_speedup": step / (step - gain) if step > gain else None,
+        "measured": share(float(np.nansum(time[have])), whole),
+        "rule": str(weight.idxmax()) if len(weight) else None,
+    }
+
+
+def achieved(before: Session, after: Session, by: str = "class") -> Table:
+    """The estimate made before an optimisation beside what it gained, by class or module. Negative: it got slower."""
+    title = f"Estimated and achieved: {before.name} to {after.name}"
+    columns = [
+        Column(by, kind="text"),
+        Column("before_ms", "ms", better="low", digits=3),
+        Column("after_ms", "ms", better="low", digits=3),
+        Column("score", "ms", digits=3, doc="the seed's, before"),
+        Column("estimated_ms", "ms", digits=3, doc="honest gain, before"),
+        Column("achieved_ms", "ms", better="high", digits=3),
+        Column("achieved_of_estimate", "%", "percent", "high", 0),
+    ]
+    reason = refusal([before, after], "time")
+    if reason:
+        return Table(title, columns, refused=reason)
+    estimate = {r[by]: r for r in priority(before, by).rows}
+    old, new = _times(before, by), _times(after, by)
+    rows = []
+    for key in sorted(old | new, key=lambda k: -abs(old.get(k, 0) - new.get(k, 0))):
+        guess = estimate.get(key, {})
+        gained = old.get(key, 0.0) - new.get(key, 0.0)
+        cells = {by: key, "before_ms": old.get(key, 0.0), "after_ms": new.get(key, 0.0), "score": guess.get("score")}
+        expected = guess.get("gain_ms")
+        cells |= {"estimated_ms": expected, "achieved_ms": gained, "achieved_of_estimate": share(gained, expected)}
+        rows.append(cells)
+    notes = [f"All together: {sum(old.values()) - sum(new.values()):.2f} ms gained of {sum(old.values()):.2f} ms."]
+    return Table(title, columns, rows, notes)
+
+
+def _times(session: Session, by: str) -> dict[str, float]:
+    count = steps(session)
+    return {str(name): milliseconds(some, count) for name, some in keyed(session, by).groupby("key")}
