@@ -1,4 +1,4 @@
-"""The one form of every results file: where it was measured, and a row a configuration with its error beside its time."""
+"""The one form of every results file: where it was measured, and rows with the error beside the time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def row(
         "p80_ms": round(cuts[7], 3),
         "peak_gib": round(peak_gib, 3),
         "error": float(f"{error:.3g}"),
-        **more,
     }
 
 
@@ -51,10 +50,10 @@ def write(path: Path, rows: list[dict[str, Any]], **more: Any) -> None:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    print(f"{'name':24} {'p50 ms':>10} {'p20':>10} {'p80':>10} {'peak GiB':>9} {'error':>9}")
+    print(f"{'name':44} {'p50 ms':>10} {'p20':>10} {'p80':>10} {'peak GiB':>9} {'error':>9}")
     for r in rows:
         times = f"{r['p50_ms']:10.2f} {r['p20_ms']:10.2f} {r['p80_ms']:10.2f}"
-        print(f"{r['name']:24} {times} {r['peak_gib']:9.3f} {r['error']:9.1e}")
+        print(f"{r['name']:44} {times} {r['peak_gib']:9.3f} {r['error']:9.1e}")
 
 
 def _cpu() -> str:

@@ -1,0 +1,1 @@
+"""One file an operation: why it exists, a reference, the kernel, the entry point."""

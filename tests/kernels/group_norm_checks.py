@@ -1,0 +1,134 @@
+"""Run by test_group_norm.py in a process of its own: prints its findings as one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import triton
+
+from voxtune.kernels import group_norm as gn
+
+# (batch, channels of each source, voxels, groups, shift, silu): powers of two and not, seams inside groups, one group.
+CASES = [
+    (1, (64,), (4, 5, 6), 32, False, True),
+    (2, (64,), (3, 3, 3), 32, True, True),
+    (1, (192,), (2, 5, 3), 32, True, False),
+    (1, (128, 64), (3, 4, 5), 32, False, True),
+    (2, (192, 128), (2, 2, 3), 32, True, True),
+    (1, (256, 192), (2, 3, 2), 32, True, True),
+    (1, (32,), (9, 7, 5), 32, False, True),
+    (1, (96, 32), (3, 5, 2), 32, True, True),
+    (1, (7,), (5, 3, 2), 7, False, True),
+    (1, (10, 5), (4, 3, 3), 3, True, True),
+    (2, (96,), (8, 9), 1, True, False),
+    (1, (384,), (8, 8), 1, False, False),
+    (1, (64,), (1, 1, 1), 32, False, True),
+    (1, (64,), (17, 13, 11), 32, True, True),
+]
+
+
+def channels_last(x):
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def case(dtype, batch, channels, voxels, groups, shift, silu, offset=0.0):
+    generator = torch.Generator().manual_seed(batch * 1000 + sum(channels))
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    total = sum(channels)
+    sources = tuple(
+        channels_last((draw(batch, c, *voxels) * 2 + offset + draw(1, c, *[1] * len(voxels))).to(dtype))
+        for c in channels
+    )
+    weight, bias = draw(total).to(dtype), draw(total).to(dtype)
+    shift_NC = draw(batch, total).to(dtype) if shift else None
+    truth = gn.group_norm_silu_reference(
+        tuple(s.double() for s in sources),
+        weight.double(),
+        bias.double(),
+        groups,
+        shift_NC=None if shift_NC is None else shift_NC.double(),
+        silu=silu,
+    )
+    y = gn.group_norm_silu(sources, weight, bias, groups, shift_NC=shift_NC, silu=silu)
+    written = bool(torch.isfinite(y).all()) and y.movedim(1, -1).is_contiguous()
+    return {
+        "case": [batch, channels, voxels, groups, shift, silu],
+        "error": ((y.double() - truth).norm() / truth.norm()).item(),
+        "written": written,
+    }
+
+
+def numerics(dtype):
+    # Poison what is not written: fresh memory is filled with NaN.
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)
+    return [case(getattr(torch, dtype), *c) for c in CASES]
+
+
+def compile_all(arch):
+    """Registers and spills of each kernel at the network's shapes, read off the cubin."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    def build(kernel, signature, constants):
+        keys = dict.fromkeys(constants, "constexpr")
+        compiled = triton.compile(
+            ASTSource(fn=kernel, signature={**signature, **keys}, constexprs=constants),
+            target=GPUTarget("cuda", arch, 32),
+            options={"num_warps": 8},
+        )
+        metadata = compiled.metadata
+        return resources(compiled.asm["cubin"], metadata.name)
+
+    common = {"V": "i32", "CS": "i32", "C": "i32", "first": "i32"}
+    found = []
+    for dtype in ("*bf16", "*fp32"):
+        moments = {"x_ptr": dtype, "pivot_ptr": "*fp32", "partial_ptr": "*fp32", **common, "stretch": "i32"}
+        found.append(build(gn.voxtune_moments, moments, {"BLOCK_V": 64, "BLOCK_C": 64}))
+        normalize = {"x_ptr": dtype, "affine_ptr": "*fp32", "y_ptr": dtype, **common}
+        found.append(build(gn.voxtune_normalize, normalize, {"SILU": True, "BLOCK_V": 64, "BLOCK_C": 64}))
+    finalize = {
+        "pivot_ptr": "*fp32",
+        "partial_ptr": "*fp32",
+        "shift_ptr": "*bf16",
+        "weight_ptr": "*bf16",
+        "bias_ptr": "*bf16",
+    }
+    finalize |= {"affine_ptr": "*fp32", "V": "i32", "C": "i32", "P": "i32", "eps": "fp32", "shift_stride": "i32"}
+    constants = {"GROUP": 14, "BLOCK_G": 16, "BLOCK_P": 128, "HAS_SHIFT": True}
+    found.append(build(gn.voxtune_finalize, finalize, constants))
+    return found
+
+
+def resources(cubin, name):
+    """What cuobjdump says of the kernel."""
+    import re
+    import subprocess
+    import tempfile
+    from pathlib import Path
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()
+    return {"name": name, "registers": int(registers), "spills": int(stack)}
+
+
+if __name__ == "__main__":
+    what, *rest = sys.argv[1:]
+    if what == "numerics":
+        result = numerics(rest[0])
+    elif what == "offset":
+        result = case(torch.float32, 1, (64,), (9, 9, 9), 32, False, True, offset=1000.0)
+    else:
+        result = compile_all(int(rest[0]))
+    print(json.dumps(result))
