@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
@@ -124,7 +125,9 @@ def stopping_on_signals(output: Output) -> Iterator[list[int]]:
         caught.append(number)
         for each, handler in before.items():
             signal.signal(each, handler)
-        output.say("Finishing this step and writing a checkpoint; once more stops at once.")
+        if not output.quiet:
+            # Not print: the signal may have come in the middle of one.
+            os.write(2, b"Finishing this step and writing a checkpoint; once more stops at once.\n")
 
     for number in before:
         signal.signal(number, handle)

@@ -78,7 +78,6 @@ def train(
         if source is None:
             source = open_source(config, model.config, warn, check=found is None)
         _check_items(source, model.config)
-        _check_sampling(config, model.config)
         with replacing(out / CONFIG) as part:
             part.write_text(json.dumps(to_mapping(config), indent=2) + "\n")
         trainer = Trainer(config, model, len(source), device)
@@ -142,8 +141,9 @@ class Run:
         try:
             wanted = [next(batches) for _ in range(self.config.accumulation)]
         except InputError:
-            # The weights are those of the last full step: keep them rather than the work since the last checkpoint.
-            self._save()
+            # The weights are those of the last full step: keep the work since the last checkpoint.
+            if self.trainer.step:
+                self._save()
             raise
         loss = self.trainer.train_step(wanted)
         self.trainer.seconds += time.perf_counter() - began
@@ -179,7 +179,7 @@ class Run:
             sample = self._ema_model().sample(
                 None if cond is None else cond[None],
                 sampler=self.config.sampler,
-                steps=self.config.sample_steps,
+                steps=min(self.config.sample_steps, len(self.trainer.model.schedule)),
                 seed=self.config.seed,
             )
         drawn = sample[0].float().cpu().numpy()
@@ -289,11 +289,6 @@ def _check_items(source: Source, model: ModelConfig) -> None:
             raise InputError(f"the data's {what} has shape {have}, the model takes {want}")
 
 
-def _check_sampling(config: TrainConfig, model: ModelConfig) -> None:
-    if config.sample_every and config.sample_steps > model.diffusion.steps:
-        raise InputError(f"sample_steps {config.sample_steps}: the diffusion has {model.diffusion.steps} steps")
-
-
 def _card(
     config: TrainConfig, model: Model, subjects: int, from_python: bool, command: str | None
 ) -> Callable[[int], str]:
@@ -338,16 +333,29 @@ def _own_random_state(device: torch.device) -> Iterator[None]:
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
     """Makes the folder and holds it against a second run; clears what a killed run left half-written."""
+    made = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
+    try:
+        with _flock(out):
+            for part in out.rglob(".*.part"):
+                part.unlink(missing_ok=True)
+            yield
+    finally:
+        # A run that was refused before it wrote anything leaves no folder behind.
+        if made and [p.name for p in out.iterdir()] == [LOCK]:
+            (out / LOCK).unlink()
+            out.rmdir()
+
+
+@contextmanager
+def _flock(out: Path) -> Iterator[None]:
     with (out / LOCK).open("w") as file:
         try:
             import fcntl
 
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:
-            pass  # Windows has no flock: two runs in one folder are then the user's to avoid.
         except BlockingIOError:
             raise InputError(f"{out}: another process is training here; wait for it or choose another folder") from None
-        for part in out.rglob(".*.part"):
-            part.unlink(missing_ok=True)
+        except (ImportError, OSError):
+            pass  # Windows and some cluster file systems have no flock: two runs in one folder are the user's to avoid.
         yield

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from voxtune.config import from_mapping, to_mapping
-from voxtune.data.contract import BRATS, WHOLE_HEAD, DataContract, Label
+from voxtune.data.contract import BRATS, WHOLE_HEAD, DataContract, Label, check_orientation
 from voxtune.diffusion import DiffusionConfig
 from voxtune.diffusion.noise import check_seed
 from voxtune.errors import InputError
@@ -48,6 +48,8 @@ class DataSettings:
         if self.cohort is not None:
             _check_range("data: cohort", self.cohort, 1, MAX_COUNT)
         _check_range("data: cohort_seed", self.cohort_seed, 0, 2**63 - 1)
+        if self.orientation is not None:
+            check_orientation(self.orientation[:40])
         _check_path("data: images", self.images)
         _check_path("data: masks", self.masks)
 
