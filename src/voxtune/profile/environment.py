@@ -1,0 +1,115 @@
+"""Where a session comes from: machine, versions, commit, command."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_QUERY = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")
+
+
+def environment(device: torch.device, ncu_version: str | None = None) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
+        "triton": _version("triton"),
+        "ncu": ncu_version,
+        "gpu": None,
+        "driver": None,
+        "cpu": _processor(),
+        "threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "gpu": properties.name,
+            "driver": smi(device).get("driver_version"),
+            "capability": f"{properties.major}.{properties.minor}",
+            "sm_count": properties.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+        }
+    return found
+
+
+def clocks(device: torch.device) -> dict[str, Any] | None:
+    """The clocks as they are now, in MHz; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    told = smi(device)
+    return {
+        "sm_mhz": _number(told.get("clocks.sm")),
+        "sm_max_mhz": _number(told.get("clocks.max.sm")),
+        "memory_mhz": _number(told.get("clocks.mem")),
+        "power_limit_w": _number(told.get("power.limit")),
+    }
+
+
+def smi(device: torch.device) -> dict[str, str]:
+    """What nvidia-smi says; nothing where it is missing."""
+    command = ["nvidia-smi", f"--id={device.index or 0}", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(_QUERY, (v.strip() for v in told.strip().split(",")), strict=False))
+
+
+def commit() -> str:
+    """The checkout's commit, marked if files differ from it; outside a checkout, VOXTUNE_COMMIT or the version."""
+    if os.environ.get("VOXTUNE_COMMIT"):
+        return os.environ["VOXTUNE_COMMIT"]
+    root = Path(__file__).resolve().parents[3]
+    try:
+        if not (root / ".git").exists():
+            raise OSError
+        head = _git(root, "rev-parse", "HEAD")
+        return head + ("+changes" if _git(root, "status", "--porcelain", "--untracked-files=no", "--", "src") else "")
+    except (OSError, subprocess.SubprocessError):
+        return f"voxtune {_version('voxtune') or 'unknown'}"
+
+
+def provenance() -> dict[str, Any]:
+    return {
+        "commit": commit(),
+        "command": " ".join(map(shlex.quote, sys.argv)),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float(text) if text else None
+    except ValueError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.machine()

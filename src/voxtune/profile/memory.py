@@ -1,0 +1,146 @@
+"""The memory held over a step, by what holds it.
+
+Weights, inputs, optimizer state and gradients are known by their addresses. The rest is told by its life: taken in the
+forward pass, it is an activation; taken and given back inside one operator, it is that operator's workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from voxtune.profile.trace import NODE, Allocation, Span, Trace
+
+CATEGORIES = ("weights", "gradients", "optimizer", "activations", "workspace", "inputs", "other")
+SAMPLES = 240
+
+
+@dataclass
+class Holders:
+    """Addresses and bytes of what is known by name at one moment."""
+
+    known: dict[int, tuple[str, int]] = field(default_factory=dict)
+
+    @classmethod
+    def now(
+        cls, network: nn.Module | None, optimizer: torch.optim.Optimizer | None, inputs: Iterable[Tensor]
+    ) -> Holders:
+        holders = cls()
+        parameters = list(network.parameters()) if network else []
+        holders._add("inputs", inputs)
+        holders._add("optimizer", _state(optimizer))
+        holders._add("gradients", (p.grad for p in parameters if p.grad is not None))
+        holders._add("weights", [*parameters, *(network.buffers() if network else ())])
+        return holders
+
+    def _add(self, category: str, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self.known[storage.data_ptr()] = (category, storage.nbytes())
+
+
+def _state(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
+    values = (v for state in (optimizer.state.values() if optimizer else ()) for v in state.values())
+    return [v for v in values if isinstance(v, Tensor)]
+
+
+def memory_rows(
+    trace: Trace, holders: list[Holders], phase: Callable[[Span | None, float], str], *, device: int
+) -> list[dict[str, Any]]:
+    """`holders[i]` is the moment before step i, `holders[i + 1]` the one after; `phase` tells a span's part of the step."""
+    rows = []
+    for i, step in enumerate(trace.steps):
+        events = [a for a in trace.allocations if a.device == device and step.start <= a.time <= step.end]
+        told = _categories(events, holders[i + 1], phase)
+        rows += _timeline(i, step, events, told, holders[i], on_device=device != 0)
+    return rows
+
+
+def peak_bytes(rows: list[dict[str, Any]]) -> int | None:
+    totals: dict[tuple[int, float], float] = {}
+    for row in rows:
+        key = (row["step"], row["time_us"])
+        totals[key] = totals.get(key, 0) + row["bytes"]
+    return int(max(totals.values())) if totals else None
+
+
+def _categories(
+    events: list[Allocation], after: Holders, phase: Callable[[Span | None, float], str]
+) -> dict[int, str]:
+    """Position of each taking event -> what it is for."""
+    given_back: dict[int, int] = {}
+    open_at: dict[int, int] = {}
+    for i, event in enumerate(events):
+        if event.bytes > 0:
+            open_at[event.address] = i
+        elif event.address in open_at:
+            given_back[open_at.pop(event.address)] = i
+    told = {}
+    for i, event in enumerate(events):
+        if event.bytes > 0:
+            end = events[given_back[i]] if i in given_back else None
+            told[i] = _category(event, end, after, phase(event.inside, event.time))
+    return told
+
+
+def _category(event: Allocation, end: Allocation | None, after: Holders, phase: str) -> str:
+    if end is None and event.address in after.known:
+        return after.known[event.address][0]
+    operator = _operator(event.inside)
+    if end is not None and operator is not None and operator is _operator(end.inside):
+        return "workspace"
+    return {"forward": "activations", "backward": "gradients", "optimizer": "workspace"}.get(phase, "other")
+
+
+def _operator(span: Span | None) -> Span | None:
+    """The outermost operator around, below the node that autograd evaluates."""
+    found = None
+    for s in span.around() if span else ():
+        if s.name.startswith(NODE):
+            break
+        if s.category == "cpu_op" and s.name.startswith("aten::"):
+            found = s
+    return found
+
+
+def _timeline(
+    number: int, step: Span, events: list[Allocation], told: dict[int, str], before: Holders, *, on_device: bool
+) -> list[dict[str, Any]]:
+    held = dict.fromkeys(CATEGORIES, 0.0)
+    live = dict(before.known)
+    for category, size in live.values():
+        held[category] += size
+    if on_device and events:
+        # The host's allocator counts from the start of the trace, the device's from the start of the process.
+        held["other"] = max(0.0, events[0].total - events[0].bytes - sum(held.values()))
+    samples = [(step.start, dict(held))]
+    for i, event in enumerate(events):
+        if event.bytes > 0:
+            live[event.address] = (told[i], event.bytes)
+            held[told[i]] += event.bytes
+        else:
+            category, size = live.pop(event.address, ("other", -event.bytes))
+            held[category] = max(0.0, held[category] - size)
+        samples.append((event.time, dict(held)))
+    samples.append((step.end, dict(held)))
+    used = [c for c in CATEGORIES if any(values[c] for _, values in samples)]
+    return [
+        {"step": number, "time_us": time - step.start, "category": c, "bytes": values[c]}
+        for time, values in _thin(samples, step)
+        for c in used
+    ]
+
+
+def _thin(samples: list[tuple[float, dict[str, float]]], step: Span) -> list[tuple[float, dict[str, float]]]:
+    """At most SAMPLES moments: in each slice of the step the one that held most, so that the peak stays."""
+    width = max(step.end - step.start, 1e-9) / SAMPLES
+    best: dict[int, tuple[float, dict[str, float]]] = {}
+    for sample in samples:
+        slot = int((sample[0] - step.start) / width)
+        if slot not in best or sum(sample[1].values()) >= sum(best[slot][1].values()):
+            best[slot] = sample
+    return [best[slot] for slot in sorted(best)]
