@@ -1,0 +1,170 @@
+"""N configurations side by side, by module or class, though their kernels differ; differences beside the spread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from voxtune.analysis.certificate import refusal, window
+from voxtune.analysis.counters import totals
+from voxtune.analysis.frame import family, labels, numbers, ratio, share, steps
+from voxtune.analysis.step import spread_pct, wall_samples
+from voxtune.analysis.table import Column, Table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from voxtune.profile.session import Session
+
+OUTSIDE = "(outside any module)"
+RATIOS = ("cycles", "instructions", "ipc", "device_ms")
+
+
+def compare_modules(sessions: Sequence[Session], depth: int | None = 2) -> Table:
+    """By module path cut to `depth` parts (None: whole). The first session is what the others are held against."""
+    return _compare(sessions, "module", lambda rows: [_cut(str(m), depth) for m in rows["module"].fillna("")])
+
+
+def compare_classes(sessions: Sequence[Session]) -> Table:
+    return _compare(sessions, "class", lambda rows: [family(str(c)) for c in rows["class"].fillna("unknown")])
+
+
+def _cut(module: str, depth: int | None) -> str:
+    return ".".join(module.split(".")[:depth]) or OUTSIDE
+
+
+def _compare(sessions: Sequence[Session], by: str, key: Any) -> Table:
+    names = labels(sessions)
+    title = f"By {by}: {', '.join(names)}"
+    reason = refusal(sessions, "time")
+    if reason:
+        return Table(title, [], refused=reason)
+    times = [_by_step(s, key) for s in sessions]
+    wholes = [sum(float(t.mean()) for t in found.values()) for found in times]
+    spreads = [_step_spread(s) for s in sessions]
+    columns = [Column(by, kind="text")]
+    for i, name in enumerate(names):
+        columns += [Column(f"{name} ms", "ms", better="low", digits=3), Column(f"{name} ±", "ms", digits=3)]
+        if i:
+            columns += [
+                Column(f"{name} difference", "ms", better="low", digits=3),
+                Column(f"{name} ratio", "x", better="low", digits=2),
+                Column(f"{name} beyond spread", kind="bool"),
+            ]
+    rows = []
+    keys = sorted({k for found in times for k in found}, key=lambda k: -max(_mean(f, k) for f in times))
+    for k in keys:
+        rows.append(
+            _compare_row(by, k, names, [(_mean(f, k), _spread(f, k, p)) for f, p in zip(times, spreads, strict=True)])
+        )
+    total = [
+        (whole, whole * (p or 0) / 100 if p is not None else None) for whole, p in zip(wholes, spreads, strict=True)
+    ]
+    rows.append(_compare_row(by, "all", names, total))
+    notes = [
+        "Time on the device of a mean step. ± is the larger of a row's own spread over recorded steps and the run's "
+        "spread (half of p20 to p80 of whole steps); empty where neither was recorded."
+    ]
+    return Table(title, columns, rows, notes)
+
+
+def _compare_row(by: str, key: str, names: list[str], cells: list[tuple[float, float | None]]) -> dict[str, Any]:
+    row: dict[str, Any] = {by: key}
+    base, base_spread = cells[0]
+    for i, (name, (ms, spread)) in enumerate(zip(names, cells, strict=True)):
+        row |= {f"{name} ms": ms, f"{name} ±": spread}
+        if i:
+            known = [s for s in (spread, base_spread) if s is not None]
+            beyond = abs(ms - base) > math.hypot(*known) if len(known) == 2 else None
+            row |= {f"{name} difference": ms - base, f"{name} ratio": ratio(ms, base), f"{name} beyond spread": beyond}
+    return row
+
+
+def _by_step(session: Session, key: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """ms a step for each key, a value a recorded step."""
+    rows = session.launches
+    frame = rows[["step"]].assign(key=key(rows), ms=numbers(rows, "duration_us") / 1e3)
+    wide: pd.DataFrame = frame.pivot_table(index="key", columns="step", values="ms", aggfunc="sum").fillna(0.0)
+    return {str(k): np.asarray(v, dtype=float) for k, v in zip(wide.index, wide.to_numpy(), strict=True)}
+
+
+def _mean(found: dict[str, np.ndarray[Any, Any]], key: str) -> float:
+    return float(found[key].mean()) if key in found else 0.0
+
+
+def _spread(found: dict[str, np.ndarray[Any, Any]], key: str, run_pct: float | None) -> float | None:
+    if key not in found:
+        return 0.0
+    own = float(np.ptp(found[key]) / 2) if len(found[key]) > 1 else None
+    run = None if run_pct is None else float(found[key].mean()) * run_pct / 100
+    known = [s for s in (own, run) if s is not None]
+    return max(known) if known else None
+
+
+def _step_spread(session: Session) -> float | None:
+    return spread_pct(wall_samples(session)[1])
+
+
+def normalised(sessions: Sequence[Session]) -> Table:
+    """Cycles, instructions, IPC (the seed's geometric mean) and kernel time over those of the first session."""
+    reason = refusal(sessions, "few")
+    title = "Against the first: whole steps"
+    if reason:
+        return Table(title, _ratio_columns(), refused=reason)
+    found = [totals(s) for s in sessions]
+    rows = [
+        {"session": name} | {f"{k}_ratio": ratio(t[k], found[0][k]) for k in RATIOS}
+        for name, t in zip(labels(sessions), found, strict=True)
+    ]
+    return Table(title, _ratio_columns(), rows)
+
+
+def side_by_side(sessions: Sequence[Session], name: str = "seed") -> Table:
+    """What the seed's window says and what the whole step says. The window's ratios are shown to be seen through."""
+    title = f"The {name}'s window and the whole step"
+    columns = [
+        Column("session", kind="text"),
+        Column("window_time_pct", "%", "percent", digits=1, doc="share of the step's kernel time inside the window"),
+        *(Column(f"{k}_window", "x baseline", digits=3) for k in RATIOS),
+        *(Column(f"{k}_step", "x baseline", digits=3) for k in RATIOS),
+    ]
+    reason = refusal(sessions, "few")
+    whole = [totals(s) for s in sessions]
+    cut = [totals(window(s, name)) for s in sessions]
+    rows = []
+    for label, part, full in zip(labels(sessions), cut, whole, strict=True):
+        row: dict[str, Any] = {"session": label, "window_time_pct": share(part["device_ms"], full["device_ms"])}
+        row |= {f"{k}_window": ratio(part[k], cut[0][k]) for k in RATIOS}
+        # A ratio of whole steps is drawn only between sessions that cover theirs.
+        row |= {f"{k}_step": None if reason else ratio(full[k], whole[0][k]) for k in RATIOS}
+        rows.append(row)
+    notes = ["A window is no measure of a step: compare the two halves of this table before believing the first."]
+    if reason:
+        notes.append(f"Whole-step ratios refused: {reason}")
+    return Table(title, columns, rows, notes)
+
+
+def _ratio_columns() -> list[Column]:
+    doc = {"ipc": "geometric mean of every launch's IPC", "device_ms": "kernel time"}
+    return [
+        Column("session", kind="text"),
+        *(
+            Column(f"{k}_ratio", "x", better="none" if k == "ipc" else "low", digits=3, doc=doc.get(k, ""))
+            for k in RATIOS
+        ),
+    ]
+
+
+def window_share(session: Session, name: str = "seed") -> dict[str, float | None]:
+    """How much of one step a window sees: launches and kernel time, in percent."""
+    cut = window(session, name)
+    mark = cut.meta["window"]
+    spent, whole = totals(cut)["device_ms"], totals(session)["device_ms"]
+    return {
+        "launches_pct": share(mark["kept"], mark["of"]),
+        "time_pct": share(spent, whole),
+        "steps": float(steps(session)),
+    }

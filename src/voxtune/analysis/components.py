@@ -1,0 +1,119 @@
+"""The component table of the 2D reports: seconds and calls by what a network is made of; their transfer breakdown."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from voxtune.analysis.frame import family, kernels, milliseconds, numbers, on_gpu, share, steps
+from voxtune.analysis.step import step_totals
+from voxtune.analysis.table import Column, Table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from voxtune.profile.session import Session
+
+# First match wins, on the operator's name; the dimension of a convolution is read from its shapes.
+_RULES = tuple(
+    (name, re.compile(pattern))
+    for name, pattern in (
+        ("conv pad", r"constant_pad|(?<!\w)pad\b"),
+        ("conv", r"conv"),
+        ("layer_norm", r"layer_norm"),
+        ("group_norm", r"group_norm"),
+        ("softmax", r"softmax"),
+        ("relu", r"relu|threshold_backward"),
+        ("gelu", r"gelu"),
+        ("silu", r"silu"),
+        ("sigmoid", r"sigmoid"),
+        ("upsample", r"upsample|interpolate"),
+        ("pixel_shuffle", r"pixel_(un)?shuffle"),
+        ("linear", r"addmm|linear"),
+        ("matmul", r"\b(mm|bmm|baddbmm|matmul|einsum|_scaled_mm)\b"),
+        ("cat", r"\bcat\b"),
+        ("copy", r"copy|clone|contiguous|_to_copy"),
+        ("optimizer", r"foreach|fused_adam"),
+        ("reduce", r"\b(sum|mean|amax|norm)\b"),
+        ("add", r"\badd_?\b"),
+        ("mul", r"\bmul_?\b"),
+    )
+)
+
+
+def component_of(op: str, kernel_class: str, module_type: str = "") -> str:
+    # The reports call a norm over all channels (one group) layer norm; the module's class says what its author meant.
+    if "LayerNorm" in module_type:
+        return "layer_norm"
+    for name, pattern in _RULES:
+        if pattern.search(op):
+            return name
+    coarse = family(kernel_class)
+    return {"convolution": "conv", "product": "matmul", "norm": "group_norm"}.get(coarse, coarse or "other")
+
+
+def component_table(session: Session) -> Table:
+    """Seconds, calls and share of a mean step. A call is a run of launches by one operator on one module and shape."""
+    columns = [
+        Column("component", kind="text"),
+        Column("seconds", "s", better="low", digits=6),
+        Column("share", "%", "percent", digits=2),
+        Column("calls", better="low", digits=1),
+        Column("launches", better="low", digits=1),
+    ]
+    count, ran = steps(session), kernels(session).sort_values(["step", "index"])
+    ran = ran[ran["class"].fillna("") != "host"]
+    ops, kinds, types = (ran[c].fillna("") for c in ("op", "class", "module_type"))
+    names = [component_of(str(o), str(c), str(t)) for o, c, t in zip(ops, kinds, types, strict=True)]
+    ran = ran.assign(component=names, first=_first_of_call(ran))
+    whole = milliseconds(ran, count)
+    rows: list[dict[str, Any]] = []
+    for name, some in ran.groupby("component"):
+        spent = milliseconds(some, count)
+        cells = {"component": name, "seconds": spent / 1e3, "share": share(spent, whole)}
+        rows.append(cells | {"calls": float(some["first"].sum()) / count, "launches": len(some) / count})
+    rows.sort(key=lambda r: -r["seconds"])
+    notes = ["Calls of the same operator on the same module and shapes, one after the other, count as one."]
+    return Table(f"Components: {session.name}", columns, rows, notes)
+
+
+def _first_of_call(rows: pd.DataFrame) -> list[bool]:
+    if rows.empty:
+        return []
+    key = rows[["step", "op", "module", "op_shapes", "phase"]].astype("string").fillna("")
+    # On a CPU each row is a call already.
+    changed = (key != key.shift()).any(axis=1) | (rows["kind"] == "cpu_op")
+    return [bool(c) for c in changed]
+
+
+def transfer_breakdown(session: Session) -> Table:
+    """A step as the 2D reports split it: convolution, other functions, transfers each way, the time idle."""
+    columns = [
+        Column("part", kind="text"),
+        Column("ms", "ms", better="low", digits=3),
+        Column("share", "%", "percent", digits=1),
+    ]
+    count, ran = steps(session), kernels(session)
+    conv = np.array([family(str(c)) == "convolution" for c in ran["class"].fillna("")], dtype=bool)
+    time = numbers(ran, "duration_us") / 1e3 / count
+    copies = session.launches[session.launches["kind"] == "memcpy"]
+
+    def copied(directions: list[str]) -> float:
+        return milliseconds(copies[copies["direction"].isin(directions)], count)
+
+    parts: list[tuple[str, float | None]] = [
+        ("convolution", float(np.nansum(time[conv]))),
+        ("other functions", float(np.nansum(time[~conv]))),
+        ("transfer to the GPU", copied(["HtoD"])),
+        ("transfer to the CPU", copied(["DtoH"])),
+        ("copies within the GPU", copied(["DtoD"])),
+        ("fills", milliseconds(session.launches[session.launches["kind"] == "memset"], count)),
+        ("idle", step_totals([session]).rows[0]["idle_ms"] if on_gpu(session) else None),
+    ]
+    whole = sum(ms for _, ms in parts if ms is not None)
+    rows = [{"part": name, "ms": ms, "share": share(ms, whole)} for name, ms in parts]
+    return Table(
+        f"Transfer breakdown: {session.name}", columns, rows, ["A mean step; launches that overlap count twice."]
+    )

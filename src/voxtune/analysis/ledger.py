@@ -1,0 +1,110 @@
+"""Who pays for moving data about, and which convolutions really ran on tensor cores."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from voxtune.analysis.frame import MOVEMENT, family, kernels, milliseconds, numbers, share, steps
+from voxtune.analysis.table import Column, Table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from voxtune.profile.session import Session
+
+OUTSIDE = "(outside any module)"
+# Tensor pipes busy below this are rounding, not work.
+TENSOR_PCT = 0.1
+
+
+def layout_ledger(session: Session) -> Table:
+    """Each layout conversion, padding, cast and copy by a kernel, charged to the module that caused it (a mean step)."""
+    columns = [
+        Column("module", kind="text"),
+        Column("type", kind="text", doc="class of the module"),
+        Column("total_ms", "ms", better="low", digits=3),
+        Column("share", "%", "percent", "low", doc="of the step's device time"),
+        *(Column(f"{c}_ms", "ms", better="low", digits=3) for c in MOVEMENT),
+        Column("launches", better="low", digits=1),
+    ]
+    count, ran = steps(session), kernels(session)
+    step = milliseconds(session.launches, count)
+    moved = ran[ran["class"].isin(MOVEMENT)]
+    rows: list[dict[str, Any]] = []
+    for module, some in moved.assign(module=moved["module"].fillna("")).groupby("module"):
+        parts = {f"{c}_ms": milliseconds(some[some["class"] == c], count) for c in MOVEMENT}
+        types = [t for t in some["module_type"].dropna().unique() if t]
+        cells = {"module": str(module) or OUTSIDE, "type": ", ".join(sorted(types)), "launches": len(some) / count}
+        rows.append(cells | parts | {"total_ms": sum(parts.values()), "share": share(sum(parts.values()), step)})
+    rows.sort(key=lambda r: -r["total_ms"])
+    spent = sum(r["total_ms"] for r in rows)
+    notes = [f"All together {spent:.2f} ms of {step:.2f} ms a step, {share(spent, step) or 0:.1f} %."]
+    return Table(f"Layout ledger: {session.name}", columns, rows, notes, extra={"total_ms": spent, "step_ms": step})
+
+
+def precision_audit(session: Session) -> Table:
+    """Convolutions and products by module and phase: on tensor cores or not, by counters, never by name."""
+    columns = [
+        Column("module", kind="text"),
+        Column("phase", kind="text"),
+        Column("class", kind="text"),
+        Column("ms", "ms", better="low", digits=3),
+        Column("launches", digits=1),
+        Column("ran_on", kind="text", doc="tensor cores, CUDA cores, both, or not measured"),
+        Column("tensor_time", "%", "percent", "none", 1, "share of the row's measured time on tensor cores"),
+        Column("named", kind="text", doc="precision that the kernels' names claim"),
+    ]
+    ran, count = kernels(session), steps(session)
+    heavy = ran[[family(str(c)) in ("convolution", "product") for c in ran["class"].fillna("")]]
+    heavy = heavy.assign(verdict=tensor_use(heavy), module=heavy["module"].fillna(""), phase=heavy["phase"].fillna(""))
+    rows = [
+        _audit(dict(zip(("module", "phase", "class"), map(str, key), strict=True)), some, count)
+        for key, some in heavy.groupby(["module", "phase", "class"])
+    ]
+    rows.sort(key=lambda r: -r["ms"])
+    summary = _audit({}, heavy, count)
+    known = "not measured" if summary["tensor_time"] is None else f"{summary['tensor_time']:.1f} % on tensor cores"
+    notes = [
+        f"Of {summary['ms']:.2f} ms in convolutions and products: {known}; {summary['unmeasured']:.1f} % not measured."
+    ]
+    for row in rows:
+        row.pop("unmeasured")
+    extra = {"tensor_time_pct": summary["tensor_time"], "not_measured_pct": summary["unmeasured"]}
+    return Table(f"Precision audit: {session.name}", columns, rows, notes, extra=extra)
+
+
+def tensor_use(rows: pd.DataFrame) -> list[bool | None]:
+    """A launch: True or False by counters; None where none was read."""
+    instructions = [numbers(rows, "inst_hmma"), numbers(rows, "inst_gmma")]
+    pct = numbers(rows, "tensor_pct")
+    out: list[bool | None] = []
+    for i in range(len(rows)):
+        counts = [c[i] for c in instructions if not np.isnan(c[i])]
+        if any(c > 0 for c in counts) or pct[i] > TENSOR_PCT:
+            out.append(True)
+        elif counts or not np.isnan(pct[i]):
+            out.append(False)
+        else:
+            out.append(None)
+    return out
+
+
+def _audit(cells: dict[str, Any], rows: pd.DataFrame, count: int) -> dict[str, Any]:
+    time, verdict = numbers(rows, "duration_us"), list(rows["verdict"])
+    on = float(np.nansum([t for t, v in zip(time, verdict, strict=True) if v is True]))
+    off = float(np.nansum([t for t, v in zip(time, verdict, strict=True) if v is False]))
+    kinds = {v for v in verdict if v is not None}
+    word = {(True,): "tensor cores", (False,): "CUDA cores", (False, True): "both"}.get(
+        tuple(sorted(kinds)), "not measured"
+    )
+    whole = float(np.nansum(time))
+    return cells | {
+        "ms": whole / 1e3 / count,
+        "launches": len(rows) / count,
+        "ran_on": word,
+        "tensor_time": share(on, on + off),
+        "named": ", ".join(sorted(set(rows["precision"].dropna()))) or None,
+        "unmeasured": share(whole - on - off, whole) or 0.0,
+    }

@@ -1,0 +1,111 @@
+"""Roofline: arithmetic by counters against bytes by counters, under the ceilings of the card."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from voxtune.analysis.frame import Array, kernels, numbers, share, short, steps
+from voxtune.analysis.table import Column, Table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from voxtune.analysis.estimate import Card
+    from voxtune.profile.session import Session
+
+
+def card_of(session: Session) -> Card | None:
+    """The card table's entry for the session's GPU, or None when the table has none."""
+    from voxtune.analysis.estimate import cards
+
+    gpu = re.sub(r"[^a-z0-9]", "", str(session.meta.get("environment", {}).get("gpu", "")).lower())
+    if "a100" in gpu:
+        return cards()["a100-40" if "40gb" in gpu else "a100-80"]
+    found = [c for k, c in cards().items() if k.replace("-", "") in gpu]
+    return found[0] if found else None
+
+
+def flops(rows: pd.DataFrame) -> Array:
+    """Operations a launch: FP32 additions and products once, fused ones twice, and those of tensor cores.
+
+    NaN where a part is unknown: FP32 counters missing, or tensor cores at work whose operations were not counted.
+    """
+    add, mul, fma, tensor = (numbers(rows, c) for c in ("fadd", "fmul", "ffma", "tensor_ops"))
+    busy = numbers(rows, "tensor_pct") > 0.1
+    hmma = np.nan_to_num(numbers(rows, "inst_hmma")) > 0
+    # tensor_ops counts warp-group products only: HMMA work beside a zero is work that was not counted.
+    unknown = (busy & np.isnan(tensor)) | (hmma & (np.nan_to_num(tensor) == 0))
+    found: Array = add + mul + 2 * fma + np.nan_to_num(tensor)
+    found[unknown] = np.nan
+    return found
+
+
+def roofline(session: Session, by: str = "kernel", top: int = 40) -> Table:
+    """By kernel (short name) or module: operations, bytes, intensity, rate, and percent of the roof above it."""
+    columns = [
+        Column(by, kind="text"),
+        Column("ms", "ms", better="low", digits=3),
+        Column("gflop", "GFLOP", digits=1),
+        Column("gb", "GB", digits=2, better="low"),
+        Column("intensity", "FLOP/B", digits=2),
+        Column("tflops", "TFLOP/s", better="high"),
+        Column("gbs", "GB/s", better="high", digits=0),
+        Column("roof_tflops", "TFLOP/s"),
+        Column("of_roof", "%", "percent", "high", 1),
+        Column("bound", kind="text", doc="which ceiling is above it: compute or memory"),
+        Column("measured", "%", "percent", "high", 1),
+    ]
+    ran, count, gpu = kernels(session), steps(session), card_of(session)
+    key = [short(str(n)) for n in ran["name"]] if by == "kernel" else list(ran["module"].fillna(""))
+    ran = ran.assign(key=key, flops=flops(ran))
+    rows = [_point(str(name), some, count, gpu, by) for name, some in ran.groupby("key")]
+    rows.sort(key=lambda r: -r["ms"])
+    title = f"Roofline by {by}: {session.name}"
+    if all(r["gflop"] is None for r in rows):
+        return Table(title, columns, refused="no operation counters were recorded (the full counter set is needed)")
+    notes = [
+        "Rates are over the time that has both counters. Ceilings are the datasheet's, not reached by any program."
+    ]
+    if gpu is None:
+        notes.append("This GPU is not in the card table: no ceilings.")
+    extra: dict[str, Any] = {"ceilings": None}
+    if gpu is not None:
+        extra["ceilings"] = {"bandwidth_gbs": gpu.bandwidth_gbs, "fp32": gpu.fp32, "tf32": gpu.tf32, "half": gpu.half}
+    return Table(title, columns, rows[:top], notes, extra=extra)
+
+
+def _point(name: str, rows: pd.DataFrame, count: int, gpu: Card | None, by: str) -> dict[str, Any]:
+    time, done, moved = numbers(rows, "duration_us"), numbers(rows, "flops"), numbers(rows, "dram_bytes")
+    have = ~np.isnan(done) & ~np.isnan(moved) & ~np.isnan(time)
+    cells: dict[str, Any] = {by: name, "ms": float(np.nansum(time)) / 1e3 / count}
+    cells["measured"] = share(float(np.nansum(time[have])), float(np.nansum(time)))
+    if not have.any():
+        return cells | {"gflop": None}
+    work, size, seconds = float(done[have].sum()), float(moved[have].sum()), float(time[have].sum()) * 1e-6
+    rate = work / seconds / 1e12 if seconds else None
+    intensity = work / size if size else None
+    cells |= {
+        "gflop": work / 1e9 / count,
+        "gb": size / 1e9 / count,
+        "intensity": intensity,
+        "tflops": rate,
+        "gbs": size / seconds / 1e9 if seconds else None,
+    }
+    if gpu is None or intensity is None:
+        return cells
+    peak, slope = _peak(rows[have], gpu), intensity * gpu.bandwidth_gbs / 1e3
+    roof = min(peak, slope)
+    return cells | {"roof_tflops": roof, "of_roof": share(rate, roof), "bound": "compute" if peak < slope else "memory"}
+
+
+def _peak(rows: pd.DataFrame, gpu: Card) -> float:
+    """The compute ceiling that most of the rows' arithmetic ran under."""
+    tensor = np.nan_to_num(numbers(rows, "tensor_ops"))
+    if tensor.sum() * 2 < numbers(rows, "flops").sum():
+        return gpu.fp32
+    weight = rows.assign(weight=tensor).groupby("precision", dropna=True)["weight"].sum()
+    named = str(weight.idxmax()) if len(weight) else "bf16"
+    return (gpu.tf32 if named in ("tf32", "fp32") else gpu.half) or gpu.fp32

@@ -1,0 +1,166 @@
+"""The seed's study beside this GPU: figure by figure its published values, its window here, and the whole step here."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from voxtune.analysis.certificate import refusal, window
+from voxtune.analysis.counters import average, totals
+from voxtune.analysis.figures import class_shares
+from voxtune.analysis.frame import family, kernels, numbers, ratio, short, steps, total
+from voxtune.analysis.mix import kernel_shares, opcode_counts, seed_shares
+from voxtune.analysis.priority import priority
+from voxtune.analysis.table import Column, Table
+from voxtune.errors import InputError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from voxtune.profile.session import Session
+
+CONFIGS = ("baseline", "tf32", "channels_last", "tf32+channels_last")
+GPUS = ("V100", "A100", "H100")
+NAMES = {"baseline": "Baseline", "tf32": "OPT1", "channels_last": "OPT2", "tf32+channels_last": "OPT12"}
+
+
+@functools.cache
+def seed() -> dict[str, Any]:
+    """The paper's stated values and how they were taken."""
+    return json.loads(resources.files("voxtune.analysis").joinpath("data/seed.json").read_text())
+
+
+def value_text(fact: dict[str, Any]) -> str:
+    """A published value as text: a number, a range, or a bound."""
+    if "low" in fact:
+        return f"{fact['low']:g} to {fact['high']:g}"
+    return f"{fact.get('bound', '')}{fact['value']:g}"
+
+
+def study_table(sessions: Sequence[Session]) -> Table:
+    """One row a quantity and configuration. Sessions are matched by their config; a baseline is needed for ratios."""
+    by_config = _by_config(sessions)
+    columns = [
+        Column("figure", kind="int"),
+        Column("quantity", kind="text"),
+        Column("config", kind="text"),
+        Column("unit", kind="text"),
+        *(Column(gpu, kind="text", doc="as published") for gpu in GPUS),
+        Column("window", digits=3, doc="this GPU, launches 11 to 110, plain mean over launches"),
+        Column("step_plain", digits=3, doc="this GPU, whole step, plain mean over launches"),
+        Column("step", digits=3, doc="this GPU, whole step, weighted by time (or as docs/analysis.md says)"),
+    ]
+    views = {c: _views(s) for c, s in by_config.items()}
+    whole = {c: refusal([s], "few") for c, s in by_config.items()}
+    rows = []
+    for (figure, quantity, config), facts in _grouped().items():
+        row: dict[str, Any] = {"figure": figure, "quantity": quantity, "config": config, "unit": facts[0]["unit"]}
+        for fact in facts:
+            row |= {g: value_text(fact) for g in (GPUS if fact["gpu"] == "all" else (fact["gpu"],))}
+        if config in views:
+            row |= _measured(quantity, config, views, whole)
+        rows.append(row)
+    missing = [c for c in CONFIGS if c not in by_config]
+    notes = [seed()["source"], "A whole step's ratio is empty where a session does not cover its step."]
+    notes += [f"{c}: {reason}" for c, reason in whole.items() if reason]
+    notes += [f"not recorded here: {', '.join(missing)}"] if missing else []
+    return Table(
+        "The seed's study on this GPU", columns, rows, notes, extra={"configs": NAMES, "method": seed()["method"]}
+    )
+
+
+def _by_config(sessions: Sequence[Session]) -> dict[str, Session]:
+    found: dict[str, Session] = {}
+    for session in sessions:
+        config = str(session.meta.get("config"))
+        if config in CONFIGS and config not in found:
+            found[config] = session
+    if "baseline" not in found:
+        given = ", ".join(str(s.meta.get("config")) for s in sessions) or "none"
+        raise InputError(f"the study needs a session of configuration baseline; found {given}")
+    return found
+
+
+def _grouped() -> dict[tuple[int, str, str], list[dict[str, Any]]]:
+    out: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
+    for fact in seed()["facts"]:
+        out.setdefault((fact["figure"], fact["quantity"], fact["config"]), []).append(fact)
+    return out
+
+
+View = tuple["Session", bool]
+
+
+def _views(session: Session) -> dict[str, View]:
+    """Which launches, and whether every launch weighs the same."""
+    return {"window": (window(session), True), "step_plain": (session, True), "step": (session, False)}
+
+
+def _measured(
+    quantity: str, config: str, views: dict[str, dict[str, View]], refused: dict[str, str | None]
+) -> dict[str, float | None]:
+    out: dict[str, float | None] = {}
+    for name, (session, plain) in views[config].items():
+        if not quantity.endswith("_ratio"):
+            out[name] = measure(session, quantity, plain=plain)
+            continue
+        stem = quantity.removesuffix("_ratio")
+        if name != "window" and (refused[config] or refused["baseline"]):
+            out[name] = None
+            continue
+        base, base_plain = views["baseline"][name]
+        out[name] = ratio(measure(session, stem, plain=plain), measure(base, stem, plain=base_plain))
+    return out
+
+
+def measure(session: Session, quantity: str, *, plain: bool) -> float | None:
+    """One of the seed's quantities in a session or window; None where its counters were not read."""
+    if quantity in ("cycles", "instructions", "ipc"):
+        return totals(session)["ipc_weighted" if quantity == "ipc" and not plain else quantity]
+    if quantity.startswith("priority_rank_"):
+        return _rank(session, quantity.removeprefix("priority_rank_"), "score" if plain else "gain_ms")
+    if quantity.startswith("dominant_"):
+        return _dominant(session, quantity.removeprefix("dominant_"))
+    if quantity.endswith("_share"):
+        classes = quantity.removesuffix("_share").split("_")
+        return total(np.array([v for v in class_shares(session, classes).values() if v is not None], dtype=float))
+    if quantity.startswith("convolution_"):
+        return seed_shares(opcode_counts(session, _of_family(session, "convolution")))[quantity.split("_")[1]]
+    return average(kernels(session), quantity, plain=plain)
+
+
+def _rank(session: Session, name: str, score: str) -> float | None:
+    table = priority(session, "class")
+    ranked = sorted((r for r in table.rows if r[score] is not None), key=lambda r: -r[score])
+    found = [i for i, r in enumerate(ranked, start=1) if r["class"] == name]
+    return float(found[0]) if found else None
+
+
+def _dominant(session: Session, what: str) -> float | None:
+    """Of the kernel that takes the most time."""
+    shares = kernel_shares(session, top=1).rows
+    if not shares:
+        return None
+    if what == "share":
+        return shares[0]["share"]
+    ran = kernels(session)
+    rows = ran[[short(str(n)) == shares[0]["kernel"] for n in ran["name"]]]
+    measures: dict[str, Callable[[], float | None]] = {
+        "cycles": lambda: _a_step(total(numbers(rows, "cycles")), steps(session)),
+        "ipc": lambda: average(rows, "ipc"),
+    }
+    return measures[what]() if what in measures else seed_shares(opcode_counts(session, rows))[what]
+
+
+def _a_step(value: float | None, count: int) -> float | None:
+    return None if value is None else value / count
+
+
+def _of_family(session: Session, name: str) -> pd.DataFrame:
+    ran = kernels(session)
+    return ran[[family(str(c)) == name for c in ran["class"].fillna("unknown")]]
