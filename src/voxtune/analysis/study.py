@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from voxtune.analysis.certificate import refusal, window
+from voxtune.analysis.certificate import Level, refusal, window
 from voxtune.analysis.counters import average, totals
 from voxtune.analysis.figures import class_shares
 from voxtune.analysis.frame import family, kernels, numbers, ratio, short, steps, total
@@ -56,18 +56,20 @@ def study_table(sessions: Sequence[Session]) -> Table:
         Column("step", digits=3, doc="this GPU, whole step, weighted by time (or as docs/analysis.md says)"),
     ]
     views = {c: _views(s) for c, s in by_config.items()}
-    whole = {c: refusal([s], "few") for c, s in by_config.items()}
+    levels: tuple[Level, ...] = ("few", "full")
+    whole = {level: {c: refusal([s], level) for c, s in by_config.items()} for level in levels}
     rows = []
     for (figure, quantity, config), facts in _grouped().items():
         row: dict[str, Any] = {"figure": figure, "quantity": quantity, "config": config, "unit": facts[0]["unit"]}
         for fact in facts:
             row |= {g: value_text(fact) for g in (GPUS if fact["gpu"] == "all" else (fact["gpu"],))}
         if config in views:
-            row |= _measured(quantity, config, views, whole)
+            # Warps and stalls are of the full counter set, cycles and instructions of the few.
+            row |= _measured(quantity, config, views, whole["full" if figure in (12, 13) else "few"])
         rows.append(row)
     missing = [c for c in CONFIGS if c not in by_config]
     notes = [seed()["source"], "A whole step's ratio is empty where a session does not cover its step."]
-    notes += [f"{c}: {reason}" for c, reason in whole.items() if reason]
+    notes += [f"{c}: {reason}" for c, reason in whole["few"].items() if reason]
     notes += [f"not recorded here: {', '.join(missing)}"] if missing else []
     return Table(
         "The seed's study on this GPU", columns, rows, notes, extra={"configs": NAMES, "method": seed()["method"]}

@@ -1,0 +1,249 @@
+"""What to do next: each line with its evidence, what it may gain, and what in this project does it.
+
+A gain is time that the evidence says is spent on the fault, less what the work itself needs; it is never more than
+the step holds. Lines overlap: taking one changes the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from voxtune.analysis.frame import family, kernels, milliseconds, numbers, on_gpu, steps
+from voxtune.analysis.ledger import layout_ledger, tensor_use
+from voxtune.analysis.roofline import card_of
+from voxtune.analysis.step import step_totals, transfers
+from voxtune.analysis.table import Column, Table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from voxtune.profile.session import Session
+
+# Below this share of the step a line is noise.
+WORTH_PCT = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    title: str
+    evidence: str
+    gain_ms: float
+    action: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What every rule reads: kernels with their coarse class, a mean step's totals."""
+
+    session: Session
+    rows: pd.DataFrame
+    step_ms: float
+    count: int
+
+    def ms(self, name: str) -> float:
+        return milliseconds(self.rows[self.rows["family"] == name], self.count)
+
+
+def advice(session: Session) -> Table:
+    """Ranked by expected gain."""
+    columns = [
+        Column("rank", kind="int"),
+        Column("advice", kind="text"),
+        Column("evidence", kind="text"),
+        Column("gain_ms", "ms", better="high"),
+        Column("gain_pct", "%", "percent", "high", 1, "of the step"),
+        Column("action", kind="text", doc="what in this project does it"),
+    ]
+    facts = _facts(session)
+    lines = [line for rule in RULES for line in rule(facts)]
+    worth = [a for a in lines if 100 * a.gain_ms >= WORTH_PCT * facts.step_ms]
+    worth.sort(key=lambda a: -a.gain_ms)
+    rows: list[dict[str, Any]] = [
+        {"rank": i, "advice": a.title, "evidence": a.evidence, "gain_ms": min(a.gain_ms, facts.step_ms),
+         "gain_pct": min(100.0, 100 * a.gain_ms / facts.step_ms), "action": a.action}
+        for i, a in enumerate(worth, start=1)
+    ]  # fmt: skip
+    notes = ["Gains are estimates, one line at a time: they overlap and do not add up. Measure again after each."]
+    if not rows:
+        notes.insert(0, f"Nothing worth {WORTH_PCT:g} % of the step was found.")
+    return Table(f"Advice: {session.name}", columns, rows, notes)
+
+
+def _facts(session: Session) -> Facts:
+    ran, count = kernels(session), steps(session)
+    rows = ran.assign(family=[family(str(c)) for c in ran["class"].fillna("unknown")])
+    totals = step_totals([session]).rows[0]
+    # The wall where it is longer: idle time is part of the step.
+    return Facts(
+        session=session, rows=rows, count=count, step_ms=max(totals["wall_ms"] or 0.0, totals["device_ms"] or 0.0)
+    )
+
+
+def _tensor_cores(facts: Facts) -> list[Advice]:
+    heavy = facts.rows[facts.rows["family"].isin(["convolution", "product"])]
+    use = np.array(tensor_use(heavy), dtype=object)
+    time = numbers(heavy, "duration_us") / 1e3 / facts.count
+    off = float(np.nansum(time[use == False])) if len(use) else 0.0  # noqa: E712 - None is neither
+    gpu = card_of(facts.session)
+    if not off or gpu is None or gpu.tf32 is None:
+        return []
+    measured = float(np.nansum(time[[u is not None for u in use]]))
+    # Tensor cores raise the ceiling by this much; convolutions of these shapes reach about half of the raise.
+    factor = max(1.0, 0.5 * gpu.tf32 / gpu.fp32)
+    return [
+        Advice(
+            title="Run convolutions and products on tensor cores",
+            evidence=f"{off:.1f} of {measured:.1f} ms in convolutions and products ran on CUDA cores, by counters",
+            gain_ms=off * (1 - 1 / factor),
+            action="the tf32 pass, or bf16 if the quality gate allows it",
+        )
+    ]
+
+
+def _layout(facts: Facts) -> list[Advice]:
+    ledger = layout_ledger(facts.session)
+    moved = sum(r["layout_ms"] + r["copy_ms"] + r["padding_ms"] for r in ledger.rows)
+    norms = sum(r["total_ms"] for r in ledger.rows if "Norm" in (r["type"] or ""))
+    if not moved:
+        return []
+    worst = ", ".join(str(r["module"]) for r in ledger.rows[:3])
+    out = []
+    if norms > 0.2 * moved:
+        out.append(
+            Advice(
+                title="Keep channels-last through the norms",
+                evidence=f"{norms:.1f} ms of copies are charged to norm modules; most: {worst}",
+                gain_ms=norms,
+                action="channels_last with our norms (fused GroupNorm + SiLU, channels last)",
+            )
+        )
+    rest = moved - (norms if out else 0.0)
+    if rest > 0:
+        out.append(
+            Advice(
+                title="Choose one memory format and stay in it",
+                evidence=f"{rest:.1f} ms in layout conversions, padding and copies by kernels; most: {worst}",
+                gain_ms=rest,
+                action="channels_last pass with tensor-core convolutions, so that no library kernel converts its operands",
+            )
+        )
+    return out
+
+
+def _casts(facts: Facts) -> list[Advice]:
+    spent = sum(r["cast_ms"] for r in layout_ledger(facts.session).rows)
+    if not spent:
+        return []
+    return [
+        Advice(
+            title="Store weights and activations in one type",
+            evidence=f"{spent:.1f} ms in casts",
+            gain_ms=spent,
+            action="bf16 weights with FP32 statistics inside the fused norms, in place of autocast",
+        )
+    ]
+
+
+def _norms(facts: Facts) -> list[Advice]:
+    """GroupNorm at the speed of its bytes: by DRAM counters where read, else half its time as a cautious guess."""
+    spent = facts.ms("norm")
+    activations = facts.rows[[("silu" in str(o) or "gelu" in str(o)) for o in facts.rows["op"].fillna("")]]
+    extra = milliseconds(activations, facts.count)
+    if not spent:
+        return []
+    rows, gpu = facts.rows[facts.rows["family"] == "norm"], card_of(facts.session)
+    moved = numbers(rows, "dram_bytes")
+    known = ~np.isnan(moved)
+    if gpu is not None and known.any():
+        time = float(np.nansum(numbers(rows, "duration_us")[known])) / 1e3 / facts.count
+        needed = float(moved[known].sum()) / facts.count / (0.85 * gpu.bandwidth_gbs * 1e9) * 1e3
+        gain, how = max(0.0, time - needed) + extra / 2, f"their bytes need {needed:.1f} ms"
+    else:
+        gain, how = spent / 2 + extra / 2, "bytes not measured, half assumed"
+    return [
+        Advice(
+            title="Fuse norm and activation",
+            evidence=f"norms take {spent:.1f} ms ({how}), activations {extra:.1f} ms more",
+            gain_ms=gain,
+            action="fused GroupNorm + SiLU kernel, channels last",
+        )
+    ]
+
+
+def _elementwise(facts: Facts) -> list[Advice]:
+    spent = facts.ms("elementwise") + facts.ms("cat")
+    if not spent:
+        return []
+    return [
+        Advice(
+            title="Fuse elementwise chains",
+            evidence=f"{spent:.1f} ms in elementwise kernels and concatenations, each a pass over memory",
+            gain_ms=spent / 2,
+            action="torch.compile, or the fused residual and concat-free skip passes",
+        )
+    ]
+
+
+def _gaps(facts: Facts) -> list[Advice]:
+    if not on_gpu(facts.session):
+        return []
+    row = step_totals([facts.session]).rows[0]
+    if not row["idle_ms"]:
+        return []
+    return [
+        Advice(
+            title="Keep the GPU fed",
+            evidence=f"the GPU idled {row['idle_ms']:.1f} ms of the step ({row['idle_pct']:.0f} %) over {row['launches']} "
+            f"launches, {row['host_bound_ms']:.1f} ms of it waiting for the host",
+            gain_ms=row["idle_ms"],
+            action="the step as a CUDA graph, or the whole sampling loop as one",
+        )
+    ]
+
+
+def _transfers(facts: Facts) -> list[Advice]:
+    rows = {r["direction"]: r for r in transfers(facts.session).rows}
+    spent = rows["HtoD"]["ms"] + rows["DtoH"]["ms"]
+    if not spent:
+        return []
+    return [
+        Advice(
+            title="Keep data on the GPU",
+            evidence=f"{spent:.2f} ms in {rows['HtoD']['copies']} copies to and {rows['DtoH']['copies']} from the GPU a step",
+            gain_ms=spent,
+            action="pinned memory and a copy stream in the loader; schedules and noise on the device in the sampler",
+        )
+    ]
+
+
+def _weight_gradients(facts: Facts) -> list[Advice]:
+    """An FP32 weight gradient that takes far longer than the forward pass of the same work is a poor choice of kernel."""
+    time = {c: milliseconds(facts.rows[facts.rows["class"] == c], facts.count) for c in ("conv_fprop", "conv_wgrad")}
+    over = time["conv_wgrad"] - 1.5 * time["conv_fprop"]
+    if over <= 0 or not time["conv_fprop"]:
+        return []
+    return [
+        Advice(
+            title="Let cuDNN search for a better weight-gradient kernel",
+            evidence=f"weight gradients take {time['conv_wgrad']:.1f} ms, the forward convolutions {time['conv_fprop']:.1f} ms "
+            "for the same arithmetic",
+            gain_ms=over / 2,
+            action="torch.backends.cudnn.benchmark (exact), then the tf32 pass",
+        )
+    ]
+
+
+RULES: tuple[Callable[[Facts], list[Advice]], ...] = (
+    _tensor_cores,
+    _layout,
+    _casts,
+    _norms,
+    _elementwise,
+    _gaps,
+    _transfers,
+    _weight_gradients,
+)
