@@ -92,7 +92,7 @@ class Scatter(Figure):
 
 @dataclass(kw_only=True)
 class Timeline(Figure):
-    """Launches along one step. `items` are [start us, length us, group, name, note, row]: the last four index into lists."""
+    """Launches along one step. `items` are (start us, length us, group, name, note, row); the last four are indices."""
 
     kind: ClassVar[str] = "timeline"
     rows: list[str]

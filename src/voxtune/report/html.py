@@ -20,6 +20,7 @@ from voxtune.analysis.table import Table
 from voxtune.report import palette
 from voxtune.report.document import Badge, Block, Document, Fact, Panel, Section, TableBlock, Text
 from voxtune.report.figure import Bars, Figure
+from voxtune.report.numbers import heading
 
 
 def render_html(document: Document) -> str:
@@ -54,7 +55,8 @@ def _asset(name: str) -> str:
 def _policy(scripts: list[str]) -> str:
     digests = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
     allowed = " ".join(f"'sha256-{d}'" for d in digests)
-    return f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {allowed}; base-uri 'none'; form-action 'none'"
+    nothing = "default-src 'none'; base-uri 'none'; form-action 'none'"
+    return f"{nothing}; img-src data:; style-src 'unsafe-inline'; script-src {allowed}"
 
 
 def _data(document: Document) -> dict[str, Any]:
@@ -75,7 +77,9 @@ def _data(document: Document) -> dict[str, Any]:
 def _table_data(table: Table) -> dict[str, Any]:
     names = [c.name for c in table.columns]
     rows = [[row[n] for n in names] for row in table.rows]
-    return {"title": table.title, "columns": [vars(c) for c in table.columns], "rows": rows}
+    heads = [dict(zip(("head", "aside"), heading(c), strict=True)) for c in table.columns]
+    columns = [vars(c) | h for c, h in zip(table.columns, heads, strict=True)]
+    return {"title": table.title, "columns": columns, "rows": rows}
 
 
 def _facts(facts: list[Fact]) -> str:
@@ -120,7 +124,8 @@ def _panels(section: Section) -> str:
     def body(i: int, panel: Panel) -> str:
         blocks = "\n".join(_block(b) for b in panel.blocks)
         hidden = "" if i == 0 else " hidden"
-        return f'<div role="tabpanel" id="{section.id}-panel{i}" aria-labelledby="{section.id}-tab{i}"{hidden}>{blocks}</div>'
+        names = f'id="{section.id}-panel{i}" aria-labelledby="{section.id}-tab{i}"'
+        return f'<div role="tabpanel" {names}{hidden}>{blocks}</div>'
 
     tabs = "".join(tab(i, p) for i, p in enumerate(section.panels))
     bodies = "\n".join(body(i, p) for i, p in enumerate(section.panels))

@@ -35,10 +35,33 @@ def cell(value: Any, column: Column) -> str:
     return number(int(value) if column.kind == "int" else value, column.digits)
 
 
-def heading(column: Column) -> str:
-    """The column's name with its unit, as people read it."""
-    name = column.name.replace("_", " ")
-    return f"{name}, {column.unit}" if column.unit and column.unit not in name.split() else name
+# How a unit ends a column's name.
+_ENDINGS = {"%": "pct", "µs": "us", "us": "us", "GB/s": "gbs", "TFLOP/s": "tflops", "s": "seconds"}
+
+
+def heading(column: Column) -> tuple[str, str]:
+    """The column's name as people read it, without the unit at its end; and the unit with the better direction."""
+    name, ending = column.name.replace("_", " "), _ENDINGS.get(column.unit, column.unit.lower())
+    words = name.split(" ")
+    if column.unit and words[-1] == ending and len(words) > 1:
+        name = " ".join(words[:-1])
+    elif column.unit and name == ending:
+        name = _NAMES.get(ending, name)
+    arrow = {"low": "↓", "high": "↑"}.get(column.better, "")
+    return name, f"{column.unit} {arrow}".strip()
+
+
+# A column named by nothing but its unit says what it measures.
+_NAMES = {
+    "ms": "time",
+    "us": "time",
+    "seconds": "time",
+    "mib": "moved",
+    "gb": "moved",
+    "gbs": "rate",
+    "tflops": "rate",
+    "gflop": "work",
+}
 
 
 def clip(text: str, width: int) -> str:

@@ -13,7 +13,9 @@ CLASSES = {
     "conv_dgrad": "#5b95cf",
     "conv_wgrad": "#a3c8ea",
     "conv_backward": "#7fadd9",
+    "convolution": "#1f5a96",
     "matmul": "#00798c",
+    "product": "#00798c",
     "attention": "#6f4aa0",
     "norm": "#009e73",
     "triton": "#56b4e9",
@@ -43,12 +45,32 @@ PHASES = {
 }
 
 PRECISIONS = {
-    "fp32": "#8a9098",
-    "tf32": "#0072b2",
-    "bf16": "#009e73",
+    "fp32": "#5b95cf",
+    "tf32": "#009e73",
+    "bf16": "#e69f00",
     "fp16": "#cc79a7",
     "fp64": "#454a66",
     "int": "#9a7400",
+}
+
+# By what they do, and by the letters of the seed's figures.
+INSTRUCTIONS = {
+    "tensor": "#6f4aa0",
+    "memory": "#d55e00",
+    "move": "#f6bd92",
+    "convert": "#e3bd4b",
+    "predicate": "#b07aa1",
+    "control": "#454a66",
+    "uniform": "#56b4e9",
+    "FP": "#5b95cf",
+    "INT": "#9a7400",
+    "LS": "#d55e00",
+    "MV": "#f6bd92",
+    "PRED": "#b07aa1",
+    "CTRL": "#454a66",
+    "UD": "#56b4e9",
+    "TENSOR": "#6f4aa0",
+    "OTHER": UNKNOWN,
 }
 
 MEMORY = {
@@ -75,7 +97,7 @@ SEQUENCE = (
     "#00798c",
 )
 
-NAMED = {**MEMORY, **PRECISIONS, **PHASES, **CLASSES}
+NAMED = {**INSTRUCTIONS, **MEMORY, **PRECISIONS, **PHASES, **CLASSES}
 
 
 def colour(name: str, position: int = 0) -> str:

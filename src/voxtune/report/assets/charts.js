@@ -89,7 +89,7 @@ Voxtune.charts = (() => {
   function bars(f, t, width) {
     const room = labelRoom(f.labels, width);
     const totals = f.labels.map((_, i) => f.series.reduce((sum, s) => sum + (s.values[i] ?? 0), 0));
-    const rows = f.stacked ? f.labels.length * 36 : f.labels.length * (f.series.length * 17 + 12);
+    const rows = f.stacked ? f.labels.length * 36 : f.labels.length * (f.series.length * (f.series.length > 2 ? 14 : 17) + 12);
     const formatter = (params) => {
       const i = params[0].dataIndex;
       const lines = f.series.map((s) => {
@@ -157,53 +157,81 @@ Voxtune.charts = (() => {
     return { option, height: width < 560 ? 320 : 440, legend: f.groups, zoom: true };
   }
 
-  function blocks(f, t, group, rows) {
-    const fill = t.tone(f.colours[group]);
+  // All launches of one group as a single path: thousands of elements of their own would take a second to build.
+  function blocks(f, t, group, rows, fill) {
     const renderItem = (params, api) => {
-      const [x, y] = api.coord([api.value(0), api.value(2)]);
-      const [end] = api.coord([api.value(1), api.value(2)]);
-      const height = Math.min(54, api.size([0, 1])[1] * 0.72), area = params.coordSys;
-      const from = Math.max(x, area.x), to = Math.min(Math.max(end, x + 0.6), area.x + area.width);
-      if (to <= from) return null;
-      const edge = to - from > 5 ? { stroke: t.paper, lineWidth: 0.6 } : {};
-      return { type: "rect", shape: { x: from, y: y - height / 2, width: to - from, height }, style: { fill, ...edge } };
+      const area = params.coordSys, origin = api.coord([0, 0])[0], scale = api.coord([1, 0])[0] - origin;
+      const height = Math.min(54, api.size([0, 1])[1] * 0.72);
+      const path = [];
+      for (const [start, length, row] of rows) {
+        const from = Math.max(area.x, origin + start * scale);
+        const to = Math.min(area.x + area.width, origin + start * scale + Math.max(length * scale, 0.6));
+        if (to <= from) continue;
+        // A hair of paper between neighbours, once they are wide enough to be told apart.
+        const width = to - from - (to - from > 4 ? 0.6 : 0);
+        path.push(`M${from.toFixed(2)} ${(api.coord([0, row])[1] - height / 2).toFixed(1)}h${width.toFixed(2)}v${height}h${-width.toFixed(2)}z`);
+      }
+      return path.length ? { type: "path", shape: { pathData: path.join("") }, style: { fill }, silent: true } : null;
     };
-    return { type: "custom", name: f.groups[group], data: rows, encode: { x: [0, 1], y: 2 }, dimensions: ["start", "end", "row", "item"],
-             renderItem, itemStyle: { color: fill }, clip: true };
+    return { type: "custom", name: group, data: [[0, 0]], renderItem, itemStyle: { color: fill }, silent: true };
   }
 
-  function timeline(f, t, width) {
-    const idle = f.rows.length, lanes = [...f.rows, ...(f.gaps.length ? ["idle"] : [])];
-    const rows = f.groups.map(() => []);
-    f.items.forEach((it, i) => rows[it[2]].push([it[0] / 1000, (it[0] + it[1]) / 1000, it[5], i]));
-    const series = f.groups.map((_, g) => blocks(f, t, g, rows[g]));
-    if (f.gaps.length) {
-      const gaps = { ...f, groups: ["idle"], colours: [t.bad] };
-      series.push(blocks(gaps, { ...t, tone: (c) => c }, 0, f.gaps.map(([a, b], i) => [a / 1000, (a + b) / 1000, idle, -1 - i])));
+  // The launch under the pointer, among the groups that are shown.
+  function launchAt(f, hidden, ms, lane, slack) {
+    const from = (ms - slack) * 1000, to = (ms + slack) * 1000;
+    if (lane === f.rows.length) {
+      const gap = f.gaps.find(([start, length]) => start <= to && start + length >= from);
+      return gap ? { gap } : null;
     }
-    const formatter = (p) => {
-      const [start, end, , index] = p.value;
-      const when = [["", "start", `${number(start, 3)} ms`], ["", "length", `${number((end - start) * 1000, 1)} µs`]];
-      if (index < 0) return tip("GPU idle", when);
-      const it = f.items[index];
-      const note = f.notes[it[4]];
-      return tip(f.names[it[3]], [[p.color, f.groups[it[2]], ""], ...when, ...(note ? [["", note, ""]] : [])]);
+    let best = null;
+    for (const it of f.items) {
+      if (it[5] !== lane || it[0] > to || it[0] + it[1] < from || hidden.has(f.groups[it[2]])) continue;
+      if (best === null || it[1] > best[1]) best = it;
+    }
+    return best ? { item: best } : null;
+  }
+
+  function timelineTip(f, t, found) {
+    const [start, length] = found.gap ?? found.item;
+    const when = [["", "start", `${number(start / 1000, 3)} ms`], ["", "length", `${number(length, 1)} µs`]];
+    if (found.gap) return tip("GPU idle", when);
+    const [, , group, name, note] = found.item;
+    const rows = [[t.tone(f.colours[group]), f.groups[group], ""], ...when];
+    return tip(f.names[name], f.notes[note] ? [...rows, ["", f.notes[note], ""]] : rows);
+  }
+
+  function timelineHover(f, t, hidden, lanes) {
+    return (chart, x, y) => {
+      if (!chart.containPixel("grid", [x, y])) return null;
+      const [ms, lane] = chart.convertFromPixel("grid", [x, y]);
+      const slack = Math.abs(chart.convertFromPixel("grid", [x + 1, y])[0] - ms);
+      const found = lane >= 0 && lane < lanes.length ? launchAt(f, hidden, ms, lane, slack) : null;
+      return found ? timelineTip(f, t, found) : null;
     };
+  }
+
+  function timeline(f, t, width, hidden = new Set()) {
+    const lanes = [...f.rows, ...(f.gaps.length ? ["idle"] : [])];
+    const rows = f.groups.map(() => []);
+    f.items.forEach((it) => rows[it[2]].push([it[0] / 1000, it[1] / 1000, it[5]]));
+    const series = f.groups.map((name, g) => blocks(f, t, name, rows[g], t.tone(f.colours[g])));
+    if (f.gaps.length) series.push(blocks(f, t, "idle", f.gaps.map(([a, b]) => [a / 1000, b / 1000, f.rows.length]), t.bad));
     const room = labelRoom(lanes, width);
     const option = {
       ...base(t),
       grid: { left: room + 12, right: 18, top: 4, bottom: 76 },
       xAxis: { type: "value", min: 0, max: f.length_us / 1000, name: "ms into the step", nameLocation: "middle", nameGap: 26, ...axisLook(t),
                splitNumber: width < 560 ? 3 : 8,
-               axisLabel: { ...axisLook(t).axisLabel, formatter: (v) => String(Number(v.toPrecision(6))) } },
+               axisLabel: { ...axisLook(t).axisLabel, showMaxLabel: false, formatter: (v) => String(Number(v.toPrecision(6))) } },
       yAxis: { type: "category", inverse: true, data: lanes, ...axisLook(t), axisLabel: { color: t.ink, width: room, overflow: "truncate" } },
-      dataZoom: [{ type: "inside", zoomOnMouseWheel: "ctrl", filterMode: "weakFilter" },
-                 { type: "slider", height: 18, bottom: 8, filterMode: "weakFilter", showDetail: false, brushSelect: false, borderColor: t.line,
+      dataZoom: [{ type: "inside", zoomOnMouseWheel: "ctrl", filterMode: "none" },
+                 { type: "slider", height: 18, bottom: 8, filterMode: "none", showDetail: false, brushSelect: false, borderColor: t.line,
                    fillerColor: "rgb(120 140 170 / 18%)", showDataShadow: false }],
       series,
     };
-    option.tooltip = { ...option.tooltip, trigger: "item", formatter };
-    return { option, height: lanes.length * 62 + 92, legend: f.groups.map((g, i) => [g, f.colours[i]]), zoom: true };
+    option.tooltip = { show: false };
+    return { option, height: lanes.length * 62 + 92, legend: f.groups.map((g, i) => [g, f.colours[i]]), zoom: true,
+             hover: timelineHover(f, t, hidden, lanes) };
   }
 
   function area(f, t, width) {
@@ -237,7 +265,7 @@ Voxtune.charts = (() => {
       let node = root;
       for (const part of path.split(".")) {
         if (!node.index.has(part)) {
-          const child = { name: part, children: [], index: new Map() };
+          const child = { name: part, children: [], index: new Map(), itemStyle: { color: t.hair } };
           node.index.set(part, child);
           node.children.push(child);
         }

@@ -62,6 +62,22 @@
     state.chart.setOption(option, { notMerge: true });
   }
 
+  // Figures that draw thousands of things as one path say themselves what lies under the pointer.
+  function hover(state) {
+    const box = element("div", { className: "float", hidden: true });
+    state.plot.after(box);
+    const pixels = state.chart.getZr();
+    pixels.on("mousemove", (e) => {
+      const content = state.made.hover(state.chart, e.offsetX, e.offsetY);
+      box.hidden = !content;
+      if (!content) return;
+      box.replaceChildren(content);
+      const x = Math.min(e.offsetX + 14, state.plot.clientWidth - box.offsetWidth);
+      box.style.transform = `translate(${Math.max(0, x)}px, ${e.offsetY + 18 - state.plot.clientHeight}px)`;
+    });
+    pixels.on("globalout", () => (box.hidden = true));
+  }
+
   function draw(host) {
     if (drawn.has(host)) return;
     const state = { figure: data.figures[host.dataset.figure], plot: host.querySelector(".plot"), hidden: new Set() };
@@ -70,6 +86,7 @@
     state.chart.resize();
     legend(host, state);
     zoomBar(host, state);
+    if (state.made.hover) hover(state);
     host.dataset.drawn = "1";
   }
 

@@ -29,7 +29,7 @@ Voxtune.number = (value, digits = 2, kind = "float") => {
 
 Voxtune.tables = (() => {
   const { element, number } = Voxtune;
-  const FEW = 15;
+  const FEW = 8;
   const NUMERIC = new Set(["int", "float", "percent"]);
   const isName = (name) => /kernel|^name$|^op$|module|^rule$|command/.test(name);
 
@@ -41,11 +41,10 @@ Voxtune.tables = (() => {
   }
 
   function head(column, state, redraw) {
-    const label = column.name.replaceAll("_", " ");
-    const button = element("button", { type: "button", title: column.doc || "" }, label);
-    const aside = [column.unit, { low: "lower is better", high: "higher is better" }[column.better]];
-    const small = aside.filter(Boolean).join(", ");
-    if (small) button.append(element("small", {}, small));
+    const better = { low: "lower is better", high: "higher is better" }[column.better];
+    const title = [column.doc, better].filter(Boolean).join("; ");
+    const button = element("button", { type: "button", title }, column.head);
+    if (column.aside) button.append(element("small", {}, column.aside));
     const cell = element("th", { scope: "col", className: NUMERIC.has(column.kind) ? "n" : "" }, button);
     button.addEventListener("click", () => {
       const first = NUMERIC.has(column.kind) ? -1 : 1;

@@ -1,0 +1,132 @@
+"""Sections that hold sessions against each other, and what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from voxtune.analysis.advice import advice as advice_table
+from voxtune.analysis.certificate import WINDOWS
+from voxtune.analysis.compare import RATIOS, compare_modules, normalised, side_by_side
+from voxtune.analysis.frame import labels
+from voxtune.analysis.priority import achieved
+from voxtune.analysis.study import study_table
+from voxtune.errors import InputError
+from voxtune.report.document import Block, Panel, Section, Text
+from voxtune.report.figure import Bars, Series
+from voxtune.report.shape import block, panels, shown
+
+if TYPE_CHECKING:
+    from voxtune.analysis.table import Table
+    from voxtune.profile.session import Session
+
+ALONE = "Only one session of this kind was given; a comparison needs two."
+MODES = {"train": "training", "sample": "sampling"}
+WORDS = {"cycles": "cycles", "instructions": "instructions", "ipc": "IPC", "device_ms": "kernel time"}
+
+
+def alike(sessions: Sequence[Session]) -> dict[str, list[Session]]:
+    """Sessions that may be compared: of one workload and mode. In each, the baseline comes first."""
+    groups: dict[str, list[Session]] = {}
+    several = len({s.meta.get("workload") for s in sessions}) > 1
+    for session in sessions:
+        mode = MODES.get(session.meta["mode"], session.meta["mode"])
+        name = f"{session.meta.get('workload')}, {mode}" if several else mode
+        groups.setdefault(name, []).append(session)
+    return {name: sorted(group, key=lambda s: s.meta["config"] != "baseline") for name, group in groups.items()}
+
+
+def _per_group(sessions: Sequence[Session], make: Callable[[list[Session], int], list[Block]]) -> list[Panel]:
+    return [Panel(label=name, blocks=make(group, i)) for i, (name, group) in enumerate(alike(sessions).items())]
+
+
+def comparison(names: Sequence[str], sessions: Sequence[Session]) -> Section:
+    def one(group: list[Session], i: int) -> list[Block]:
+        if len(group) < 2:
+            return [Text(text=ALONE, tone="missing")]
+        table = compare_modules(group)
+        gained = [
+            block("compare", achieved(group[0], s), place, part=f"achieved-{i}") for place, s in enumerate(group[1:])
+        ]
+        for found in gained:
+            found.folded = not found.table.refused
+        whole = block("compare", normalised(group), i, part="ratios")
+        return [*shown(_modules(table, group, i)), block("compare", table, i), whole, *gained]
+
+    return Section(
+        id="compare",
+        title="Configurations by module",
+        lead="The same modules under each configuration, though their kernels differ. The first is what others are held against.",
+        panels=_per_group(sessions, one),
+    )
+
+
+def _modules(table: Table, group: Sequence[Session], i: int, top: int = 12) -> Bars | None:
+    if table.refused:
+        return None
+    rows = [r for r in table.rows if r["module"] != "all"][:top]
+    series = [Series(name=n, values=[r[f"{n} ms"] for r in rows]) for n in labels(group)]
+    title = "Time on the device by module"
+    return Bars(id=f"compare-{i}", title=title, labels=[r["module"] for r in rows], series=series, unit="ms")
+
+
+def windows(names: Sequence[str], sessions: Sequence[Session]) -> Section:
+    skip, count = WINDOWS["seed"]
+
+    def one(group: list[Session], i: int) -> list[Block]:
+        if len(group) < 2:
+            return [Text(text=ALONE, tone="missing")]
+        table = side_by_side(group)
+        return [*shown(_two_answers(table, i)), block("window", table, i)]
+
+    return Section(
+        id="window",
+        title="The seed's window and the whole step",
+        lead=f"Launches {skip + 1} to {skip + count}, as the seed profiled, beside every launch of the step. Where the two "
+        "disagree, the window was not about the step.",
+        panels=_per_group(sessions, one),
+    )
+
+
+def _two_answers(table: Table, i: int) -> Bars | None:
+    """Each ratio to the first session twice: as the window tells it and as the step does."""
+    told = [(r, k) for r in table.rows[1:] for k in RATIOS if k != "ipc"]
+    names = [f"{r['session']}: {WORDS[k]}" for r, k in told]
+    series = [
+        Series(name="in the window", values=[r[f"{k}_window"] for r, k in told], colour="#e69f00"),
+        Series(name="over the whole step", values=[r[f"{k}_step"] for r, k in told], colour="#0072b2"),
+    ]
+    if all(v is None for s in series for v in s.values):
+        return None
+    title = f"Relative to {table.rows[0]['session']}"
+    return Bars(id=f"window-{i}", title=title, labels=names, series=series, unit="× the first", mark=1.0)
+
+
+def study(names: Sequence[str], sessions: Sequence[Session]) -> Section:
+    def one(group: list[Session], i: int) -> list[Block]:
+        try:
+            return [block("study", study_table(group), i)]
+        except InputError as error:
+            return [Text(text=f"Not shown: {error}.", tone="missing")]
+
+    return Section(
+        id="study",
+        title="The seed's figures here",
+        lead="Figure by figure: the published V100, A100 and H100 values, this GPU in the seed's window, and its whole step.",
+        panels=_per_group(sessions, one),
+    )
+
+
+def advice(names: Sequence[str], sessions: Sequence[Session]) -> Section:
+    def one(session: Session, i: int) -> list[Block]:
+        table = advice_table(session)
+        if not table.rows:
+            return [Text(text=" ".join(table.notes))]
+        return [block("advice", table, i)]
+
+    return Section(
+        id="advice",
+        title="Advice",
+        lead="What to do next, ranked by what it may gain, each with its evidence.",
+        panels=panels(names, sessions, one),
+    )

@@ -1,0 +1,174 @@
+"""Sections about the counters: instructions, IPC, pipes, caches, warps, stalls, priorities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from voxtune.analysis import counters
+from voxtune.analysis.mix import SEED_GROUPS, instruction_mix, ipc_stack
+from voxtune.analysis.priority import priority
+from voxtune.report.document import Block, Section
+from voxtune.report.figure import Bars, Series
+from voxtune.report.shape import beside, block, missing, panels, rows_as_bars, shown, stacked
+
+if TYPE_CHECKING:
+    from voxtune.analysis.table import Table
+    from voxtune.profile.session import Session
+
+OVERALL = {"class": "overall"}
+
+
+def instructions(names: Sequence[str], sessions: Sequence[Session]) -> Section:
+    tables = {n: instruction_mix(s) for n, s in zip(names, sessions, strict=True)}
+    pipes = {n: instruction_mix(s, "pipe") for n, s in zip(names, sessions, strict=True)}
+    figure = stacked(
+        tables, id="instructions-share", title="Instructions by what they do", key="group", value="share", unit="%"
+    )
+
+    def one(session: Session, i: int) -> list[Block]:
+        if tables[names[i]].refused:
+            return [missing(session, "full", "Opcodes were")]
+        return [block("instructions", tables[names[i]], i), block("instructions", pipes[names[i]], i, part="pipes")]
+
+    return Section(
+        id="instructions",
+        title="Instruction mix",
+        lead="Warp instructions executed over the whole step, each distinct launch as often as it ran.",
+        blocks=shown(figure),
+        panels=panels(names, sessions, one),
+    )
+
+
+def ipc(names: Sequence[str], sessions: Sequence[Session]) -> Section:
+    letters = [f"{k}_ipc" for k in SEED_GROUPS]
+    totals = [counters.totals(s) for s in sessions]
+    series = [
+        Series(name="geometric mean of launches (the seed's)", values=[t["ipc"] for t in totals]),
+        Series(name="weighted by active cycles", values=[t["ipc_weighted"] for t in totals]),
+    ]
+    overall = Bars(
+        id="ipc-overall", title="Instructions a cycle, overall", labels=list(names), series=series, unit="IPC"
+    )
+    known = any(v is not None for s in series for v in s.values)
+
+    def one(session: Session, i: int) -> list[Block]:
+        table = ipc_stack(session)
+        if table.refused:
+            return [missing(session, "few", "Cycles and instructions were")]
+        title = "IPC of the kernels with most cycles, by kind of instruction"
+        figure = rows_as_bars(table, id=f"ipc-{i}", title=title, key="kernel", values=letters, unit="IPC", stacked=True)
+        for part in figure.series if figure else []:
+            part.name = part.name.removesuffix(" ipc")
+        return [*shown(_recoloured(figure)), block("ipc", table, i, folded=True)]
+
+    return Section(
+        id="ipc",
+        title="IPC",
+        lead="How many instructions an SM issues a cycle. A high IPC is not speed: layout copies have it too.",
+        blocks=shown(overall if known else None),
+        panels=panels(names, sessions, one),
+    )
+
+
+def _recoloured(figure: Bars | None) -> Bars | None:
+    if figure is None:
+        return None
+    parts = [Series(name=s.name, values=s.values) for s in figure.series if any(s.values)]
+    return Bars(**{**vars(figure), "series": parts}) if parts else None
+
+
+def _counter_section(
+    id: str,
+    title: str,
+    lead: str,
+    values: Sequence[str],
+    unit: str,
+    analyse: Callable[[Session], Table],
+    names: Sequence[str],
+    sessions: Sequence[Session],
+    tier: str = "full",
+) -> Section:
+    """Sessions beside each other overall, then each session class by class."""
+    tables = {n: analyse(s) for n, s in zip(names, sessions, strict=True)}
+    overall = beside(tables, id=f"{id}-overall", title="Over the whole step", row=OVERALL, values=values, unit=unit)
+
+    def one(session: Session, i: int) -> list[Block]:
+        table = tables[names[i]]
+        figure = rows_as_bars(
+            table, id=f"{id}-{i}", title="By class of kernel", key="class", values=values, unit=unit, digits=1
+        )
+        if figure is None:
+            return [missing(session, tier, f"{title}: counters were")]
+        return [figure, block(id, table, i, folded=True)]
+
+    return Section(id=id, title=title, lead=lead, blocks=shown(overall), panels=panels(names, sessions, one))
+
+
+def pipes(names: Sequence[str], sessions: Sequence[Session]) -> Section:
+    lead = "How busy the tensor, FMA and integer pipes were, in percent of their peak over elapsed time."
+    return _counter_section(
+        "pipes", "Pipes", lead, counters.UTILISATION, "%", counters.utilisation, names, sessions, "few"
+    )
+
+
+def caches(names: Sequence[str], sessions: Sequence[Session]) -> Section:
+    state = sessions[0].meta.get("cache_control") or "not recorded"
+    lead = f"Hit rates and DRAM throughput. Cache control while counting: {state}."
+    return _counter_section("caches", "Caches and DRAM", lead, counters.CACHES, "%", counters.caches, names, sessions)
+
+
+def warps(names: Sequence[str], sessions: Sequence[Session]) -> Section:
+    lead = "Warps resident on an SM a cycle with work."
+    return _counter_section("warps", "Warps", lead, ("warps_active",), "warps", counters.warps, names, sessions)
+
+
+def stalls(names: Sequence[str], sessions: Sequence[Session]) -> Section:
+    tables = {n: counters.stalls(s) for n, s in zip(names, sessions, strict=True)}
+    reasons = list(dict.fromkeys(c.name for t in tables.values() for c in t.columns if c.name.startswith("stall_")))[:8]
+    figure = beside(
+        tables, id="stalls-overall", title="Over the whole step", row=OVERALL, values=reasons, unit="warps an issue"
+    )
+    if figure:
+        figure.stacked, figure.caption = True, "The largest eight reasons."
+
+    def one(session: Session, i: int) -> list[Block]:
+        table = tables[names[i]]
+        if table.refused:
+            return [missing(session, "full", "Stall counters were")]
+        return [block("stalls", table, i)]
+
+    return Section(
+        id="stalls",
+        title="Stalls",
+        lead="Why warps waited: stalled warps for each instruction issued.",
+        blocks=shown(figure),
+        panels=panels(names, sessions, one),
+    )
+
+
+def priorities(names: Sequence[str], sessions: Sequence[Session]) -> Section:
+    def one(session: Session, i: int) -> list[Block]:
+        table = priority(session)
+        if table.refused:
+            return [missing(session, "full", "Estimated speed-ups were")]
+        figure = rows_as_bars(
+            table,
+            id=f"priority-{i}",
+            title="Score and honest gain by class of kernel",
+            key="class",
+            values=("score", "gain_ms"),
+            unit="ms",
+        )
+        return [
+            *shown(figure),
+            block("priority", table, i),
+            block("priority", priority(session, "kernel"), i, part="kernels"),
+        ]
+
+    return Section(
+        id="priority",
+        title="Priority scores",
+        lead="The seed's score is duration times estimated speed-up. The honest gain is capped by the kernel's own share.",
+        panels=panels(names, sessions, one),
+    )

@@ -1,0 +1,200 @@
+"""Sections that draw conclusions: coverage, layout ledger, precision audit, roofline, environment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from voxtune.analysis.certificate import certificate
+from voxtune.analysis.ledger import layout_ledger, precision_audit
+from voxtune.analysis.mix import kernel_shares
+from voxtune.analysis.roofline import roofline as roofline_table
+from voxtune.analysis.table import Column, Table
+from voxtune.report.document import Badge, Block, Section, Text
+from voxtune.report.figure import Bars, Point, Roof, Scatter, Series
+from voxtune.report.shape import block, missing, panels, rows_as_bars, shown
+
+if TYPE_CHECKING:
+    from voxtune.profile.session import Session
+
+PARTS = ("layout_ms", "padding_ms", "cast_ms", "copy_ms")
+
+
+def badge(name: str, session: Session) -> Badge:
+    """The certificate as the headline shows it."""
+    extra = certificate(session).extra
+    if extra["covers"]:
+        reasons = [f"counters on at least {extra['threshold_pct']:g} % of step time, every phase seen, set-up left out"]
+        return Badge(label=f"{name}: the whole step is covered", good=True, reasons=reasons)
+    if extra["covers_time"]:
+        return Badge(label=f"{name}: times cover the step, counters do not", good=False, reasons=extra["reasons"])
+    return Badge(label=f"{name}: the step is not covered", good=False, reasons=extra["reasons"])
+
+
+def coverage(names: Sequence[str], sessions: Sequence[Session]) -> Section:
+    def one(session: Session, i: int) -> list[Block]:
+        return [badge(names[i], session), block("coverage", certificate(session), i)]
+
+    return Section(
+        id="coverage",
+        title="Certificate of coverage",
+        lead="What the recording saw of its step. No ratio is drawn between sessions that do not both cover theirs.",
+        panels=panels(names, sessions, one),
+    )
+
+
+def ledger(names: Sequence[str], sessions: Sequence[Session]) -> Section:
+    tables = [layout_ledger(s) for s in sessions]
+    series = [
+        Series(name=p.removesuffix("_ms"), values=[sum(r[p] or 0.0 for r in t.rows) for t in tables]) for p in PARTS
+    ]
+    overall = Bars(
+        id="ledger-all",
+        title="Time spent moving data about",
+        labels=list(names),
+        series=series,
+        unit="ms",
+        stacked=True,
+    )
+
+    def one(session: Session, i: int) -> list[Block]:
+        figure = rows_as_bars(
+            tables[i],
+            id=f"ledger-{i}",
+            title="Charged to the module that caused it",
+            caption="The sixteen that pay most.",
+            key="module",
+            values=PARTS,
+            unit="ms",
+            stacked=True,
+        )
+        for part in figure.series if figure else []:
+            part.name = part.name.removesuffix(" ms")
+        return [*shown(_recoloured(figure)), block("ledger", tables[i], i)]
+
+    return Section(
+        id="ledger",
+        title="Layout ledger",
+        lead="Layout conversions, padding, casts and copies by kernels: work that computes nothing.",
+        blocks=[overall],
+        panels=panels(names, sessions, one),
+    )
+
+
+def _recoloured(figure: Bars | None) -> Bars | None:
+    """Colours by the parts' final names."""
+    if figure is None:
+        return None
+    return Bars(**{**vars(figure), "series": [Series(name=s.name, values=s.values) for s in figure.series]})
+
+
+def precision(names: Sequence[str], sessions: Sequence[Session]) -> Section:
+    tables = [precision_audit(s) for s in sessions]
+    shares = [t.extra["tensor_time_pct"] for t in tables]
+    series = [Series(name="on tensor cores", values=shares, colour="#6f4aa0")]
+    title = "Time of convolutions and products on tensor cores, by counters"
+    figure = Bars(id="precision-all", title=title, labels=list(names), series=series, unit="%", digits=1)
+
+    def one(session: Session, i: int) -> list[Block]:
+        absent = [missing(session, "few", "Tensor-core counters were")] if shares[i] is None else []
+        return [*absent, block("precision", tables[i], i)]
+
+    return Section(
+        id="precision",
+        title="Precision audit",
+        lead="Which convolutions and products really ran on tensor cores. A kernel's name is a claim; a counter is proof.",
+        blocks=shown(figure if any(s is not None for s in shares) else None),
+        panels=panels(names, sessions, one),
+    )
+
+
+def roofline(names: Sequence[str], sessions: Sequence[Session]) -> Section:
+    def one(session: Session, i: int) -> list[Block]:
+        table = roofline_table(session)
+        if table.refused:
+            return [missing(session, "full", "Operation counters were")]
+        figure = _roofline_figure(table, kernel_shares(session, top=10**6), i)
+        tables = [block("roofline", table, i), block("roofline", roofline_table(session, "module"), i, part="modules")]
+        return [*shown(figure), *tables]
+
+    return Section(
+        id="roofline",
+        title="Roofline",
+        lead="Arithmetic against bytes moved, both by counters. A point's area is its time in the step.",
+        panels=panels(names, sessions, one),
+    )
+
+
+def _roofline_figure(table: Table, shares: Table, i: int) -> Scatter | None:
+    classes = {r["kernel"]: r["class"].split(", ")[0] for r in shares.rows}
+    part = {r["kernel"]: r["share"] for r in shares.rows}
+    points = [
+        Point(
+            name=r["kernel"],
+            x=r["intensity"],
+            y=r["tflops"],
+            size=part.get(r["kernel"]) or 0.0,
+            group=classes.get(r["kernel"], "unknown"),
+            detail="" if r["of_roof"] is None else f"{r['of_roof']:.1f} % of the {r['bound']} roof",
+        )
+        for r in table.rows
+        if r["intensity"] and r["tflops"]  # a logarithm has no zero
+    ]
+    if not points:
+        return None
+    return Scatter(
+        id=f"roofline-{i}",
+        title="Kernels under the ceilings of the card",
+        x_title="FLOP a byte",
+        y_title="TFLOP/s",
+        points=points,
+        roofs=_roofs(table.extra.get("ceilings")),
+        size_title="share of kernel time, %",
+    )
+
+
+def _roofs(ceilings: dict[str, Any] | None) -> list[Roof]:
+    if not ceilings:
+        return []
+    flat = [
+        Roof(name=f"{name} {ceilings[key]:g} TFLOP/s", flat=ceilings[key])
+        for key, name in (("fp32", "FP32"), ("tf32", "TF32"), ("half", "BF16"))
+        if ceilings.get(key)
+    ]
+    return [*flat, Roof(name="DRAM", per_x=ceilings["bandwidth_gbs"] / 1e3)]
+
+
+def environment(names: Sequence[str], sessions: Sequence[Session]) -> Section:
+    """Everything the sessions say about where they come from, side by side."""
+    facts = [_flat({k: v for k, v in s.meta.items() if k not in ("format", "version")}) for s in sessions]
+    keys = list(dict.fromkeys(k for f in facts for k in f))
+    columns = [Column("what", kind="text"), *(Column(n, kind="text") for n in names)]
+    rows: list[dict[str, Any]] = [{"what": k, **{n: f.get(k) for n, f in zip(names, facts, strict=True)}} for k in keys]
+    return Section(
+        id="environment",
+        title="Environment",
+        lead="Where the recordings come from.",
+        blocks=[block("environment", Table("Provenance", columns, rows)), *_differences(keys, facts)],
+    )
+
+
+def _flat(meta: dict[str, Any], prefix: str = "") -> dict[str, str | None]:
+    out: dict[str, str | None] = {}
+    for key, value in meta.items():
+        if isinstance(value, dict):
+            out |= _flat(value, f"{prefix}{key}.")
+        elif value is None or isinstance(value, str):
+            out[f"{prefix}{key}"] = value
+        else:
+            out[f"{prefix}{key}"] = json.dumps(value, default=str)
+    return out
+
+
+def _differences(keys: list[str], facts: list[dict[str, str | None]]) -> list[Block]:
+    """Sessions of different machines or versions are compared all the same, but not in silence."""
+    unlike = [k for k in keys if k.startswith("environment.") and len({f.get(k) for f in facts}) > 1]
+    if not unlike:
+        return []
+    names = ", ".join(k.removeprefix("environment.") for k in unlike)
+    return [Text(text=f"These sessions differ in: {names}. Read comparisons with that in mind.", tone="bad")]

@@ -1,0 +1,145 @@
+"""Sessions to a document: every section in reading order. All numbers come from the analysis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from voxtune.analysis.certificate import certify
+from voxtune.analysis.certificate import window as cut
+from voxtune.analysis.frame import labels
+from voxtune.analysis.step import step_totals
+from voxtune.errors import InputError
+from voxtune.report import about_comparison, about_counters, about_findings, about_step
+from voxtune.report.document import Document, Fact, Section
+from voxtune.report.numbers import MISSING, number
+
+if TYPE_CHECKING:
+    from voxtune.profile.session import Session
+
+Make = Callable[[Sequence[str], Sequence["Session"]], Section]
+
+# What is said of each session.
+OF_EACH: tuple[Make, ...] = (
+    about_step.step_time,
+    about_step.mix,
+    about_step.phases,
+    about_step.modules,
+    about_step.timeline,
+    about_findings.ledger,
+    about_findings.precision,
+    about_step.memory,
+    about_findings.roofline,
+    about_counters.instructions,
+    about_counters.ipc,
+    about_counters.pipes,
+    about_counters.caches,
+    about_counters.warps,
+    about_counters.stalls,
+    about_counters.priorities,
+    about_step.components,
+)
+# What is said of sessions together: of whole steps only, so without the windows cut out of them.
+TOGETHER: tuple[Make, ...] = (
+    about_comparison.comparison,
+    about_comparison.windows,
+    about_comparison.study,
+    about_comparison.advice,
+    about_findings.coverage,
+    about_findings.environment,
+)
+
+
+def build(sessions: Sequence[Session], *, window: str | None = None) -> Document:
+    """With `window` (such as seed), each session is followed by what that profiling window would have seen of it."""
+    if not sessions:
+        raise InputError("no session to report on; record one with voxtune profile")
+    whole, names = list(sessions), labels(sessions)
+    if window is not None:
+        sessions = [view for s in whole for view in (s, _windowed(s, window))]
+    every = labels(sessions)
+    sections = [make(every, sessions) for make in OF_EACH] + [make(names, whole) for make in TOGETHER]
+    return Document(
+        title=_title(sessions),
+        subtitle=_subtitle(sessions),
+        facts=_facts(whole),
+        badges=[about_findings.badge(n, s) for n, s in zip(every, sessions, strict=True)],
+        sections=sections,
+    )
+
+
+def _windowed(session: Session, name: str) -> Session:
+    part = cut(session, name)
+    part.meta["name"] = f"{session.name}, {name}'s window"
+    return part
+
+
+def _values(sessions: Sequence[Session], read: Callable[[dict[str, Any]], Any]) -> list[str]:
+    found = (read(s.meta) for s in sessions)
+    return list(dict.fromkeys(str(v) for v in found if v not in (None, "")))
+
+
+def _environment(sessions: Sequence[Session], key: str) -> list[str]:
+    return _values(sessions, lambda meta: meta["environment"].get(key))
+
+
+def _title(sessions: Sequence[Session]) -> str:
+    work = " and ".join(_values(sessions, lambda m: m.get("workload") or m["name"]))
+    modes = " and ".join(
+        _values(sessions, lambda m: {"train": "training", "sample": "sampling"}.get(m["mode"], m["mode"]))
+    )
+    return f"{work}: {modes} step"
+
+
+def _subtitle(sessions: Sequence[Session]) -> str:
+    gpus = " and ".join(_environment(sessions, "gpu")) or "a CPU"
+    sizes = " and ".join(_values(sessions, lambda m: _size(m.get("size"))))
+    versions = [
+        f"{label} {' and '.join(found)}"
+        for key, label in (("torch", "PyTorch"), ("cuda", "CUDA"), ("cudnn", "cuDNN"))
+        if (found := _environment(sessions, key))
+    ]
+    created = sorted(_values(sessions, lambda m: str(m.get("created") or "")[:10]))
+    parts = [f"{len(sessions)} recorded configuration{'s' if len(sessions) > 1 else ''} on {gpus}"]
+    parts += [sizes] if sizes else []
+    parts += [", ".join(versions)] if versions else []
+    parts += (
+        [f"recorded {created[0]}" if created[0] == created[-1] else f"recorded {created[0]} to {created[-1]}"]
+        if created
+        else []
+    )
+    return "; ".join(parts) + "."
+
+
+def _size(size: Any) -> str | None:
+    return " × ".join(str(v) for v in size) if isinstance(size, list) and size else None
+
+
+def _facts(sessions: Sequence[Session]) -> list[Fact]:
+    """The fastest and the slowest, what one step launches, what counters saw of it, the peak of memory."""
+    table = step_totals(sessions)
+    timed = sorted((r for r in table.rows if r["wall_ms"] is not None), key=lambda r: r["wall_ms"])
+    facts = [_wall("Fastest step" if len(timed) > 1 else "Step", timed[0])] if timed else []
+    if len(timed) > 1:
+        facts.append(_wall("Slowest step", timed[-1]))
+    launches = sorted({r["launches"] for r in table.rows})
+    facts.append(Fact(label="Launches a step", value=_range(launches, 0)))
+    covered = [certify(s).few_time_pct for s in sessions]
+    facts.append(
+        Fact(
+            label="Counters cover", value=f"{_range(sorted({round(c, 1) for c in covered}), 1)} %", note="of step time"
+        )
+    )
+    peaks = sorted({r["peak_gib"] for r in table.rows if r["peak_gib"] is not None})
+    facts.append(Fact(label="Peak memory", value=f"{_range([float(p) for p in peaks], 1)} GiB" if peaks else MISSING))
+    return facts
+
+
+def _wall(label: str, row: dict[str, Any]) -> Fact:
+    spread = "" if row["spread_pct"] is None else f" ± {number(row['spread_pct'], 1)} %"
+    return Fact(label=label, value=f"{number(row['wall_ms'], 1)} ms", note=f"{row['session']}{spread}")
+
+
+def _range(values: Sequence[float | int], digits: int) -> str:
+    ends = list(dict.fromkeys(number(v, digits) for v in (values[0], values[-1])))
+    return " to ".join(ends)

@@ -1,0 +1,98 @@
+"""A document on the console: its headline, then every table; figures are left to the page and to SVG."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from voxtune.report.document import Badge, Block, Document, Section, TableBlock, Text
+from voxtune.report.numbers import cell, clip, heading
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from voxtune.analysis.table import Table
+
+ROWS = 12
+NAME_WIDTH = 60
+
+
+def print_document(document: Document, console: Console, *, rows: int = ROWS) -> None:
+    from rich.text import Text as Line
+
+    console.print(Line(document.title, style="bold"))
+    console.print(Line(document.subtitle, style="dim"))
+    for fact in document.facts:
+        console.print(Line(f"  {fact.label}: {fact.value}" + (f" ({fact.note})" if fact.note else "")))
+    for badge in document.badges:
+        _print_badge(badge, console)
+    for section in document.sections:
+        _print_section(section, console, rows)
+
+
+def print_table(table: Table, console: Console, *, rows: int = ROWS) -> None:
+    """Names enter as plain text: what looks like markup in a kernel's name stays text."""
+    from rich.table import Table as Grid
+    from rich.text import Text as Line
+
+    if table.refused:
+        console.print(Line(f"{table.title}: refused: {table.refused}", style="red"))
+    elif not table.rows:
+        console.print(Line(f"{table.title}: nothing to show", style="dim"))
+    else:
+        grid = Grid(title=Line(table.title, style="bold"), title_justify="left", box=None, pad_edge=False)
+        for column in table.columns:
+            text = column.kind in ("text", "bool")
+            grid.add_column(
+                Line(", ".join(h for h in heading(column) if h)),
+                justify="left" if text else "right",
+                overflow="fold",
+                header_style="dim",
+            )
+        for row in table.rows[:rows]:
+            grid.add_row(*(Line(_printable(clip(cell(row[c.name], c), NAME_WIDTH))) for c in table.columns))
+        console.print(grid)
+        if len(table.rows) > rows:
+            console.print(Line(f"  and {len(table.rows) - rows} rows more", style="dim"))
+    for note in table.notes:
+        console.print(Line(f"  {_printable(note)}", style="dim"))
+
+
+def _print_section(section: Section, console: Console, rows: int) -> None:
+    from rich.text import Text as Line
+
+    console.print()
+    console.rule(Line(section.title, style="bold"), align="left", style="dim")
+    for block in section.blocks:
+        _print_block(block, console, rows)
+    for panel in section.panels:
+        if len(section.panels) > 1:
+            console.print(Line(panel.label, style="bold underline"))
+        for block in panel.blocks:
+            _print_block(block, console, rows)
+
+
+def _print_block(block: Block, console: Console, rows: int) -> None:
+    from rich.text import Text as Line
+
+    if isinstance(block, TableBlock):
+        print_table(block.table, console, rows=rows)
+    elif isinstance(block, Badge):
+        _print_badge(block, console)
+    elif isinstance(block, Text):
+        style = {"good": "green", "bad": "red", "missing": "dim"}.get(block.tone, "")
+        console.print(Line(_printable(block.text), style=style))
+
+
+def _print_badge(badge: Badge, console: Console) -> None:
+    from rich.text import Text as Line
+
+    mark = "✓" if badge.good else "✗"
+    console.print(Line(f"  {mark} {_printable(badge.label)}", style="green" if badge.good else "red"))
+    if not badge.good:
+        for reason in badge.reasons:
+            console.print(Line(f"      {_printable(reason)}"))
+
+
+def _printable(text: str) -> str:
+    """Control characters of a hostile name must not reach the terminal."""
+    return "".join(c if c.isprintable() else "�" for c in text)

@@ -1,0 +1,149 @@
+"""From an analysis' table to a figure: which column is the label, which the colour, which the length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from voxtune.profile.classify import CLASSES
+from voxtune.report.document import Block, Panel, TableBlock, Text
+from voxtune.report.figure import Bars, Figure, Series
+
+if TYPE_CHECKING:
+    from voxtune.analysis.table import Table
+    from voxtune.profile.session import Session
+
+# Work first, what surrounds it after: the order in which stacked bars and their keys read best.
+ORDER = (
+    *(c for c in CLASSES if c.startswith("conv")),
+    *(c for c in CLASSES if not c.startswith("conv") and c != "unknown"),
+    "unknown",
+)
+
+LABELS = {
+    "tensor_pct": "tensor pipes",
+    "fma_pct": "FMA pipes (CUDA cores)",
+    "alu_pct": "integer and logic pipes",
+    "sm_pct": "SM throughput",
+    "memory_pct": "memory throughput",
+    "l1_hit_pct": "L1 hit rate",
+    "l2_hit_pct": "L2 hit rate",
+    "dram_pct": "DRAM throughput",
+    "warps_active": "active warps an SM",
+    "occupancy_pct": "occupancy",
+    "ipc": "IPC",
+}
+
+
+def label(column: str) -> str:
+    return LABELS.get(column) or column.removeprefix("stall_").replace("_", " ")
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Kernel classes in their standing order, others behind them as they came."""
+    place = {name: i for i, name in enumerate(ORDER)}
+    return sorted(dict.fromkeys(names), key=lambda n: place.get(n, len(place)))
+
+
+def stacked(
+    tables: dict[str, Table],
+    *,
+    id: str,
+    title: str,
+    key: str,
+    value: str,
+    unit: str,
+    caption: str = "",
+    digits: int = 1,
+) -> Bars | None:
+    """A bar a session, split by the table's `key`. None when no session has the data."""
+    known = {name: t for name, t in tables.items() if not t.refused and t.rows}
+    if not known:
+        return None
+    sums = {name: _sums(t, key, value) for name, t in known.items()}
+    parts = in_order(p for s in sums.values() for p in s)
+    # A session without the data has no bar; one without that part has a part of no length.
+    series = [Series(name=p, values=[sums[n].get(p, 0.0) if n in sums else None for n in tables]) for p in parts]
+    return Bars(
+        id=id, title=title, caption=caption, labels=list(tables), series=series, unit=unit, digits=digits, stacked=True
+    )
+
+
+def _sums(table: Table, key: str, value: str) -> dict[str, float]:
+    out: dict[str, float] = {}
+    for row in table.rows:
+        if row[value] is not None:
+            name = str(row[key] or "other")
+            out[name] = out.get(name, 0.0) + row[value]
+    return out
+
+
+def beside(
+    tables: dict[str, Table],
+    *,
+    id: str,
+    title: str,
+    row: dict[str, Any],
+    values: Sequence[str],
+    unit: str,
+    caption: str = "",
+    digits: int = 1,
+) -> Bars | None:
+    """A group of bars a session: the `values` of its one row that matches `row`."""
+    cells = {name: _cells(t, row) for name, t in tables.items()}
+    series = [Series(name=label(v), values=[cells[n].get(v) for n in tables]) for v in values]
+    if all(v is None for s in series for v in s.values):
+        return None
+    return Bars(id=id, title=title, caption=caption, labels=list(tables), series=series, unit=unit, digits=digits)
+
+
+def _cells(table: Table, match: dict[str, Any]) -> dict[str, Any]:
+    found = [r for r in table.rows if all(r[k] == v for k, v in match.items())]
+    return found[0] if found and not table.refused else {}
+
+
+def rows_as_bars(
+    table: Table,
+    *,
+    id: str,
+    title: str,
+    key: str,
+    values: Sequence[str],
+    unit: str,
+    caption: str = "",
+    digits: int = 2,
+    stacked: bool = False,
+    top: int = 16,
+) -> Bars | None:
+    """A label a row of one table."""
+    rows = [r for r in table.rows if any(r[v] is not None for v in values)][:top]
+    if table.refused or not rows:
+        return None
+    series = [Series(name=label(v), values=[r[v] for r in rows]) for v in values]
+    labels = [str(r[key] or "outside any module") for r in rows]
+    return Bars(
+        id=id, title=title, caption=caption, labels=labels, series=series, unit=unit, digits=digits, stacked=stacked
+    )
+
+
+def block(section: str, table: Table, place: int = 0, *, folded: bool = False, part: str = "table") -> TableBlock:
+    return TableBlock(id=f"{section}-{part}-{place}", table=table, folded=folded)
+
+
+def shown(*found: Figure | None) -> list[Block]:
+    return [f for f in found if f is not None]
+
+
+def panels(
+    names: Sequence[str], sessions: Sequence[Session], make: Callable[[Session, int], list[Block]]
+) -> list[Panel]:
+    """What `make` shows for each session."""
+    return [Panel(label=n, blocks=make(s, i)) for i, (n, s) in enumerate(zip(names, sessions, strict=True))]
+
+
+def missing(session: Session, tier: str, what: str) -> Text:
+    """Says that something was not recorded, and why."""
+    state = session.meta["tiers"].get(tier) or {}
+    why = state.get("why") if isinstance(state, dict) else None
+    reason = f": {why}" if why else " in this session"
+    return Text(text=f"{what} not recorded{reason}. Missing is not zero; nothing is drawn.", tone="missing")

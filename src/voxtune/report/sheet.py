@@ -1,0 +1,123 @@
+"""A sheet to draw SVG on: shapes, escaped text, axes. For documents, so in light colours on no background."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from xml.sax.saxutils import escape, quoteattr
+
+INK, MUTED, LINE, HAIR = "#16191d", "#5c636c", "#dfe3e8", "#edf0f3"
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', sans-serif"
+CHARACTER = 7.0  # a generous mean width at 12 px
+_FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+class Sheet:
+    def __init__(self, width: float = 760):
+        self.width = width
+        self.parts: list[str] = []
+
+    def rect(
+        self, x: float, y: float, width: float, height: float, fill: str, *, tip: str = "", edge: str = ""
+    ) -> None:
+        inner = f"<title>{clean(tip)}</title>" if tip else ""
+        stroke = f' stroke="{edge}"' if edge else ""
+        shape = (
+            f'x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{max(height, 0):.2f}" fill="{fill}"{stroke}'
+        )
+        self.parts.append(f"<rect {shape}>{inner}</rect>" if inner else f"<rect {shape}/>")
+
+    def circle(self, x: float, y: float, radius: float, fill: str, *, tip: str = "") -> None:
+        shape = f'cx="{x:.2f}" cy="{y:.2f}" r="{radius:.2f}" fill="{fill}" fill-opacity="0.82"'
+        self.parts.append(f'<circle {shape} stroke="#fff"><title>{clean(tip)}</title></circle>')
+
+    def line(
+        self, x1: float, y1: float, x2: float, y2: float, *, stroke: str = LINE, width: float = 1, dash: str = ""
+    ) -> None:
+        dashes = f' stroke-dasharray="{dash}"' if dash else ""
+        ends = f'x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}"'
+        self.parts.append(f'<line {ends} stroke="{stroke}" stroke-width="{width}"{dashes}/>')
+
+    def polygon(self, points: Iterable[tuple[float, float]], fill: str) -> None:
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self.parts.append(f'<polygon points="{path}" fill="{fill}"/>')
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        *,
+        anchor: str = "start",
+        size: float = 12,
+        fill: str = INK,
+        bold: bool = False,
+        turn: bool = False,
+    ) -> None:
+        weight = ' font-weight="600"' if bold else ""
+        turned = f' transform="rotate(-90 {x:.1f} {y:.1f})"' if turn else ""
+        style = f'text-anchor="{anchor}" font-size="{size}" fill="{fill}"{weight}{turned}'
+        self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}" {style}>{clean(text)}</text>')
+
+    def heading(self, title: str, items: Iterable[tuple[str, str]] = ()) -> float:
+        """The title and, below it, the key to the colours; gives the y where the drawing starts."""
+        self.text(0, 16, title, size=14, bold=True)
+        x, y = 0.0, 38.0
+        shown = list(items)
+        for name, colour in shown:
+            room = 26 + len(name) * CHARACTER
+            if x and x + room > self.width:
+                x, y = 0.0, y + 18
+            self.rect(x, y - 9, 10, 10, colour)
+            self.text(x + 15, y, name, fill=MUTED)
+            x += room
+        return y + 12 if shown else 30.0
+
+    def finish(self, height: float, title: str) -> str:
+        body = "\n".join(self.parts)
+        label = quoteattr(_FORBIDDEN.sub("�", title))
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:.0f}" height="{height:.0f}" '
+            f'viewBox="0 0 {self.width:.0f} {height:.0f}" role="img" aria-label={label} '
+            f'font-family="{FONT}">\n<title>{clean(title)}</title>\n{body}\n</svg>\n'
+        )
+
+
+def clean(text: str) -> str:
+    """Text that is safe inside any XML: markup escaped, characters that XML forbids replaced."""
+    return escape(_FORBIDDEN.sub("�", text))
+
+
+def linear_ticks(top: float, count: int = 6) -> list[float]:
+    """Round values from 0 to `top`."""
+    if top <= 0:
+        return [0.0]
+    rough = top / count
+    size = 10.0 ** math.floor(math.log10(rough))
+    step = next(s * size for s in (1, 2, 2.5, 5, 10) if s * size >= rough)
+    return [i * step for i in range(int(top / step + 1e-9) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    return [10.0**e for e in range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1)]
+
+
+def x_axis(
+    sheet: Sheet, ticks: list[float], place: Callable[[float], float], top: float, bottom: float, name: str
+) -> None:
+    for tick in ticks:
+        sheet.line(place(tick), top, place(tick), bottom, stroke=HAIR)
+        sheet.text(place(tick), bottom + 15, f"{tick:g}", anchor="middle", size=11, fill=MUTED)
+    middle = (place(ticks[0]) + place(ticks[-1])) / 2
+    sheet.text(middle, bottom + 32, name, anchor="middle", size=11, fill=MUTED)
+
+
+def y_axis(
+    sheet: Sheet, ticks: list[float], place: Callable[[float], float], left: float, right: float, name: str
+) -> None:
+    for tick in ticks:
+        sheet.line(left, place(tick), right, place(tick), stroke=HAIR)
+        sheet.text(left - 6, place(tick) + 4, f"{tick:g}", anchor="end", size=11, fill=MUTED)
+    middle = (place(ticks[0]) + place(ticks[-1])) / 2
+    sheet.text(12, middle, name, anchor="middle", size=11, fill=MUTED, turn=True)

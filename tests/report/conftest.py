@@ -1,0 +1,78 @@
+"""A headless Chromium that opens local files only and reports every request, error and message of the page."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FLAGS = [
+    "--no-sandbox",
+    "--headless=new",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+MISSING = "no Chromium: run .ci/browser, or set VOXTUNE_CHROMIUM to the program"
+
+
+@dataclass
+class Opened:
+    """A page with what it said and asked for while it was open."""
+
+    page: Any
+    requests: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+def chromium() -> str | None:
+    named = os.environ.get("VOXTUNE_CHROMIUM")
+    names = [named] if named else ["chromium", "chromium-browser", "google-chrome"]
+    return next((found for n in names if (found := shutil.which(n))), None)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    program = chromium()
+    if program is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail(MISSING)
+        pytest.skip(MISSING)
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=program, args=FLAGS)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Callable[..., Opened]]:
+    contexts = []
+
+    def open_it(path: Path, *, width: int = 1280, scheme: str = "light", wait: str = "complete") -> Opened:
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+        opened = Opened(page)
+        # Nothing but the file itself may be fetched; what is tried is counted and stopped.
+        page.route("**/*", lambda route: route.continue_() if route.request.url.startswith("file:") else route.abort())
+        page.on("request", lambda request: opened.requests.append(request.url))
+        page.on("pageerror", lambda error: opened.errors.append(str(error)))
+        page.on("console", lambda m: opened.errors.append(m.text) if m.type in ("error", "warning") else None)
+        page.on("dialog", lambda dialog: (opened.errors.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.goto(path.as_uri())
+        page.wait_for_selector(f"html[data-{wait}]", timeout=20_000)
+        return opened
+
+    yield open_it
+    for context in contexts:
+        context.close()
