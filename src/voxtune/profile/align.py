@@ -60,7 +60,8 @@ def costliest(launches: Sequence[tuple[Hashable, float]], share: float) -> list[
     for what, time in launches:
         total[what] = total.get(what, 0.0) + time
     ranked = sorted(total, key=lambda k: -total[k])
-    goal, reached, chosen = share * sum(total.values()), 0.0, []
+    goal, reached = share * sum(total.values()), 0.0
+    chosen: list[Hashable] = []
     for what in ranked:
         if reached >= goal and chosen:
             break
@@ -84,15 +85,13 @@ def choose_operators(
     for number, group in sorted(of_operator.items(), key=lambda kv: (len(kv[1]), sum(t for _, t in kv[1]))):
         for what, _ in group:
             cheapest.setdefault(what, number)
-    rounds, taken, seen = [], set(), set()
+    rounds: list[list[int]] = []
+    seen: set[Hashable] = set()
     for share in shares:
-        chosen = []
+        chosen: list[int] = []
         for what in costliest(launches, share):
-            number = cheapest.get(what)
-            if what in seen or number is None or number in taken:
-                continue
-            chosen.append(number)
-            taken.add(number)
-            seen.update(w for w, _ in of_operator[number])
+            if what in cheapest and what not in seen:
+                chosen.append(cheapest[what])
+                seen.update(w for w, _ in of_operator[cheapest[what]])
         rounds.append(sorted(chosen))
     return rounds

@@ -132,7 +132,9 @@ class Teller:
 
     def _first_backward(self, step: int) -> float:
         bounds = self.trace.steps[step]
-        starts = [o.start for o in self.trace.operators if o.name.startswith(NODE) and bounds.start <= o.start <= bounds.end]
+        starts = [
+            o.start for o in self.trace.operators if o.name.startswith(NODE) and bounds.start <= o.start <= bounds.end
+        ]
         return min(starts, default=float("inf"))
 
     def _accumulation_causes(self) -> dict[int, Span]:

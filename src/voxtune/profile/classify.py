@@ -74,7 +74,10 @@ def _rules(*rules: tuple[str, str]) -> tuple[tuple[str, re.Pattern[str]], ...]:
 
 # Helpers that libraries launch inside a convolution or a product: their own name outranks the operator.
 _MOVEMENT = _rules(
-    ("layout", r"nchwToNhwc|nhwcToNchw|ncdhwToNdhwc|ndhwcToNcdhw|convertTensor|nhwc_to_nchw|nchw_to_nhwc|tensorTransform"),
+    (
+        "layout",
+        r"nchwToNhwc|nhwcToNchw|ncdhwToNdhwc|ndhwcToNcdhw|convertTensor|nhwc_to_nchw|nchw_to_nhwc|tensorTransform",
+    ),
     ("padding", r"AddPadding|RemovePadding|constant_pad_nd|(?i:\bpad(ding)?_kernel)"),
     ("elementwise", r"setTensor\w*_kernel|scalePackedTensor|op_tensor_kernel"),
     ("cast", r"direct_copy_kernel.*(LoadWithCast|StoreWithCast)|(bfloat16|float16|float8)_copy_kernel"),
@@ -92,7 +95,10 @@ _OPERATORS = _rules(
     ("copy", r"aten::(copy_|_to_copy|clone|contiguous|_copy_from)$"),
     ("reduce", r"aten::(sum|mean|amax|amin|max|min|prod|norm|linalg_vector_norm|all|any|argmax|cumsum|cumprod)$"),
     ("host", r"^(autograd::engine|torch::autograd::|\w+Backward\d*$|Optimizer\.|CompiledFunction|Torch-Compiled)"),
-    ("host", r"aten::(empty\w*|resize_?|view|_unsafe_view|reshape|as_strided|t|transpose|permute|expand|select|slice)$"),
+    (
+        "host",
+        r"aten::(empty\w*|resize_?|view|_unsafe_view|reshape|as_strided|t|transpose|permute|expand|select|slice)$",
+    ),
     ("host", r"aten::(unsqueeze|squeeze|detach|alias|lift_fresh|set_|is_\w+|item|_local_scalar_dense|narrow|chunk)$"),
     ("host", r"^(detach|aten::(split|unbind|flatten|unflatten|view_as|to|result_type|zeros|zeros_like|ones|full\w*))$"),
     ("elementwise", r"aten::(add|sub|mul|div|neg|abs|sgn|sign|sqrt|rsqrt|exp|log|sin|cos|tanh|sigmoid|pow|square)_?$"),
@@ -106,7 +112,10 @@ _NAMES = _rules(
     ("triton", r"^(triton_|voxtune_)"),
     ("attention", r"sdpa|flash|fmha"),
     ("convolution", r"wgrad|dgrad|fprop|convolve|scudnn|implicit_gemm|[Cc]onv(olution)?[123N]?[dD]|conv_depthwise"),
-    ("norm", r"RowwiseMoments|GroupNorm|LayerNorm|layer_norm|ComputeFusedParams|GammaBeta|InternalGradients|batch_norm"),
+    (
+        "norm",
+        r"RowwiseMoments|GroupNorm|LayerNorm|layer_norm|ComputeFusedParams|GammaBeta|InternalGradients|batch_norm",
+    ),
     ("norm", r"ComputeBackwardFusedParams|cunn_.*Norm|instance_norm"),
     ("attention", r"[Ss]oft[Mm]ax|attention"),
     ("matmul", r"gemm|cutlass|nvjet|gemv|splitKreduce|xmma|cublas|dot_kernel|reduce_1Block"),

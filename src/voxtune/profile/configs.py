@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ class StepConfig:
         if self.channels_last:
             for parameter in network.parameters():
                 parameter.data = self.place(parameter.data)
-        return torch.compile(network, dynamic=False) if self.compile else network
+        return cast(nn.Module, torch.compile(network, dynamic=False)) if self.compile else network
 
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -77,8 +77,13 @@ def parse_configs(text: str) -> list[StepConfig]:
 
 
 # Where PyTorch from 2.9 on keeps each precision; the parent's counts where a child says "none".
-_PRECISIONS = (("cuda", "matmul"), ("cudnn", "conv"), ("cudnn", "rnn"))
-_PARENTS = {("cuda", "matmul"): ((),), ("cudnn", "conv"): (("cudnn",), ()), ("cudnn", "rnn"): (("cudnn",), ())}
+_Place = tuple[str, ...]
+_PRECISIONS: tuple[_Place, ...] = (("cuda", "matmul"), ("cudnn", "conv"), ("cudnn", "rnn"))
+_PARENTS: dict[_Place, tuple[_Place, ...]] = {
+    ("cuda", "matmul"): ((),),
+    ("cudnn", "conv"): (("cudnn",), ()),
+    ("cudnn", "rnn"): (("cudnn",), ()),
+}
 
 
 @contextmanager
@@ -106,16 +111,15 @@ def _set_tf32(on: bool) -> None:
 
     From 2.9 on, reading an old flag after a new one was set differently raises: so the new are touched last and least.
     """
-    for backend in (torch.backends.cuda.matmul, torch.backends.cudnn):
+    for place in (("cuda", "matmul"), ("cudnn",)):
         try:
-            backend.allow_tf32 = on
+            _backend(place).allow_tf32 = on
         except RuntimeError:  # someone mixed both kinds before us: only the new kind can be set
             continue
-    wanted = "tf32" if on else "ieee"
-    for place in _PRECISIONS:
-        told = _effective(place)
+    for where in _PRECISIONS:
+        told = _effective(where)
         if told is not None and (told == "tf32") != on:
-            _backend(place).fp32_precision = wanted
+            _backend(where).fp32_precision = "tf32" if on else "ieee"
 
 
 def _effective(place: tuple[str, ...]) -> str | None:

@@ -57,7 +57,12 @@ def clocks(device: torch.device) -> dict[str, Any] | None:
 
 def smi(device: torch.device) -> dict[str, str]:
     """What nvidia-smi says; nothing where it is missing."""
-    command = ["nvidia-smi", f"--id={device.index or 0}", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
+    command = [
+        "nvidia-smi",
+        f"--id={device.index or 0}",
+        f"--query-gpu={','.join(_QUERY)}",
+        "--format=csv,noheader,nounits",
+    ]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -68,9 +68,7 @@ def peak_bytes(rows: list[dict[str, Any]]) -> int | None:
     return int(max(totals.values())) if totals else None
 
 
-def _categories(
-    events: list[Allocation], after: Holders, phase: Callable[[Span | None, float], str]
-) -> dict[int, str]:
+def _categories(events: list[Allocation], after: Holders, phase: Callable[[Span | None, float], str]) -> dict[int, str]:
     """Position of each taking event -> what it is for."""
     given_back: dict[int, int] = {}
     open_at: dict[int, int] = {}

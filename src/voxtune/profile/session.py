@@ -126,8 +126,7 @@ def _read_table(path: Path, table: str) -> pd.DataFrame:
         raise InputError(f"{path}: column {missing[0]!r} is missing; the session is damaged or of another version")
     with _reporting(path, (pa.ArrowException, ValueError, TypeError, OverflowError)):
         cast = arrow.select(names).cast(_arrow_schema(table))
-        rows = cast.to_pandas(types_mapper=_types_mapper())
-    return rows
+        return cast.to_pandas(types_mapper=_types_mapper())
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def find_target(text: str, size: tuple[int, ...] | None = None) -> Target:
     """A workload's name, else the path of a model; `size` in place of its own."""
     if text in WORKLOADS or not Path(text).exists():
         found = workload(text)
-        diffusion = DiffusionConfig(schedule=found.schedule, steps=found.steps)  # type: ignore[arg-type]
+        diffusion = DiffusionConfig(schedule=found.schedule, steps=found.steps)
         target = Target(name=found.name, network=found.network, size=size or found.size, diffusion=diffusion)
     else:
         from voxtune.runtime.storage import load

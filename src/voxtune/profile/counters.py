@@ -1,0 +1,147 @@
+"""Carries counters from Nsight Compute's launches to the launches of the census.
+
+The few counters were read on every launch of one step: they are carried launch by launch, in order. The full set was
+read once for each distinct launch: it is carried to all its likes. What does not match stays null and is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from voxtune.profile.align import Key, align, launch_key
+from voxtune.profile.ncucsv import CountedLaunch
+from voxtune.profile.session import Session, frame
+
+Identity = tuple[str, str, str]
+
+
+@dataclass
+class Carried:
+    """How much of what was read found its place."""
+
+    read: int
+    matched: int
+    launches: int
+    time_share: float
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "read": self.read,
+            "matched": self.matched,
+            "launches": self.launches,
+            "time_share": round(self.time_share, 5),
+        }
+
+
+def kernel_rows(session: Session, step: int) -> pd.DataFrame:
+    launches = session.launches
+    return launches[(launches["step"] == step) & (launches["kind"] == "kernel")]
+
+
+def keys(rows: pd.DataFrame) -> list[Key]:
+    return [
+        launch_key(name, None if pd.isna(grid) else grid, None if pd.isna(block) else block)
+        for name, grid, block in zip(rows["name"], rows["grid"], rows["block"], strict=True)
+    ]
+
+
+def carry_few(session: Session, counted: Sequence[CountedLaunch]) -> tuple[Carried, dict[int, Identity]]:
+    """Fills the few counters in place. Also gives, for each matched row, what Nsight Compute calls that launch."""
+    called: dict[int, Identity] = {}
+    for step in sorted(set(session.launches["step"].dropna())):
+        rows = kernel_rows(session, step)
+        places = align(keys(rows), [c.key for c in counted])
+        matched = {row: counted[place] for row, place in zip(rows.index, places, strict=True) if place is not None}
+        _write(session.launches, matched, tier="few")
+        called |= {row: launch.identity for row, launch in matched.items()}
+    return _carried(session, len(counted), called), called
+
+
+def carry_full(
+    session: Session, counted: Sequence[CountedLaunch], called: dict[int, Identity]
+) -> tuple[Carried, dict[int, CountedLaunch]]:
+    """Fills the full counters in place, on each launch exactly like one that was read."""
+    by_identity: dict[Identity, CountedLaunch] = {}
+    for launch in counted:
+        by_identity.setdefault(launch.identity, launch)
+    names = called or _names_by_key(session, counted)
+    matched = {row: by_identity[name] for row, name in names.items() if name in by_identity}
+    _write(session.launches, matched, tier="full")
+    return _carried(session, len(counted), matched), matched
+
+
+def carry_opcodes(session: Session, matched: dict[int, CountedLaunch]) -> None:
+    """The opcode table, under the census's own names."""
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row, launch in matched.items():
+        name, grid, block = session.launches.loc[row, ["name", "grid", "block"]]
+        for opcode, executed in launch.opcodes.items():
+            told = {"name": name, "grid": grid, "block": block, "opcode": opcode, "executed": executed}
+            rows.setdefault((name, grid, block, opcode), told)
+    session.opcodes = frame(list(rows.values()), "opcodes")
+
+
+def _names_by_key(session: Session, counted: Sequence[CountedLaunch]) -> dict[int, Identity]:
+    """Without the few counters' order: only where function, grid and block leave no choice on either side."""
+    ours: dict[Key, set[str]] = {}
+    kernels = session.launches[session.launches["kind"] == "kernel"]
+    of_row = dict(zip(kernels.index, keys(kernels), strict=True))
+    for row, key in of_row.items():
+        ours.setdefault(key, set()).add(kernels.loc[row, "name"])
+    theirs: dict[Key, set[Identity]] = {}
+    for launch in counted:
+        theirs.setdefault(launch.key, set()).add(launch.identity)
+    return {
+        row: next(iter(theirs[key]))
+        for row, key in of_row.items()
+        if len(ours[key]) == 1 and len(theirs.get(key, ())) == 1
+    }
+
+
+def _write(launches: pd.DataFrame, matched: dict[int, CountedLaunch], *, tier: str) -> None:
+    columns = {name for launch in matched.values() for name in launch.values}
+    for column in columns:
+        told = {row: launch.values[column] for row, launch in matched.items() if column in launch.values}
+        launches.loc[list(told), column] = list(told.values())
+    launches.loc[list(matched), "counter_tier"] = tier
+
+
+def _carried(session: Session, read: int, matched: dict[int, Any]) -> Carried:
+    kernels = session.launches[session.launches["kind"] == "kernel"]
+    total = float(kernels["duration_us"].sum())
+    share = float(kernels.loc[list(matched), "duration_us"].sum()) / total if total else 0.0
+    return Carried(read, len(matched), len(kernels), share)
+
+
+def prove_precision(session: Session, *, claims_fp32: bool) -> dict[str, Any]:
+    """Whether the step computed in FP32 alone, by counters: no launch may have kept a tensor core busy.
+
+    `holds` is None where too little was counted to say.
+    """
+    kernels = session.launches[session.launches["kind"] == "kernel"]
+    busy = kernels["tensor_pct"].fillna(0) > 0
+    # Where a version knows only the plain tensor metric, it counts HFMA2.MMA too: then the instructions decide.
+    if kernels["inst_hmma"].notna().any():
+        busy &= ~((kernels["inst_hmma"] == 0) & (kernels["inst_gmma"].fillna(0) == 0)).fillna(False)
+    counted = kernels["tensor_pct"].notna()
+    total = float(kernels["duration_us"].sum())
+    share = float(kernels.loc[counted, "duration_us"].sum()) / total if total else 0.0
+    found = bool(busy.any())
+    proof: dict[str, Any] = {
+        "claim": "fp32" if claims_fp32 else None,
+        "holds": None,
+        "by": "tensor_pct",
+        "launches_counted": int(counted.sum()),
+        "launches": len(kernels),
+        "time_share": round(share, 5),
+        "tensor_launches": int(busy.sum()),
+        "tensor_time_share": round(float(kernels.loc[busy, "duration_us"].sum()) / total, 5) if total else 0.0,
+        "tensor_kernels": sorted(set(kernels.loc[busy, "name"]))[:10],
+    }
+    if claims_fp32 and (found or share > 0.999):
+        proof["holds"] = not found
+    return proof

@@ -1,0 +1,210 @@
+"""Records sessions of a workload: the census, then the counters, one configuration after the other.
+
+On a GPU each part runs in a process of its own, since torch.profiler and Nsight Compute cannot share one. A part that
+fails or runs out of time costs that part alone; the session is saved after each.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from voxtune.errors import InputError
+from voxtune.profile.configs import StepConfig, parse_config
+from voxtune.profile.ncu import Ncu, find_ncu
+from voxtune.profile.session import Session, load_session
+from voxtune.profile.steps import MODES, Target, find_target
+
+TIERS = ("census", "few", "full", "opcodes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions:
+    """`tiers`: full brings opcodes with it. `limit_s` is for the counters of one session; `ahead` starts workers early."""
+
+    mode: str = "train"
+    size: tuple[int, ...] | None = None
+    batch: int = 1
+    steps: int = 2
+    warmup: int = 3
+    repeats: int = 5
+    tiers: tuple[str, ...] = ("census", "few", "full", "opcodes")
+    limit_s: float = 600.0
+    cache_control: str = "none"
+    clock_control: str = "none"
+    ahead: bool = True
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise InputError(f"mode {self.mode!r}: choose train or sample")
+        wrong = [t for t in self.tiers if t not in TIERS]
+        if wrong:
+            raise InputError(f"tier {wrong[0]!r}: choose from {', '.join(TIERS)}")
+        if "census" not in self.tiers:
+            raise InputError("the census is always needed: counters are carried to its launches")
+        if min(self.batch, self.steps, self.repeats) < 1 or self.warmup < 0:
+            raise InputError("batch, steps and repeats must be at least 1, warmup at least 0")
+        if not self.limit_s > 0:
+            raise InputError(f"limit {self.limit_s}: give seconds above 0")
+        if self.cache_control not in ("none", "all") or self.clock_control not in ("none", "base"):
+            raise InputError("cache control is none or all, clock control none or base")
+
+
+@dataclass(kw_only=True)
+class Recorded:
+    """One configuration's outcome; `error` in place of a session when not even the census came about."""
+
+    config: str
+    folder: Path
+    session: Session | None = None
+    error: str | None = None
+    seconds: float = 0.0
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """All that the recording of one session is made of."""
+
+    target: Target
+    source: str
+    config: StepConfig
+    options: RecordOptions
+    device: torch.device
+    folder: Path
+    scratch: Path
+    ncu: Ncu | None
+    say: Callable[[str], None]
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def spec(self, **more: Any) -> dict[str, Any]:
+        o = self.options
+        return {
+            "target": self.source,
+            "mode": o.mode,
+            "config": self.config.name,
+            "size": list(self.target.size),
+            "batch": o.batch,
+            "device": str(self.device),
+            **more,
+        }
+
+    def census_spec(self) -> dict[str, Any]:
+        o = self.options
+        return self.spec(
+            action="census",
+            steps=o.steps,
+            warmup=o.warmup,
+            repeats=o.repeats,
+            out=str(self.folder),
+            number=self.ncu is not None and "full" in o.tiers,
+            ncu_version=self.ncu.version if self.ncu else None,
+            meta=self.meta(),
+        )
+
+    def meta(self) -> dict[str, Any]:
+        from voxtune.profile.environment import provenance
+
+        o = self.options
+        counting = self.ncu is not None
+        why = {t: self.missing.get(t, "not recorded yet") for t in TIERS if t != "census"}
+        return {
+            "name": f"{self.target.name} {o.mode} {self.config.name}",
+            "workload": self.target.name,
+            "mode": o.mode,
+            "config": self.config.name,
+            "size": list(self.target.size),
+            "batch": o.batch,
+            "cache_control": o.cache_control if counting else None,
+            "clock_control": o.clock_control if counting else None,
+            "tiers": {t: {"done": False, "why": reason} for t, reason in why.items()},
+            **provenance(),
+        }
+
+
+def record(
+    source: str,
+    configs: Sequence[str],
+    out: str | Path,
+    *,
+    options: RecordOptions | None = None,
+    device: str | torch.device | None = None,
+    say: Callable[[str], None] = lambda _line: None,
+) -> list[Recorded]:
+    """Records `source` (a workload's name or a model's path) in each configuration into `out`/<mode>-<config>."""
+    options = options or RecordOptions()
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target = find_target(source, options.size)
+    parsed = list(dict.fromkeys(parse_config(c) for c in configs))
+    ncu, missing = _counters(options, where, say)
+    scratch = Path(tempfile.mkdtemp(prefix="voxtune-profile-"))
+    # Compiled kernels are made once, by the census, and found again by the counters' processes.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(scratch / "inductor"))
+    plans = [
+        Plan(
+            target=target,
+            source=source,
+            config=config,
+            options=options,
+            device=where,
+            folder=Path(out) / f"{options.mode}-{config.name}",
+            scratch=scratch / config.name,
+            ncu=ncu,
+            say=say,
+            missing=missing,
+        )
+        for config in parsed
+    ]
+    try:
+        if where.type == "cuda":
+            from voxtune.profile.recording import record_on_gpu
+
+            return record_on_gpu(plans)
+        return [_record_here(plan) for plan in plans]
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _record_here(plan: Plan) -> Recorded:
+    """The census in this process: on a CPU there is nothing else to record."""
+    from voxtune.profile.worker import census
+
+    started = time.monotonic()
+    census(plan.census_spec())
+    session = load_session(plan.folder)
+    session.meta["proof"] = {"claim": "fp32" if plan.config.fp32 else None, "holds": None, "by": None, "why": "no GPU"}
+    session.save(plan.folder)
+    seconds = time.monotonic() - started
+    plan.say(f"{plan.folder.name}: census done in {seconds:.1f} s")
+    return Recorded(config=plan.config.name, folder=plan.folder, session=session, seconds=seconds)
+
+
+def _counters(
+    options: RecordOptions, device: torch.device, say: Callable[[str], None]
+) -> tuple[Ncu | None, dict[str, str]]:
+    """Nsight Compute if counters are wanted and can be had, and for each tier that cannot, why."""
+    missing = {t: "not asked for" for t in TIERS if t != "census" and t not in options.tiers}
+    wanted = [t for t in TIERS if t != "census" and t in options.tiers]
+    if not wanted:
+        return None, missing
+    path = find_ncu()
+    why = None
+    if device.type != "cuda":
+        why = "no GPU: counters are the GPU's own"
+    elif path is None:
+        why = (
+            "Nsight Compute (ncu) was not found on the PATH, in /opt/nvidia/nsight-compute or in /usr/local/cuda*/bin: "
+            "install it, or name it in VOXTUNE_NCU"
+        )
+    if why is not None or path is None:
+        say(f"no counters: {why}")
+        return None, missing | dict.fromkeys(wanted, str(why))
+    ncu = Ncu(path=path, cache_control=options.cache_control, clock_control=options.clock_control)
+    return ncu, missing
