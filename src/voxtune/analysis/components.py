@@ -84,7 +84,7 @@ def _first_of_call(rows: pd.DataFrame) -> list[bool]:
         return []
     key = rows[["step", "op", "module", "op_shapes", "phase"]].astype("string").fillna("")
     # On a CPU each row is a call already.
-    changed = (key != key.shift()).any(axis=1) | (rows["kind"] == "cpu_op")
+    changed = (key != key.shift(fill_value="none")).any(axis=1) | (rows["kind"] == "cpu_op")
     return [bool(c) for c in changed]
 
 

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.analysis.made import counted, kernel, session, train
+from voxtune.analysis.certificate import certificate, certify, refusal, window
+from voxtune.analysis.compare import compare_classes, normalised, side_by_side, window_share
+from voxtune.analysis.figures import figure_8, figure_12, figure_13
+from voxtune.errors import InputError
+
+
+def test_a_whole_training_step_with_counters_is_covered():
+    found = certificate(train([counted(0, 98)]))
+    assert found.extra["covers"] and found.extra["covers_time"] and found.extra["covers_full"]
+    assert found.extra["reasons"] == []
+
+
+def test_the_threshold_is_of_time_not_of_launches():
+    # 1 us of 200 without counters: 0.5 % of time, a quarter of the launches.
+    assert certify(train([counted(0, 197), kernel(197, 1)])).covers("few")
+    missing = certify(train([counted(0, 90), kernel(90, 8)]))
+    assert not missing.covers("few") and missing.covers("time")
+    assert missing.few_time_pct == pytest.approx(92)
+    assert "92.0 % of step time" in missing.reasons("few")[0]
+
+
+def test_few_counters_do_not_cover_what_needs_the_full_set():
+    found = certify(train([counted(0, 98, counter_tier="few")]))
+    assert found.covers("few") and not found.covers("full")
+
+
+@pytest.mark.parametrize("phase", ["backward", "optimizer"])
+def test_a_training_step_without_a_phase_is_not_covered(phase):
+    made = train([counted(0, 98)])
+    made.launches = made.launches[made.launches["phase"] != phase].reset_index(drop=True)
+    made.launches["index"] = range(len(made.launches))
+    assert any(phase in r for r in certify(made).reasons("time"))
+
+
+def test_set_up_holes_and_half_steps_are_found():
+    assert any("set-up" in r for r in certify(session([counted(0, 1, step=-1), counted(0, 1)])).reasons("time"))
+    holed = session([counted(0, 1), counted(1, 1), counted(2, 1)])
+    holed.launches = holed.launches.drop(index=1)
+    assert any("missing" in r for r in certify(holed).reasons("time"))
+    half = session([counted(i, 1, step=0) for i in range(10)] + [counted(0, 1, step=1)])
+    assert any("whole" in r for r in certify(half).reasons("time"))
+
+
+def test_copies_are_outside_the_shares():
+    copy = {"kind": "memcpy", "class": "memcpy", "start_us": 98.0, "duration_us": 500.0}
+    assert certify(session([counted(0, 98), copy])).few_time_pct == 100
+
+
+def test_the_seeds_window_is_kernels_11_to_110_of_one_step():
+    copy = {"kind": "memcpy", "class": "memcpy", "start_us": 0.0, "duration_us": 1.0}
+    rows = [copy, *(counted(i, 1, name=f"k{i}") for i in range(1, 201)), *(counted(i, 1, step=1) for i in range(200))]
+    cut = window(session(rows))
+    assert list(cut.launches["name"]) == [f"k{i}" for i in range(11, 111)]
+    assert cut.meta["window"] == {"name": "seed", "skip": 10, "count": 100, "kept": 100, "of": 200}
+    assert "launches 11 to 110" in refusal([cut], "time")
+    assert window_share(session(rows))["launches_pct"] == 50
+    with pytest.raises(InputError, match="unknown window"):
+        window(session(rows), "other")
+
+
+def test_no_ratio_without_coverage():
+    good, bad = train([counted(0, 98)], name="good"), train([counted(0, 50), kernel(50, 48)], name="bad")
+    for table in (normalised([good, bad]), figure_12([good, bad]), figure_13([good, bad])):
+        assert table.rows == [] and "bad does not cover its step" in table.refused
+    mixed = figure_8([good, bad])
+    assert mixed.column("cycles_ratio") == [None, None] and mixed.rows[1]["elementwise"] > 0
+    # Times come from the timeline, which is whole in both.
+    assert compare_classes([good, bad]).refused is None
+    assert compare_classes([good, window(bad)]).refused
+
+
+def test_window_and_step_stand_side_by_side():
+    # The window's launches take a tenth of the cycles in the second session; the rest is as it was.
+    def made(name: str, cycles: float):
+        rows = [counted(i, 1, cycles=cycles if 10 <= i < 110 else 1000.0) for i in range(1000)]
+        return session(rows, name=name)
+
+    found = side_by_side([made("base", 1000.0), made("other", 100.0)]).rows[1]
+    assert found["cycles_window"] == pytest.approx(0.1)
+    assert found["cycles_step"] == pytest.approx((900 * 1000 + 100 * 100) / 1e6)
+    assert found["window_time_pct"] == pytest.approx(10)

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.analysis.made import counted, kernel, session
+from voxtune.analysis.check import change, check, parse_percent
+from voxtune.analysis.compare import compare_classes, compare_modules, normalised
+from voxtune.analysis.study import CONFIGS, measure, seed, study_table
+from voxtune.cli.check import command
+from voxtune.errors import InputError
+
+
+def test_modules_compare_though_kernels_differ():
+    a = session(
+        [kernel(0, 100, module="net.0.conv", name="x"), kernel(100, 20, module="net.1")], name="a", bare=[1.0, 1.0, 1.0]
+    )
+    b = session(
+        [kernel(0, 30, module="net.0.norm", name="y"), kernel(30, 20, module="net.0", name="z")],
+        name="b",
+        bare=[1.0, 1.1, 0.9],
+    )
+    found = compare_modules([a, b])
+    row = found.row(module="net.0")
+    assert (row["a ms"], row["b ms"], row["b difference"], row["b ratio"]) == pytest.approx((0.1, 0.05, -0.05, 0.5))
+    assert row["a ±"] == 0 and row["b ±"] == pytest.approx(0.05 * 0.06) and row["b beyond spread"] is True
+    gone = found.row(module="net.1")
+    assert gone["b ms"] == 0 and gone["b ratio"] == 0
+    assert found.row(module="all")["a ms"] == pytest.approx(0.12)
+    assert compare_classes([a, b]).row(**{"class": "elementwise"})["a ms"] == pytest.approx(0.12)
+
+
+def test_spread_over_steps_counts_where_it_is_larger():
+    a = session([kernel(0, 100, module="m", step=0), kernel(0, 140, module="m", step=1)], name="a", bare=[1.0] * 3)
+    b = session([kernel(0, 130, module="m")], name="b", bare=[1.0] * 3)
+    row = compare_modules([a, b]).row(module="m")
+    assert row["a ms"] == pytest.approx(0.12) and row["a ±"] == pytest.approx(0.02)
+    assert row["b beyond spread"] is False
+
+
+def test_two_sessions_of_one_name_stay_apart():
+    made = [session([kernel(0, 10)], name="a"), session([kernel(0, 20)], name="a")]
+    assert [c.name for c in compare_classes(made).columns if c.name.endswith(" ms")] == ["a ms", "a (2) ms"]
+
+
+def test_normalised_is_to_the_first():
+    a, b = session([counted(0, 10, ipc=2.0)], name="a"), session([counted(0, 5, ipc=1.0)], name="b")
+    row = normalised([a, b]).rows[1]
+    assert (row["cycles_ratio"], row["ipc_ratio"], row["device_ms_ratio"], row["instructions_ratio"]) == (
+        0.5,
+        0.5,
+        0.5,
+        1.0,
+    )
+
+
+STEADY = [100.0, 100.1, 99.9, 100.05, 99.95]
+
+
+@pytest.mark.parametrize(
+    ("new", "verdict", "code"),
+    [
+        ([x * 1.02 for x in STEADY], "ok", 0),
+        ([x * 0.5 for x in STEADY], "ok", 0),
+        ([x * 1.10 for x in STEADY], "slower", 1),
+        ([80.0, 100.0, 120.0, 90.0, 115.0], "inconclusive", 3),
+        ([110.0, 110.0], "inconclusive", 3),
+        ([100.0, 100.0, 100.1, 99.9, 900.0], "ok", 0),
+    ],
+)
+def test_the_gate_knows_the_spread(new, verdict, code):
+    base = session([kernel(0, 10)], name="base", bare=STEADY)
+    found = check(base, session([kernel(0, 10)], name="new", bare=new), 5.0)
+    assert (found.extra["verdict"], found.extra["exit_code"]) == (verdict, code)
+
+
+def test_change_is_of_medians():
+    found = change(np.array([1.0, 1.0, 9.0]), np.array([2.0, 2.0, 2.0]))
+    assert (found.change_pct, found.low_pct, found.high_pct) == pytest.approx((100, 100, 100))
+
+
+def test_the_gate_compares_like_with_like():
+    base = session([kernel(0, 10)], bare=STEADY, workload="a")
+    with pytest.raises(InputError, match="differ in workload"):
+        check(base, session([kernel(0, 10)], bare=STEADY, workload="b"))
+    with pytest.raises(InputError, match="one GPU"):
+        check(base, session([kernel(0, 10)], bare=STEADY, environment={"gpu": "NVIDIA A100"}))
+    unlike = check(base, session([kernel(0, 10)]))
+    assert unlike.refused and unlike.extra["exit_code"] == 3
+    partial = session([kernel(0, 10)], bare=STEADY, mode="train")
+    assert "does not cover" in check(partial, partial).refused
+
+
+@pytest.mark.parametrize(("text", "value"), [("5%", 5.0), (" 2.5 % ", 2.5), ("0", 0.0)])
+def test_percent(text, value):
+    assert parse_percent(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1%", "nan", "inf", "5%%"])
+def test_wrong_percent(text):
+    with pytest.raises(InputError, match="--max-slowdown"):
+        parse_percent(text)
+
+
+def test_check_verb_exit_code_and_json(tmp_path, capsys):
+    import typer
+
+    for name, factor in (("base", 1.0), ("new", 1.2)):
+        session([kernel(0, 10)], name=name, bare=[x * factor for x in STEADY]).save(tmp_path / name)
+    with pytest.raises(typer.Exit) as left:
+        command(tmp_path / "base", tmp_path / "new", as_json=True)
+    assert left.value.exit_code == 1
+    assert json.loads(capsys.readouterr().out)["extra"]["verdict"] == "slower"
+
+
+def _study_sessions():
+    def made(config: str, duration: float):
+        rows = [counted(i, duration, "conv_fprop", tensor_pct=2.0, warps_active=4.0) for i in range(200)]
+        return session(rows, name=config, config=config)
+
+    return [made("baseline", 10.0), made("tf32", 5.0)]
+
+
+def test_study_shows_seed_window_and_step():
+    found = study_table(_study_sessions())
+    row = found.row(figure=8, quantity="cycles_ratio", config="tf32")
+    assert (row["A100"], row["H100"], row["V100"]) == ("0.18", "0.39", None)
+    assert (row["window"], row["step"]) == (0.5, 0.5)
+    assert found.row(figure=10, quantity="tensor_pct", config="baseline")["step"] == 2.0
+    absent = found.row(figure=10, quantity="tensor_pct", config="channels_last")
+    assert absent["H100"] == "1.47" and absent["window"] is None
+    assert found.row(figure=6, quantity="dominant_share", config="baseline")["window"] == 100
+    assert any("not recorded here" in n for n in found.notes)
+    with pytest.raises(InputError, match="baseline"):
+        study_table(_study_sessions()[1:])
+
+
+def test_the_seeds_values_are_whole_and_every_quantity_is_measurable():
+    made = _study_sessions()[0]
+    facts = seed()["facts"]
+    assert {f["figure"] for f in facts} == set(range(4, 14))
+    for fact in facts:
+        assert fact["config"] in CONFIGS and fact["gpu"] in ("V100", "A100", "H100", "all")
+        assert ("value" in fact) != ("low" in fact and "high" in fact)
+        measure(made, fact["quantity"].removesuffix("_ratio"), plain=True)
+    # The V100 has no such counters; zeros would be invented.
+    assert not [f for f in facts if f["figure"] == 13 and f["gpu"] == "V100"]

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from voxtune.analysis.estimate import GIB, Recipe, card, cards, estimate, estimate_step, walk_workload
+from voxtune.analysis.walk import walk
+from voxtune.cli.estimate import command
+from voxtune.errors import InputError
+from voxtune.workloads import workload
+
+COMPILED = "bf16+channels_last+compile"
+# Recorded on an H200 (shared/anchors.md): forward ms, training ms, forward GiB, training GiB.
+ANCHORS = [
+    ("med-ddpm", "baseline", 196.6, 1223, 4.1, 19.3),
+    ("med-ddpm", "tf32", 88.8, 230, 4.6, 19.3),
+    ("med-ddpm", "channels_last", 257.2, 1372, 6.2, 22.2),
+    ("med-ddpm", "tf32+channels_last", 128.2, 336, 4.7, 21.8),
+    ("med-ddpm", "bf16", 75.0, None, 3.5, None),
+    ("med-ddpm", "bf16+channels_last", 116.4, None, 4.5, None),
+    ("med-ddpm", COMPILED, 23.1, 99.2, 2.8, 8.4),
+    ("med-ddpm-brats", "baseline", 706.7, 3226, None, 69.1),
+    ("med-ddpm-brats", "tf32", 311, 788, None, 69.5),
+    ("med-ddpm-brats", COMPILED, 90.0, None, 8.3, None),
+    ("convnext", "baseline", 5.95, None, None, None),
+]
+
+
+@functools.cache
+def _walked(name: str, config: str, train: bool):
+    found = workload(name)
+    return walk_workload(found.network, found.size, 1, Recipe.parse(config), train=train)
+
+
+def _walk_for(name: str, config: str, train: bool):
+    """Configurations that differ in price alone share a walk."""
+    recipe = Recipe.parse(config)
+    if recipe.compiled:
+        return _walked(name, "baseline", train)
+    return _walked(name, {"tf32": "baseline", "tf32+channels_last": "channels_last"}.get(config, config), train)
+
+
+@pytest.mark.parametrize(("name", "config", "forward", "training", "gib", "train_gib"), ANCHORS)
+def test_h200_lies_within_20_percent_of_time_and_10_of_memory(name, config, forward, training, gib, train_gib):
+    for train, ms, peak in ((False, forward, gib), (True, training, train_gib)):
+        if ms is None:
+            continue
+        found = estimate_step(_walk_for(name, config, train), card("h200"), Recipe.parse(config), train=train)
+        assert found.step_ms == pytest.approx(ms, rel=0.20)
+        if peak is not None:
+            assert found.peak_bytes / GIB == pytest.approx(peak, rel=0.10)
+
+
+def test_a_walk_counts_flops_bytes_and_memory_of_a_layer():
+    layer = lambda: nn.Conv3d(2, 3, 3, padding=1, bias=False)  # noqa: E731
+    found = walk(layer, lambda: (torch.empty(1, 2, 4, 4, 4),), train=False)
+    (op,) = found.ops
+    assert op.flops == 2 * 64 * 3 * 2 * 27
+    assert op.bytes == 4 * (128 + 192 + 162)
+    assert found.timeline == [4 * (128 + 192 + 162)]
+    assert (op.rows, op.columns, op.inner) == (64, 3, 2)
+
+
+def test_a_walk_lets_go_of_what_is_freed_and_keeps_what_training_needs():
+    network = lambda: nn.Sequential(*(nn.SiLU() for _ in range(8)))  # noqa: E731
+    inputs = lambda: (torch.empty(256),)  # noqa: E731
+    assert max(walk(network, inputs, train=False).timeline) == 3 * 1024
+    assert max(walk(lambda: nn.Sequential(nn.Linear(256, 256), network()), inputs, train=True).timeline) > 8 * 1024
+
+
+def test_channels_last_buys_copies_at_every_norm():
+    network = lambda: nn.Sequential(nn.Conv3d(4, 4, 1), nn.GroupNorm(2, 4), nn.Conv3d(4, 4, 1))  # noqa: E731
+    inputs = lambda: (torch.empty(1, 4, 4, 4, 4),)  # noqa: E731
+    plain = walk(network, inputs, train=False)
+    last = walk(network, inputs, train=False, channels_last=True)
+    assert not [o for o in plain.ops if o.name == "clone" or o.relayout]
+    assert [o.strided for o in last.ops if o.name == "clone"] == [True]
+    assert [o.relayout for o in last.ops if o.name == "convolution"] == [0, 4 * 256]
+
+
+def test_cards_are_whole_and_found_by_their_other_names():
+    assert {"v100", "a100-40", "a100-80", "h100", "h200", "l40s", "rtx3080", "rtx3090", "rtx4090", "orin-nano"} <= set(
+        cards()
+    )
+    for found in cards().values():
+        assert found.source and found.memory_gb > 0 and found.bandwidth_gbs > 0 and found.fp32 > 0
+    assert card("A100").key == "a100-80" and card("3090").key == "rtx3090"
+    with pytest.raises(InputError, match="did you mean 'h200'"):
+        card("h20")
+
+
+def test_what_a_card_lacks_is_said():
+    found = estimate(workload("convnext"), ["v100"], modes=("sample",), config="tf32")
+    assert any("no tf32 tensor cores: FP32 assumed" in n for n in found.notes)
+    assert "estimate" in found.notes[0].lower() and found.extra["estimate"] is True
+
+
+def test_more_work_takes_longer_and_more_room():
+    small, large = (estimate(workload("convnext"), ["rtx3080"], size=(s, s), batch=8).rows for s in (64, 128))
+    for a, b in zip(small, large, strict=True):
+        assert b["step_ms"] > a["step_ms"] and b["peak_gib"] > a["peak_gib"]
+    sample, train = small
+    assert sample["total_s"] == pytest.approx(sample["step_ms"] * 100 / 1e3) and train["total_s"] is None
+    assert train["step_ms"] > sample["step_ms"]
+
+
+def test_brats_training_does_not_fit_a_small_card():
+    walked = _walked("med-ddpm-brats", "baseline", True)
+    fits = {k: estimate_step(walked, c, Recipe(), train=True).fits for k, c in cards().items()}
+    assert fits["h200"] and fits["h100"] and not fits["a100-40"] and not fits["rtx4090"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"config": "tf31"}, "did you mean 'tf32'"),
+        ({"config": "tf32+bf16"}, "one precision"),
+        ({"size": (64,)}, "takes 2 sides"),
+        ({"size": (63, 64)}, "does not divide by 8"),
+        ({"batch": 0}, "batch 0"),
+        ({"modes": ("infer",)}, "mode 'infer'"),
+    ],
+)
+def test_wrong_input_is_named(change, says):
+    with pytest.raises(InputError, match=says):
+        estimate(workload("convnext"), ["h200"], **change)
+
+
+def test_verb_prints_one_json_object(capsys):
+    command("convnext", gpu="h200,jetson", mode="sample", as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert [r["gpu"] for r in found["rows"]] == ["h200", "orin-nano"]
+    command("convnext", gpu="h200", mode="sample")
+    assert "estimate" in capsys.readouterr().out.lower()

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.analysis.made import counted, kernel, session
+from voxtune.analysis import counters, figures
+from voxtune.analysis.frame import geometric_mean, mean, numbers, short
+from voxtune.analysis.mix import instruction_mix, ipc_stack, kernel_mix, kernel_shares
+from voxtune.analysis.opcodes import group_of, pipe_of
+
+
+@pytest.mark.parametrize(
+    ("opcode", "group", "pipe"),
+    [
+        ("FFMA", "fp32", "fma"),
+        ("IMAD", "int", "fma"),
+        ("IMAD.MOV.U32", "int", "fma"),
+        ("IADD3", "int", "alu"),
+        ("HGMMA", "tensor", "tensor"),
+        ("HMMA.1688.F32.TF32", "tensor", "tensor"),
+        ("UIADD3", "uniform", "uniform"),
+        ("ULDC", "uniform", "uniform"),
+        ("UTMALDG", "memory", "load/store"),
+        ("LDG", "memory", "load/store"),
+        ("BRA", "control", "control"),
+        ("MUFU", "fp32", "special"),
+        ("WHATEVER", "other", "other"),
+    ],
+)
+def test_opcodes(opcode, group, pipe):
+    assert (group_of(opcode), pipe_of(opcode)) == (group, pipe)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("void at::native::(anonymous namespace)::RowwiseMomentsCUDAKernel<float>(long)", "RowwiseMomentsCUDAKernel"),
+        ("sm80_xmma_fprop_implicit_gemm_f32f32_f32f32_f32_nchw_tilesize256", "sm80_xmma_fprop_implicit_gemm"),
+        (
+            "void cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nt_align1>(x)",
+            "cutlass_80_simt_sgemm_256x128_8x4_nt_align1",
+        ),
+        ("triton_poi_fused_add_0", "triton_poi_fused_add_0"),
+        ("", ""),
+    ],
+)
+def test_short_names(name, said):
+    assert short(name) == said
+
+
+def test_kernel_mix_adds_up_and_prints_the_unknown():
+    made = session([kernel(0, 60, "norm"), kernel(60, 20, "norm"), kernel(80, 20, "unknown", phase="backward")])
+    found = kernel_mix(made)
+    assert found.rows[0] == {"class": "norm", "phase": "forward", "ms": 0.08, "share": 80.0, "launches": 2.0}
+    assert sum(found.column("share")) == pytest.approx(100)
+    assert "20.00 %" in found.notes[0]
+
+
+def test_kernel_shares_are_by_short_name():
+    made = session(
+        [kernel(0, 30, name="void a::f<1>()"), kernel(30, 30, name="void a::f<2>()"), kernel(60, 40, name="g")]
+    )
+    assert [(r["kernel"], r["share"]) for r in kernel_shares(made).rows] == [("f", 60.0), ("g", 40.0)]
+
+
+def test_opcodes_weigh_by_launches_and_fall_into_groups():
+    opcodes = [
+        {"name": "k", "grid": "1,1,1", "block": "32,1,1", "opcode": "FFMA", "executed": 10.0},
+        {"name": "k", "grid": "1,1,1", "block": "32,1,1", "opcode": "UIADD3", "executed": 5.0},
+        {"name": "j", "grid": "1,1,1", "block": "32,1,1", "opcode": "IMAD", "executed": 70.0},
+    ]
+    size = {"grid": "1,1,1", "block": "32,1,1"}
+    made = session(
+        [kernel(0, 1, **size), kernel(1, 1, **size), kernel(2, 2, name="j", **size), kernel(4, 4, name="z")],
+        opcodes=opcodes,
+    )
+    assert {r["group"]: r["share"] for r in instruction_mix(made).rows} == {"int": 70.0, "fp32": 20.0, "uniform": 10.0}
+    assert {r["pipe"]: r["share"] for r in instruction_mix(made, "pipe").rows} == {"fma": 90.0, "uniform": 10.0}
+    assert "50.0 % of kernel time" in instruction_mix(made).notes[0]
+    assert instruction_mix(session([kernel(0, 1)])).refused
+
+
+def test_ipc_stack_parts_add_up_to_the_ipc():
+    opcodes = [
+        {"name": "k", "grid": "g", "block": "b", "opcode": "FFMA", "executed": 3.0},
+        {"name": "k", "grid": "g", "block": "b", "opcode": "LDG", "executed": 1.0},
+    ]
+    row = ipc_stack(session([counted(0, 1, ipc=2.0, grid="g", block="b")], opcodes=opcodes)).rows[0]
+    assert (row["FP_ipc"], row["LS_ipc"], row["FP_share"]) == (1.5, 0.5, 75.0)
+    assert sum(v for k, v in row.items() if k.endswith("_ipc")) == pytest.approx(row["ipc"])
+    assert row["cycles"] == 1000
+
+
+def test_means_weigh_by_what_they_say():
+    made = session(
+        [
+            counted(0, 10, tensor_pct=10.0, ipc=1.0, cycles_active=100.0, stall_wait=1.0, instructions=1.0),
+            counted(10, 30, tensor_pct=50.0, ipc=4.0, cycles_active=300.0, stall_wait=4.0, instructions=2.0),
+            kernel(40, 60),
+        ]
+    )
+    overall = counters.utilisation(made).row(**{"class": "overall"})
+    assert overall["tensor_pct"] == pytest.approx((10 * 10 + 50 * 30) / 40)
+    assert overall["fma_pct"] is None and overall["measured"] == 0
+    assert counters.warps(made).row(**{"class": "overall"})["ipc"] == pytest.approx((100 + 1200) / 400)
+    assert counters.stalls(made).row(**{"class": "overall"})["stall_wait"] == pytest.approx((1 + 8) / 3)
+    assert counters.overall_ipc(made) == pytest.approx(2.0)  # geometric mean of 1 and 4
+    assert counters.stalls(session([kernel(0, 1)])).refused
+
+
+def test_missing_is_none_never_zero():
+    made = session([kernel(0, 1)])
+    assert counters.totals(made)["cycles"] is None
+    assert figures.figure_10([made]).rows[0]["tensor_pct"] is None
+    assert mean(numbers(made.launches, "ipc")) is None
+    assert geometric_mean(numbers(made.launches, "ipc")) is None
+
+
+def test_every_figure_is_drawn_from_sessions():
+    opcodes = [{"name": "k", "grid": "g", "block": "b", "opcode": "FFMA", "executed": 1.0}]
+    full = {"grid": "g", "block": "b", "est_speedup_pct": 50.0, "est_rule": "r", "warps_active": 8.0}
+    full |= {"stall_long_scoreboard": 2.0, "tensor_pct": 1.0, "l1_hit_pct": 20.0}
+    base = session([counted(0, 10, "conv_fprop", **full)], opcodes=opcodes, name="a")
+    new = session([counted(0, 5, "conv_fprop", **full | {"warps_active": 12.0})], opcodes=opcodes, name="b")
+    for draw in figures.SINGLE.values():
+        assert draw(base).rows and draw(base).refused is None
+    drawn = {n: draw([base, new]) for n, draw in figures.SEVERAL.items()}
+    assert all(t.rows for t in drawn.values())
+    assert drawn[8].rows[1]["cycles_ratio"] == 0.5
+    assert drawn[9].rows[0]["FP"] == 100
+    assert drawn[12].rows[1]["warps_active_ratio"] == 1.5
+    assert drawn[13].rows[1]["stall_math_pipe_throttle_ratio"] is None
+    assert math.isclose(drawn[11].rows[0]["l1_hit_pct"], 20)
