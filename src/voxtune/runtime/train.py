@@ -224,7 +224,10 @@ def open_source(config: TrainConfig, model: ModelConfig, warn: Warn, *, check: b
     if contract is None:
         raise InputError("this model takes no mask, and folders or the cohort give some: train it from Python")
     if data.cohort is not None:
-        return CohortSource(contract, data.cohort_seed, data.cohort)
+        cohort = CohortSource(contract, data.cohort_seed, data.cohort)
+        if config.workers > 2:
+            cohort.warm(config.workers)
+        return cohort
     if data.images is None or data.masks is None:
         raise InputError("no data: give folders (--images DIR --masks DIR) or the embedded cohort (--cohort 64)")
     source = PairedFolders(contract, data.images, data.masks, mode=data.fit)

@@ -1,0 +1,33 @@
+"""The wheel in an empty environment: it installs, and its commands run there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.slow
+def test_wheel_installs_and_runs(tmp_path):
+    def run(*command, cwd=tmp_path):
+        done = subprocess.run([str(c) for c in command], cwd=cwd, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", tmp_path, cwd=ROOT)
+    [wheel] = tmp_path.glob("voxtune-*.whl")
+    run(sys.executable, "-m", "venv", tmp_path / "env")
+    binaries = tmp_path / "env" / "bin"
+    run(binaries / "python", "-m", "pip", "install", "--quiet", "torch==2.13.0", wheel)
+    assert run(binaries / "voxtune", "--version").startswith("voxtune ")
+    assert run(binaries / "python", "-m", "voxtune", "--version").startswith("voxtune ")
+    assert json.loads(run(binaries / "voxtune", "doctor", "--json"))["verdict"] == "ok"
+    assert json.loads(run(binaries / "voxtune", "info", "med-ddpm", "--json"))["parameters"] == 40_226_433
+    result = json.loads(run(binaries / "voxtune", "demo", "-o", tmp_path / "demo", "--steps", "2", "--json"))
+    assert Path(result["synthetic"]).is_file()
+    assert Path(result["picture"]).is_file()
