@@ -14,6 +14,15 @@ if TYPE_CHECKING:
 
 ROWS = 12
 NAME_WIDTH = 60
+PIPE_WIDTH = 200
+
+
+def make_console() -> Console:
+    """The terminal as wide as it is; a file or a pipe wide enough for any table."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_WIDTH)
 
 
 def print_document(document: Document, console: Console, *, rows: int = ROWS) -> None:
@@ -40,17 +49,20 @@ def print_table(table: Table, console: Console, *, rows: int = ROWS) -> None:
         console.print(Line(f"{table.title}: nothing to show", style="dim"))
     else:
         grid = Grid(title=Line(table.title, style="bold"), title_justify="left", box=None, pad_edge=False)
-        for column in table.columns:
-            text = column.kind in ("text", "bool")
-            grid.add_column(
-                Line(", ".join(h for h in heading(column) if h)),
-                justify="left" if text else "right",
-                overflow="fold",
-                header_style="dim",
-            )
+        columns = [c for c in table.columns if any(r[c.name] is not None for r in table.rows)]
+        for column in columns:
+            name, aside = heading(column)
+            title = f"{name}{', ' if column.unit else ' '}{aside}".strip()
+            if column.kind in ("text", "bool"):
+                grid.add_column(Line(title), overflow="fold", header_style="dim")
+            else:
+                grid.add_column(Line(title), justify="right", no_wrap=True, header_style="dim")
         for row in table.rows[:rows]:
-            grid.add_row(*(Line(_printable(clip(cell(row[c.name], c), NAME_WIDTH))) for c in table.columns))
+            grid.add_row(*(Line(_printable(clip(cell(row[c.name], c), NAME_WIDTH))) for c in columns))
         console.print(grid)
+        absent = [heading(c)[0] for c in table.columns if c not in columns]
+        if absent:
+            console.print(Line(f"  not measured: {', '.join(absent)}", style="dim"))
         if len(table.rows) > rows:
             console.print(Line(f"  and {len(table.rows) - rows} rows more", style="dim"))
     for note in table.notes:

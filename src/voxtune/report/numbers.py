@@ -47,7 +47,7 @@ def heading(column: Column) -> tuple[str, str]:
         name = " ".join(words[:-1])
     elif column.unit and name == ending:
         name = _NAMES.get(ending, name)
-    arrow = {"low": "↓", "high": "↑"}.get(column.better, "")
+    arrow = {"low": "↓", "high": "↑"}.get(column.better, "") if column.kind != "bool" else ""
     return name, f"{column.unit} {arrow}".strip()
 
 

@@ -66,8 +66,10 @@ Voxtune.tables = (() => {
       cell.style.setProperty("--w", `${value}%`);
     }
     if (column.kind === "text" && text.length > 24) {
-      cell.classList.add(isName(column.name) ? "name" : "long");
-      cell.append(element("span", { className: "clip", title: text }, text));
+      // Kernels' names run to pages and are cut to a few lines; sentences never are.
+      const named = isName(column.name);
+      cell.classList.add(named ? "name" : "long");
+      cell.append(named ? element("span", { className: "clip", title: text }, text) : text);
     } else {
       if (column.kind === "text" && isName(column.name)) cell.classList.add("name");
       cell.append(text);
