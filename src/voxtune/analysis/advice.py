@@ -43,6 +43,7 @@ class Facts:
     rows: pd.DataFrame
     step_ms: float
     count: int
+    ledger: Table
 
     def ms(self, name: str) -> float:
         return milliseconds(self.rows[self.rows["family"] == name], self.count)
@@ -78,9 +79,8 @@ def _facts(session: Session) -> Facts:
     rows = ran.assign(family=[family(str(c)) for c in ran["class"].fillna("unknown")])
     totals = step_totals([session]).rows[0]
     # The wall where it is longer: idle time is part of the step.
-    return Facts(
-        session=session, rows=rows, count=count, step_ms=max(totals["wall_ms"] or 0.0, totals["device_ms"] or 0.0)
-    )
+    step_ms = max(totals["wall_ms"] or 0.0, totals["device_ms"] or 0.0)
+    return Facts(session=session, rows=rows, count=count, step_ms=step_ms, ledger=layout_ledger(session))
 
 
 def _tensor_cores(facts: Facts) -> list[Advice]:
@@ -105,7 +105,7 @@ def _tensor_cores(facts: Facts) -> list[Advice]:
 
 
 def _layout(facts: Facts) -> list[Advice]:
-    ledger = layout_ledger(facts.session)
+    ledger = facts.ledger
     moved = sum(r["layout_ms"] + r["copy_ms"] + r["padding_ms"] for r in ledger.rows)
     norms = sum(r["total_ms"] for r in ledger.rows if "Norm" in (r["type"] or ""))
     if not moved:
@@ -135,7 +135,7 @@ def _layout(facts: Facts) -> list[Advice]:
 
 
 def _casts(facts: Facts) -> list[Advice]:
-    spent = sum(r["cast_ms"] for r in layout_ledger(facts.session).rows)
+    spent = sum(r["cast_ms"] for r in facts.ledger.rows)
     if not spent:
         return []
     return [

@@ -131,17 +131,23 @@ def side_by_side(sessions: Sequence[Session], name: str = "seed") -> Table:
         *(Column(f"{k}_window", "x baseline", digits=3) for k in RATIOS),
         *(Column(f"{k}_step", "x baseline", digits=3) for k in RATIOS),
     ]
+    # A ratio of whole steps is drawn only between sessions that cover theirs: times by the timeline, the rest by counters.
     reason = refusal(sessions, "few")
+    untimed = refusal(sessions, "time")
     whole = [totals(s) for s in sessions]
     cut = [totals(window(s, name)) for s in sessions]
     rows = []
     for label, part, full in zip(labels(sessions), cut, whole, strict=True):
         row: dict[str, Any] = {"session": label, "window_time_pct": share(part["device_ms"], full["device_ms"])}
         row |= {f"{k}_window": ratio(part[k], cut[0][k]) for k in RATIOS}
-        # A ratio of whole steps is drawn only between sessions that cover theirs.
-        row |= {f"{k}_step": None if reason else ratio(full[k], whole[0][k]) for k in RATIOS}
+        for k in RATIOS:
+            row[f"{k}_step"] = None if (untimed if k == "device_ms" else reason) else ratio(full[k], whole[0][k])
         rows.append(row)
-    notes = ["A window is no measure of a step: compare the two halves of this table before believing the first."]
+    notes = [
+        "A window is no measure of a step: compare the two halves of this table before believing the first.",
+        "The seed counted its window from the start of the process, set-up included; a session holds whole steps only, "
+        "so this is the same window of a step.",
+    ]
     if reason:
         notes.append(f"Whole-step ratios refused: {reason}")
     return Table(title, columns, rows, notes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any, Literal
 
@@ -105,7 +105,7 @@ class Estimate:
 
 def estimate_step(walked: Walk, gpu: Card, recipe: Recipe, *, train: bool) -> Estimate:
     precision, notes = _supported(gpu, recipe)
-    recipe = Recipe(precision=precision, channels_last=recipe.channels_last, compiled=recipe.compiled)
+    recipe = replace(recipe, precision=precision)
     bound: dict[str, float] = {"convolution": 0.0, "product": 0.0, "norm": 0.0, "layout": 0.0, "elementwise": 0.0}
     for op in walked.ops:
         for kind, seconds in _cost(op, gpu, recipe).items():
@@ -141,7 +141,10 @@ def _supported(gpu: Card, recipe: Recipe) -> tuple[Precision, list[str]]:
 def _cost(op: Op, gpu: Card, recipe: Recipe) -> dict[str, float]:
     eff, bandwidth = _data()["efficiency"], _bandwidth(gpu)
     if op.name in ("convolution", "convolution_backward"):
-        return _convolution(op, gpu, recipe)
+        # TF32 is leave to use tensor cores, not an order: where they are no faster the library stays with FP32.
+        leave = recipe.precision == "tf32"
+        options = [recipe, replace(recipe, precision="fp32")] if leave else [recipe]
+        return min((_convolution(op, gpu, r) for r in options), key=lambda cost: sum(cost.values()))
     if op.name in PRODUCTS:
         rate = _rate(gpu, recipe.precision) * min(1.0, _tiles(op.rows, op.columns) / gpu.sms)
         return {"product": max(op.flops / rate, op.bytes / bandwidth)}
@@ -171,8 +174,8 @@ def _convolution(op: Op, gpu: Card, recipe: Recipe) -> dict[str, float]:
     if op.depthwise:
         # No matrix to speak of: each output voxel reads its neighbourhood through the cache.
         return {"convolution": max(op.flops / (0.1 * _rate(gpu, "fp32")), op.bytes / bandwidth)}
-    share = eff["conv_forward" if forward else "conv_backward"][recipe.precision]
-    rate = _rate(gpu, recipe.precision) * share * min(1.0, _tiles(op.rows, op.columns) / gpu.sms)
+    direction = "conv_forward" if forward else "conv_backward"
+    rate = _convolution_rate(gpu, recipe.precision, direction) * min(1.0, _tiles(op.rows, op.columns) / gpu.sms)
     tensor = recipe.precision != "fp32"
     # Tensor-core tiles are whole: a stem of 3 channels and a head of 1 pay for 32 and 64.
     padding = _ceil(op.columns, 64 if tensor else 32) / op.columns * (_ceil(op.inner, 32) / op.inner if tensor else 1)
@@ -234,6 +237,17 @@ def _width(recipe: Recipe) -> float:
 
 def _rate(gpu: Card, precision: Precision) -> float:
     return getattr(gpu, precision) * 1e12 * _data()["efficiency"]["product"][precision]
+
+
+def _convolution_rate(gpu: Card, precision: Precision, direction: str) -> float:
+    """Arithmetic and feeding it take turns: the first scales with the precision's rate, the second with SMs and clock.
+
+    A tensor core twice as fast is not twice as fast fed; a slow one is not held up. Fitted where the H200 stands.
+    """
+    eff, fitted = _data()["efficiency"], cards()["h200"]
+    ideal, reached = eff["conv_forward"]["fp32"], eff[direction][precision]
+    feeding = (1 / reached - 1 / ideal) / _rate(fitted, precision) * (fitted.sms * fitted.clock_mhz)
+    return 1 / (1 / (ideal * _rate(gpu, precision)) + feeding / (gpu.sms * gpu.clock_mhz))
 
 
 def _bandwidth(gpu: Card) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -84,8 +85,10 @@ def milliseconds(frame: pd.DataFrame, count: int) -> float:
     return float(np.nansum(numbers(frame, "duration_us")) / 1e3 / count)
 
 
+@functools.lru_cache(maxsize=16384)
 def short(name: str) -> str:
     """A kernel's name as people say it: no namespaces, template arguments or tile sizes."""
+    name = re.sub(r"^std::enable_if<.{0,200}?>::type ", "", name)
     name = name.removeprefix("void ").replace("(anonymous namespace)", "")
     told = re.match(r"(sm\d+_xmma_\w+?_implicit_gemm|sm\d+_xmma_gemm|triton_[a-z]+_fused_\w+|nvjet_\w+?_)", name)
     if told:

@@ -31,10 +31,11 @@ def layout_ledger(session: Session) -> Table:
     ]
     count, ran = steps(session), kernels(session)
     step = milliseconds(session.launches, count)
-    moved = ran[ran["class"].isin(MOVEMENT)]
+    moved = ran.loc[ran["class"].isin(MOVEMENT), ["module", "module_type", "class", "duration_us"]]
     rows: list[dict[str, Any]] = []
     for module, some in moved.assign(module=moved["module"].fillna("")).groupby("module"):
-        parts = {f"{c}_ms": milliseconds(some[some["class"] == c], count) for c in MOVEMENT}
+        time, kinds = numbers(some, "duration_us") / 1e3 / count, some["class"].to_numpy(str)
+        parts = {f"{c}_ms": float(np.nansum(time[kinds == c])) for c in MOVEMENT}
         types = [t for t in some["module_type"].dropna().unique() if t]
         cells = {"module": str(module) or OUTSIDE, "type": ", ".join(sorted(types)), "launches": len(some) / count}
         rows.append(cells | parts | {"total_ms": sum(parts.values()), "share": share(sum(parts.values()), step)})

@@ -12,8 +12,7 @@ import numpy as np
 
 from voxtune.analysis.certificate import Level, refusal, window
 from voxtune.analysis.counters import average, totals
-from voxtune.analysis.figures import class_shares
-from voxtune.analysis.frame import family, kernels, numbers, ratio, short, steps, total
+from voxtune.analysis.frame import family, kernels, numbers, ratio, share, short, steps, total
 from voxtune.analysis.mix import kernel_shares, opcode_counts, seed_shares
 from voxtune.analysis.priority import priority
 from voxtune.analysis.table import Column, Table
@@ -129,11 +128,20 @@ def measure(session: Session, quantity: str, *, plain: bool) -> float | None:
     if quantity.startswith("dominant_"):
         return _dominant(session, quantity.removeprefix("dominant_"))
     if quantity.endswith("_share"):
-        classes = quantity.removesuffix("_share").split("_")
-        return total(np.array([v for v in class_shares(session, classes).values() if v is not None], dtype=float))
+        return _share_of(session, quantity.removesuffix("_share").split("_"))
     if quantity.startswith("convolution_"):
         return seed_shares(opcode_counts(session, _of_family(session, "convolution")))[quantity.split("_")[1]]
     return average(kernels(session), quantity, plain=plain)
+
+
+def _share_of(session: Session, names: list[str]) -> float | None:
+    """Percent of kernel time. The seed's elementwise is a kernel's name, so it holds the copies by that kernel too."""
+    ran = kernels(session)
+    time = numbers(ran, "duration_us")
+    pointwise = np.array(["elementwise_kernel" in short(str(n)) for n in ran["name"]], dtype=bool)
+    coarse = np.array([family(str(c)) for c in ran["class"].fillna("unknown")], dtype=object)
+    hit = (pointwise & ("elementwise" in names)) | (~pointwise & np.isin(coarse.astype(str), names))
+    return share(float(np.nansum(time[hit])), float(np.nansum(time)))
 
 
 def _rank(session: Session, name: str, score: str) -> float | None:
