@@ -117,7 +117,10 @@ def test_check_verb_exit_code_and_json(tmp_path, capsys):
 
 def _study_sessions():
     def made(config: str, duration: float):
-        rows = [counted(i, duration, "conv_fprop", tensor_pct=2.0, warps_active=4.0) for i in range(200)]
+        rows = [
+            counted(i, duration, "conv_fprop", tensor_pct=2.0, tensor_pipe_pct=3.0, warps_active=4.0)
+            for i in range(200)
+        ]
         return session(rows, name=config, config=config)
 
     return [made("baseline", 10.0), made("tf32", 5.0)]
@@ -129,7 +132,8 @@ def test_study_shows_seed_window_and_step():
     assert (row["A100"], row["H100"], row["V100"]) == ("0.18", "0.39", None)
     assert (row["window"], row["step"]) == (0.5, 0.5)
     assert found.row(figure=10, quantity="tensor_pct", config="baseline")["step"] == 2.0
-    absent = found.row(figure=10, quantity="tensor_pct", config="channels_last")
+    assert found.row(figure=10, quantity="tensor_pipe_pct", config="baseline")["step"] == 3.0
+    absent = found.row(figure=10, quantity="tensor_pipe_pct", config="channels_last")
     assert absent["H100"] == "1.47" and absent["window"] is None
     assert found.row(figure=6, quantity="dominant_share", config="baseline")["window"] == 100
     assert any("not recorded here" in n for n in found.notes)

@@ -64,6 +64,9 @@ def test_the_audit_believes_counters_not_names():
         kernel(40, 60, "matmul", module="b", precision="tf32"),
         kernel(100, 100, "norm", module="c", tensor_pct=0.0),
     ]
+    # The pipe busy by constants alone is no tensor work where instructions were counted.
+    loaded = session([kernel(0, 1, "conv_fprop", module="a", inst_hmma=0.0, tensor_pct=2.0)])
+    assert precision_audit(loaded).rows[0]["ran_on"] == "CUDA cores"
     found = precision_audit(session(rows))
     assert {(r["module"], r["class"]): r["ran_on"] for r in found.rows} == {
         ("a", "conv_fprop"): "CUDA cores",
@@ -90,6 +93,9 @@ def test_roofline_counts_fused_twice_and_admits_what_it_did_not_count():
     assert f["tflops"] == pytest.approx(10) and f["gbs"] == pytest.approx(1000)
     assert f["roof_tflops"] == pytest.approx(48) and f["bound"] == "memory"  # 10 FLOP/B x 4.8 TB/s
     assert found.row(kernel="h")["gflop"] is None
+    tensor = {"inst_hmma": 9.0, "tensor_ops": 5e12, "tensor_ops_bf16": 5e12, "dram_bytes": 1e9}
+    t = roofline(session([kernel(0, 10e3, name="t", **tensor)])).row(kernel="t")
+    assert t["tflops"] == pytest.approx(500) and t["bound"] == "compute" and t["roof_tflops"] == 989.4
     assert roofline(session([kernel(0, 1)])).refused
 
 

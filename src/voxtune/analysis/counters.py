@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 WEIGHT = {
     "ipc": "cycles_active",
     "tensor_pct": "duration_us",
+    "tensor_pipe_pct": "duration_us",
     "fma_pct": "duration_us",
     "alu_pct": "duration_us",
     "sm_pct": "duration_us",

@@ -77,19 +77,16 @@ def precision_audit(session: Session) -> Table:
 
 
 def tensor_use(rows: pd.DataFrame) -> list[bool | None]:
-    """A launch: True or False by counters; None where none was read."""
-    instructions = [numbers(rows, "inst_hmma"), numbers(rows, "inst_gmma")]
+    """A launch: True or False by counters; None where none was read.
+
+    Counts of matrix instructions decide. Only without them the pipe's business does: some versions count constants
+    loaded by HFMA2.MMA in it.
+    """
+    instructions = np.nansum([numbers(rows, "inst_hmma"), numbers(rows, "inst_gmma")], axis=0)
+    counted = rows["inst_hmma"].notna().to_numpy(bool) | rows["inst_gmma"].notna().to_numpy(bool)
     pct = numbers(rows, "tensor_pct")
-    out: list[bool | None] = []
-    for i in range(len(rows)):
-        counts = [c[i] for c in instructions if not np.isnan(c[i])]
-        if any(c > 0 for c in counts) or pct[i] > TENSOR_PCT:
-            out.append(True)
-        elif counts or not np.isnan(pct[i]):
-            out.append(False)
-        else:
-            out.append(None)
-    return out
+    guess = [None if np.isnan(p) else bool(p > TENSOR_PCT) for p in pct]
+    return [bool(n > 0) if known else g for n, known, g in zip(instructions, counted, guess, strict=True)]
 
 
 def _audit(cells: dict[str, Any], rows: pd.DataFrame, count: int) -> dict[str, Any]:

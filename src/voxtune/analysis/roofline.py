@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from voxtune.analysis.frame import Array, kernels, numbers, share, short, steps
+from voxtune.analysis.ledger import tensor_use
 from voxtune.analysis.table import Column, Table
 
 if TYPE_CHECKING:
@@ -31,15 +32,14 @@ def card_of(session: Session) -> Card | None:
 def flops(rows: pd.DataFrame) -> Array:
     """Operations a launch: FP32 additions and products once, fused ones twice, and those of tensor cores.
 
-    NaN where a part is unknown: FP32 counters missing, or tensor cores at work whose operations were not counted.
+    NaN where the bulk is unknown: no counts at all, or tensor cores at work whose operations were not counted. Beside
+    counted tensor work the FP32 of a kernel is its epilogue: where it was not read it is left out.
     """
     add, mul, fma, tensor = (numbers(rows, c) for c in ("fadd", "fmul", "ffma", "tensor_ops"))
-    busy = numbers(rows, "tensor_pct") > 0.1
-    hmma = np.nan_to_num(numbers(rows, "inst_hmma")) > 0
-    # tensor_ops counts warp-group products only: HMMA work beside a zero is work that was not counted.
-    unknown = (busy & np.isnan(tensor)) | (hmma & (np.nan_to_num(tensor) == 0))
-    found: Array = add + mul + 2 * fma + np.nan_to_num(tensor)
-    found[unknown] = np.nan
+    scalar: Array = add + mul + 2 * fma
+    found: Array = np.where(np.nan_to_num(tensor) > 0, np.nan_to_num(scalar), scalar) + np.nan_to_num(tensor)
+    at_work = np.array([use is True for use in tensor_use(rows)], dtype=bool)
+    found[at_work & (np.nan_to_num(tensor) == 0)] = np.nan
     return found
 
 
@@ -102,10 +102,9 @@ def _point(name: str, rows: pd.DataFrame, count: int, gpu: Card | None, by: str)
 
 
 def _peak(rows: pd.DataFrame, gpu: Card) -> float:
-    """The compute ceiling that most of the rows' arithmetic ran under."""
-    tensor = np.nan_to_num(numbers(rows, "tensor_ops"))
-    if tensor.sum() * 2 < numbers(rows, "flops").sum():
+    """The compute ceiling that most of the rows' arithmetic ran under, by the sources of its tensor operations."""
+    if np.nansum(numbers(rows, "tensor_ops")) * 2 < numbers(rows, "flops").sum():
         return gpu.fp32
-    weight = rows.assign(weight=tensor).groupby("precision", dropna=True)["weight"].sum()
-    named = str(weight.idxmax()) if len(weight) else "bf16"
-    return (gpu.tf32 if named in ("tf32", "fp32") else gpu.half) or gpu.fp32
+    by_source = {s: float(np.nansum(numbers(rows, f"tensor_ops_{s}"))) for s in ("tf32", "bf16", "fp16")}
+    most = max(by_source, key=by_source.__getitem__)
+    return (gpu.tf32 if most == "tf32" else gpu.half) or gpu.fp32
