@@ -9,14 +9,16 @@ from voxtune.analysis.components import component_table, transfer_breakdown
 from voxtune.analysis.memory import memory_peak, memory_timeline
 from voxtune.analysis.mix import kernel_mix, kernel_shares
 from voxtune.analysis.step import gaps, step_totals, transfers
+from voxtune.analysis.table import Table
 from voxtune.report import raw
 from voxtune.report.document import Block, Section
 from voxtune.report.figure import Area, Bars, Series, Tree
-from voxtune.report.shape import block, missing, panels, shown, stacked
+from voxtune.report.shape import PHASES, block, missing, panels, shown, stacked
 
 if TYPE_CHECKING:
-    from voxtune.analysis.table import Table
     from voxtune.profile.session import Session
+
+OUTSIDE = "outside any module"
 
 
 def step_time(names: Sequence[str], sessions: Sequence[Session]) -> Section:
@@ -76,7 +78,9 @@ def mix(names: Sequence[str], sessions: Sequence[Session]) -> Section:
 
 def phases(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     tables = {n: kernel_mix(s, by=("phase",)) for n, s in zip(names, sessions, strict=True)}
-    figure = stacked(tables, id="phases-ms", title="Time of a step by phase", key="phase", value="ms", unit="ms")
+    figure = stacked(
+        tables, id="phases-ms", title="Time of a step by phase", key="phase", value="ms", unit="ms", order=PHASES
+    )
 
     def one(session: Session, i: int) -> list[Block]:
         return [block("phases", kernel_mix(session), i)]
@@ -93,7 +97,9 @@ def phases(names: Sequence[str], sessions: Sequence[Session]) -> Section:
 def modules(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     def one(session: Session, i: int) -> list[Block]:
         by_class, by_module = kernel_mix(session, by=("module", "class")), kernel_mix(session, by=("module",))
-        paths = [r["module"] or "outside any module" for r in by_class.rows]
+        paths = [r["module"] or OUTSIDE for r in by_class.rows]
+        rows = [{**r, "module": r["module"] or OUTSIDE} for r in by_module.rows]
+        table = Table(f"Time by module: {session.name}", by_module.columns, rows)
         tree = Tree(
             id=f"modules-tree-{i}",
             title="Time by module, its backward included",
@@ -102,7 +108,7 @@ def modules(names: Sequence[str], sessions: Sequence[Session]) -> Section:
             values=by_class.column("ms"),
             groups=[r["class"] or "unknown" for r in by_class.rows],
         )
-        return [tree, block("modules", by_module, i)]
+        return [tree, block("modules", table, i)]
 
     return Section(
         id="modules",

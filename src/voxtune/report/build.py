@@ -12,7 +12,7 @@ from voxtune.analysis.step import step_totals
 from voxtune.errors import InputError
 from voxtune.report import about_comparison, about_counters, about_findings, about_step
 from voxtune.report.document import Document, Fact, Section
-from voxtune.report.numbers import MISSING, number
+from voxtune.report.numbers import MISSING, clip, number
 
 if TYPE_CHECKING:
     from voxtune.profile.session import Session
@@ -124,15 +124,18 @@ def _facts(sessions: Sequence[Session]) -> list[Fact]:
         facts.append(_wall("Slowest step", timed[-1]))
     launches = sorted({r["launches"] for r in table.rows})
     facts.append(Fact(label="Launches a step", value=_range(launches, 0)))
-    covered = [certify(s).few_time_pct for s in sessions]
-    facts.append(
-        Fact(
-            label="Counters cover", value=f"{_range(sorted({round(c, 1) for c in covered}), 1)} %", note="of step time"
-        )
-    )
+    covered = sorted({round(certify(s).few_time_pct, 1) for s in sessions})
+    share = f"{_range(covered, 1)} %" if covered[-1] else "nothing"
+    facts.append(Fact(label="Counters cover", value=share, note="of step time" if covered[-1] else _why(sessions)))
     peaks = sorted({r["peak_gib"] for r in table.rows if r["peak_gib"] is not None})
     facts.append(Fact(label="Peak memory", value=f"{_range([float(p) for p in peaks], 1)} GiB" if peaks else MISSING))
     return facts
+
+
+def _why(sessions: Sequence[Session]) -> str:
+    """Why there are no counters, as the sessions tell it."""
+    reasons = _values(sessions, lambda m: (m["tiers"].get("few") or {}).get("why"))
+    return clip(reasons[0], 90) if reasons else "none were recorded"
 
 
 def _wall(label: str, row: dict[str, Any]) -> Fact:

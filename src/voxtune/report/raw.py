@@ -47,16 +47,19 @@ def timeline(session: Session, id: str) -> Timeline | None:
     for start, us, name, module, phase, kind, stream in zip(*columns, classes, streams, strict=True):
         note = notes[_note(module, phase)]
         items.append((round(start, 2), round(us, 2), groups[kind], names[_word(name)], note, lanes[stream]))
+    # Operators on a CPU nest: no queue runs dry between them.
+    gaps = [] if (rows["kind"] == "cpu_op").any() else _gaps(items)
+    told = "; the lower lane marks where the device idled" if gaps else ""
     return Timeline(
         id=id,
         title="One step, launch by launch",
-        caption=f"{len(items):,} launches of the first recorded step; the lower lane marks where the device idled.",
+        caption=f"{len(items):,} launches of the first recorded step{told}.",
         rows=lanes.words,
         groups=groups.words,
         names=names.words,
         notes=notes.words,
         items=items,
-        gaps=[] if (rows["kind"] == "cpu_op").any() else _gaps(items),
+        gaps=gaps,
         length_us=max(start + us for start, us, *_ in items),
     )
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from voxtune.analysis.table import Table
     from voxtune.profile.session import Session
 
+PHASES = ("forward", "backward", "optimizer", "transfer", "other")
 # Work first, what surrounds it after: the order in which stacked bars and their keys read best.
 ORDER = (
     *(c for c in CLASSES if c.startswith("conv")),
@@ -39,9 +40,9 @@ def label(column: str) -> str:
     return LABELS.get(column) or column.removeprefix("stall_").replace("_", " ")
 
 
-def in_order(names: Iterable[str]) -> list[str]:
-    """Kernel classes in their standing order, others behind them as they came."""
-    place = {name: i for i, name in enumerate(ORDER)}
+def in_order(names: Iterable[str], order: Sequence[str] = ORDER) -> list[str]:
+    """In the standing order (of kernel classes, if no other is given), others behind as they came."""
+    place = {name: i for i, name in enumerate(order)}
     return sorted(dict.fromkeys(names), key=lambda n: place.get(n, len(place)))
 
 
@@ -55,13 +56,14 @@ def stacked(
     unit: str,
     caption: str = "",
     digits: int = 1,
+    order: Sequence[str] = ORDER,
 ) -> Bars | None:
     """A bar a session, split by the table's `key`. None when no session has the data."""
     known = {name: t for name, t in tables.items() if not t.refused and t.rows}
     if not known:
         return None
     sums = {name: _sums(t, key, value) for name, t in known.items()}
-    parts = in_order(p for s in sums.values() for p in s)
+    parts = in_order((p for s in sums.values() for p in s), order)
     # A session without the data has no bar; one without that part has a part of no length.
     series = [Series(name=p, values=[sums[n].get(p, 0.0) if n in sums else None for n in tables]) for p in parts]
     return Bars(

@@ -50,12 +50,14 @@ Voxtune.charts = (() => {
   function whiskers(f, t) {
     const [s] = f.series;
     if (f.series.length !== 1 || !s.low) return [];
-    const rows = s.values.map((_, i) => [s.low[i], s.high[i], i]).filter((r) => r[0] !== null && r[1] !== null);
+    const rows = s.values.map((v, i) => [s.low[i] ?? v, s.high[i] ?? v, i]).filter((r) => r[0] !== null);
     const renderItem = (_, api) => {
-      const [a, y] = api.coord([api.value(0), api.value(2)]);
-      const [b] = api.coord([api.value(1), api.value(2)]);
+      const i = api.value(2);
+      const [a, y] = api.coord([api.value(0), i]);
+      const [b] = api.coord([api.value(1), i]);
       const line = (x1, y1, x2, y2) => ({ type: "line", shape: { x1, y1, x2, y2 }, style: { stroke: t.ink, lineWidth: 1.5 } });
-      return { type: "group", children: [line(a, y, b, y), line(a, y - 5, a, y + 5), line(b, y - 5, b, y + 5)] };
+      const text = { type: "text", style: { text: short(s.values[i], f), x: b + 7, y, fill: t.muted, fontSize: 11, verticalAlign: "middle" } };
+      return { type: "group", children: [...(b > a ? [line(a, y, b, y), line(a, y - 5, a, y + 5), line(b, y - 5, b, y + 5)] : []), text] };
     };
     return [{ type: "custom", name: "spread", data: rows, encode: { x: [0, 1], y: 2 }, renderItem, silent: true, z: 5 }];
   }
@@ -71,13 +73,13 @@ Voxtune.charts = (() => {
     return [{ type: "custom", name: "mark", data: [[f.mark, 0]], renderItem, silent: true, z: 4 }];
   }
 
-  function barSeries(f, t, span) {
+  function barSeries(f, t, span, pixels) {
     return f.series.map((s) => {
       const colour = t.tone(s.colour);
       const label = f.stacked
         ? { show: true, position: "inside", color: t.on(s.colour), fontSize: 11,
-            formatter: (p) => (p.value > span * 0.055 ? short(p.value, f) : "") }
-        : { show: f.series.length < 7, position: "right", color: t.muted, fontSize: 11, distance: s.low ? 14 : 5,
+            formatter: (p) => ((p.value / span) * pixels > 7 * short(p.value, f).length + 4 ? short(p.value, f) : "") }
+        : { show: f.series.length < 7 && !s.low, position: "right", color: t.muted, fontSize: 11,
             formatter: (p) => (p.value === null ? "" : short(p.value, f)) };
       return { type: "bar", name: s.name, data: s.values, stack: f.stacked ? "all" : undefined, label, barMaxWidth: 24,
                barMinHeight: f.stacked ? 0 : 1, barGap: "8%", barCategoryGap: "28%",
@@ -108,7 +110,7 @@ Voxtune.charts = (() => {
       yAxis: { type: "category", inverse: true, data: f.labels.map((_, i) => i), ...axisLook(t),
                axisLabel: { color: t.ink, width: room, overflow: "truncate", fontSize: 12, interval: 0,
                             formatter: (i) => f.labels[i] } },
-      series: [...barSeries(f, t, Math.max(...totals)), ...whiskers(f, t), ...markLine(f, t)],
+      series: [...barSeries(f, t, Math.max(...totals) * 1.05, width - room - 28), ...whiskers(f, t), ...markLine(f, t)],
     };
     option.tooltip = { ...option.tooltip, trigger: "axis", axisPointer: { type: "shadow", shadowStyle: { opacity: 0.06 } }, formatter };
     return { option, height: rows + 52, legend: f.series.length > 1 ? f.series.map((s) => [s.name, s.colour]) : [] };
@@ -163,14 +165,27 @@ Voxtune.charts = (() => {
       const area = params.coordSys, origin = api.coord([0, 0])[0], scale = api.coord([1, 0])[0] - origin;
       const height = Math.min(54, api.size([0, 1])[1] * 0.72);
       const path = [];
+      const tops = new Map();
+      const flush = (run) => {
+        if (!tops.has(run.row)) tops.set(run.row, (api.coord([0, run.row])[1] - height / 2).toFixed(1));
+        // A hair of paper between neighbours, once they are wide enough to be told apart.
+        const width = (run.to - run.from - (run.to - run.from > 4 ? 0.6 : 0)).toFixed(2);
+        path.push(`M${run.from.toFixed(2)} ${tops.get(run.row)}h${width}v${height}h-${width}z`);
+      };
+      let run = null;
       for (const [start, length, row] of rows) {
         const from = Math.max(area.x, origin + start * scale);
         const to = Math.min(area.x + area.width, origin + start * scale + Math.max(length * scale, 0.6));
         if (to <= from) continue;
-        // A hair of paper between neighbours, once they are wide enough to be told apart.
-        const width = to - from - (to - from > 4 ? 0.6 : 0);
-        path.push(`M${from.toFixed(2)} ${(api.coord([0, row])[1] - height / 2).toFixed(1)}h${width.toFixed(2)}v${height}h${-width.toFixed(2)}z`);
+        // Launches nearer than a quarter of a pixel, too short to be told apart, are drawn as one until zoomed into.
+        if (run && run.row === row && from - run.to < 0.25 && to - from < 1) {
+          run.to = Math.max(run.to, to);
+          continue;
+        }
+        if (run) flush(run);
+        run = { from, to, row };
       }
+      if (run) flush(run);
       return path.length ? { type: "path", shape: { pathData: path.join("") }, style: { fill }, silent: true } : null;
     };
     return { type: "custom", name: group, data: [[0, 0]], renderItem, itemStyle: { color: fill }, silent: true };
