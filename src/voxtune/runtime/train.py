@@ -198,6 +198,12 @@ class Run:
             raise InputError(f"{reason}; {self._how_to_resume()}") from error
         except InputError as error:
             raise InputError(f"{error}; {self._how_to_resume()}") from error
+        except Exception as error:
+            # The compiler's errors have no common public class; what it cannot build here is no fault of the loop.
+            if not self.config.compile or not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(f"torch.compile cannot build this network here ({reason}): set compile to false") from error
 
     def _how_to_resume(self) -> str:
         stopped = f"stopped after step {self.trainer.step}"
