@@ -55,10 +55,10 @@ class Member:
     def report(self) -> Path:
         return self.folder / "report.ncu-rep"
 
-    def start(self, command: Sequence[str]) -> None:
+    def start(self, command: Sequence[str], variables: dict[str, str]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "spec.json").write_text("{}")
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", PARENT: str(os.getpid())}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", PARENT: str(os.getpid()), **variables}
         package = str(Path(__file__).resolve().parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
         with (self.folder / "log").open("wb") as log:
@@ -86,10 +86,11 @@ class Member:
         return Outcome(status, log, time.monotonic() - self.started, told, stopped)
 
     def end(self) -> int:
-        """Ends the worker's own process group, gently first: Nsight Compute then still writes its report."""
+        """Ends the worker's own process group; gently if it had its turn, so that a report is still written."""
         if self.process is None:
             return 0
-        for sign, patience in ((signal.SIGINT, 10.0), (signal.SIGTERM, 3.0), (signal.SIGKILL, 10.0)):
+        gentle = ((signal.SIGINT, 10.0), (signal.SIGTERM, 3.0)) if (self.folder / "go").exists() else ()
+        for sign, patience in (*gentle, (signal.SIGKILL, 10.0)):
             if self.process.poll() is not None:
                 break
             with contextlib.suppress(ProcessLookupError):
@@ -102,7 +103,15 @@ class Member:
 class Crew:
     """The workers of one session by name, in the order of their turns."""
 
-    def __init__(self, folder: Path, commands: dict[str, Callable[[Member], Sequence[str]]], *, ahead: bool):
+    def __init__(
+        self,
+        folder: Path,
+        commands: dict[str, Callable[[Member], Sequence[str]]],
+        *,
+        ahead: bool,
+        variables: dict[str, str] | None = None,
+    ):
+        self.variables = variables or {}
         self.folder = folder
         self.members = {name: Member(folder / name) for name in commands}
         self.commands = commands
@@ -137,4 +146,4 @@ class Crew:
     def _start(self, name: str) -> None:
         if name not in self._started:
             self._started.add(name)
-            self.members[name].start(self.commands[name](self.members[name]))
+            self.members[name].start(self.commands[name](self.members[name]), self.variables)

@@ -6,7 +6,6 @@ fails or runs out of time costs that part alone; the session is saved after each
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import time
@@ -145,8 +144,6 @@ def record(
     parsed = list(dict.fromkeys(parse_config(c) for c in configs))
     ncu, missing = _counters(options, where, say)
     scratch = Path(tempfile.mkdtemp(prefix="voxtune-profile-"))
-    # Compiled kernels are made once, by the census, and found again by the counters' processes.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(scratch / "inductor"))
     plans = [
         Plan(
             target=target,

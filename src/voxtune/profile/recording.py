@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -66,7 +67,9 @@ def _crew(plan: Plan) -> Crew:
             # A compiled step is filtered by function, which is known only after the census.
             if tier in plan.options.tiers and not (plan.config.compile and tier != "few"):
                 commands[tier] = partial(_command, plan.ncu, tier, Selection(None, []), refused=())
-    return Crew(plan.scratch, commands, ahead=plan.options.ahead)
+    # Compiled kernels are made once, by the census, and found again by the counters' processes.
+    cache = {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(plan.scratch / "inductor"))}
+    return Crew(plan.scratch, commands, ahead=plan.options.ahead, variables=cache)
 
 
 def _metrics(ncu: Ncu, tier: str, refused: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -171,8 +174,9 @@ class _SessionRecording:
         shares = FULL_SHARES if tier == "full" else OPCODE_SHARES
         identities = list(zip(rows["name"], rows["grid"].fillna(""), rows["block"].fillna(""), strict=True))
         launches = list(zip(identities, map(float, rows["duration_us"]), strict=True))
-        if [key for key, _ in self.numbered] == keys(rows) and self.numbered:
-            return Selection(choose_operators(launches, [n for _, n in self.numbered], shares), [])
+        numbers = [number for _, number in self.numbered]
+        if [key for key, _ in self.numbered] == keys(rows) and _numbered_share(launches, numbers) >= shares[-1]:
+            return Selection(choose_operators(launches, numbers, shares), [])
         chosen = costliest(launches, shares[-1])
         return Selection(None, sorted({function_name(str(what[0])) for what in chosen}))  # type: ignore[index]
 
@@ -217,20 +221,21 @@ class _SessionRecording:
             carried = self._write(tier, session, counted)
             told = outcome.result or {}
             why = _why(tier, told, carried, unknown)
+            passes = max((c.passes for c in counted if c.passes), default=None)
             session.meta["tiers"][tier] = {
                 "done": why is None,
                 "why": why,
                 **carried.describe(),
                 "seconds": round(outcome.seconds, 1),
                 "counting_s": told.get("counting_s"),
-                "passes": max((c.passes for c in counted if c.passes), default=None),
+                "passes": passes,
                 "unknown_metrics": unknown,
             }
             _add_timing(session, tier, told)
             session.save(self.plan.folder)
         self._say(
             f"{tier}: counters on {carried.matched} of {carried.launches} launches, {100 * carried.time_share:.2f} % of "
-            f"kernel time{f' ({why})' if why else ''}"
+            f"kernel time; {len(counted)} read in {passes} passes each{f' ({why})' if why else ''}"
         )
 
     def _write(self, tier: str, session: Session, counted: list[CountedLaunch]) -> Carried:
@@ -248,6 +253,12 @@ class _SessionRecording:
             self.session.meta["tiers"][tier] = {"done": False, "why": why}
             self.session.save(self.plan.folder)
         self._say(f"{tier}: none: {why}")
+
+
+def _numbered_share(launches: Sequence[tuple[Any, float]], numbers: Sequence[int]) -> float:
+    """Share of the time whose operator is known by number."""
+    total = sum(time for _, time in launches)
+    return sum(time for (_, time), n in zip(launches, numbers, strict=True) if n >= 0) / total if total else 0.0
 
 
 def _add_rules(counted: Sequence[CountedLaunch], details: str) -> None:

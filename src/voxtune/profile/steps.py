@@ -53,6 +53,12 @@ def find_target(text: str, size: tuple[int, ...] | None = None) -> Target:
     return target
 
 
+def smallest_size(text: str) -> tuple[int, ...]:
+    """The smallest size at which every level of the network still has two voxels a side."""
+    network = find_target(text).network
+    return (2 * network.divisor,) * network.dimensions
+
+
 @dataclass(kw_only=True)
 class WorkloadStep:
     """`run()` is one whole step; `close()` puts back what the configuration changed."""

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from functools import cache
+
+from tests.profile.samples import baseline_session, text
+from voxtune.profile import schema
+from voxtune.profile.counters import carry_few, carry_full, carry_opcodes, prove_precision
+from voxtune.profile.ncucsv import CountedLaunch, choose_metrics, read_raw
+from voxtune.profile.session import Session, load_session
+
+
+@cache
+def counted_text() -> str:
+    return text("few.csv.gz")
+
+
+def counted() -> list[CountedLaunch]:
+    known = {m.split(".")[0] for c in schema.FEW for m in c.metric if "hmma_hgmma" not in m}
+    return read_raw(counted_text(), choose_metrics(schema.FEW, known)[0])
+
+
+def kernels(session: Session):
+    return session.launches[session.launches["kind"] == "kernel"]
+
+
+def test_the_few_counters_reach_every_launch_of_the_step(tmp_path) -> None:
+    session = baseline_session()
+    carried, called = carry_few(session, counted())
+    assert (carried.read, carried.matched, carried.launches, carried.time_share) == (1260, 1260, 1260, 1.0)
+    assert len(called) == 1260
+    # Two processes, two tools, one launch: of all but the shortest, the times agree.
+    long = kernels(session)[kernels(session)["duration_us"] > 200]
+    ratio = long["ncu_time_us"] / long["duration_us"]
+    assert len(long) > 100 and 0.98 < ratio.median() < 1.02 and ratio.between(0.8, 1.25).all()
+    copies = session.launches[session.launches["kind"] != "kernel"]
+    assert copies["counter_tier"].isna().all() and copies["cycles"].isna().all()
+    session.save(tmp_path)
+    again = load_session(tmp_path).launches
+    assert again["instructions"].sum() == session.launches["instructions"].sum()
+
+
+def test_launches_that_do_not_match_stay_null_and_are_counted() -> None:
+    session, launches = baseline_session(), counted()
+    strange = launches[100]
+    launches[100] = CountedLaunch("x", "other(int)", strange.key._replace(function="other"), {"cycles": 1.0})
+    del launches[500:510]
+    carried, _ = carry_few(session, launches)
+    assert (carried.read, carried.matched) == (1250, 1249)
+    rows = kernels(session)
+    assert rows["counter_tier"].isna().sum() == 11
+    assert rows["cycles"].isna().sum() == 11
+    assert 0 < carried.time_share < 1
+
+
+def test_the_full_set_is_carried_to_all_likes_of_a_launch_and_to_no_other_template() -> None:
+    session, launches = baseline_session(), counted()
+    _, called = carry_few(session, launches)
+    chosen = next(c for c in launches if "silu_kernel" in c.name)
+    full = CountedLaunch("0", chosen.name, chosen.key, {"sm_pct": 50.0, "est_rule": "R"}, {"FFMA": 6.0})
+    carried, matched = carry_full(session, [full], called)
+    assert carried.matched == sum(c.identity == chosen.identity for c in launches) > 1
+    rows = session.launches.loc[list(matched)]
+    assert set(rows["counter_tier"]) == {"full"} and set(rows["sm_pct"]) == {50.0} and set(rows["est_rule"]) == {"R"}
+    assert rows["name"].str.contains("silu_kernel").all()
+    assert session.launches["sm_pct"].notna().sum() == carried.matched
+    carry_opcodes(session, matched)
+    assert session.opcodes.to_dict("records") == [
+        {
+            "name": rows["name"].iloc[0],
+            "grid": chosen.key.grid,
+            "block": chosen.key.block,
+            "opcode": "FFMA",
+            "executed": 6.0,
+        }
+    ]
+
+
+def test_without_the_few_only_unmistakable_launches_are_matched() -> None:
+    session, launches = baseline_session(), counted()
+    silu = next(c for c in launches if "silu_kernel" in c.name)  # shares its function and grid with other templates
+    moments = next(c for c in launches if "RowwiseMoments" in c.name)
+    full = [CountedLaunch("0", c.name, c.key, {"sm_pct": 1.0}) for c in (silu, moments)]
+    _, matched = carry_full(session, full, {})
+    assert matched and session.launches.loc[list(matched), "name"].str.contains("RowwiseMoments").all()
+
+
+def test_fp32_is_proved_or_disproved_by_counters() -> None:
+    session = baseline_session()
+    assert prove_precision(session, claims_fp32=True)["holds"] is None
+    carry_few(session, counted())
+    # The plain tensor metric counts HFMA2.MMA: without the instructions it looks broken, with them it holds.
+    proof = prove_precision(session, claims_fp32=True)
+    assert proof["holds"] is False and proof["tensor_kernels"]
+    rows = kernels(session).index
+    session.launches.loc[rows, ["inst_hmma", "inst_gmma"]] = 0.0
+    proof = prove_precision(session, claims_fp32=True)
+    assert proof["holds"] is True and proof["tensor_launches"] == 0 and proof["time_share"] == 1.0
+    assert prove_precision(session, claims_fp32=False)["holds"] is None
+    session.launches.loc[rows[3], ["inst_hmma", "tensor_pct"]] = [100.0, 40.0]
+    assert prove_precision(session, claims_fp32=True)["holds"] is False
