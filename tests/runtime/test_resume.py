@@ -87,7 +87,7 @@ def test_killed_from_outside_at_random_moments(tmp_path, whole):
             time.sleep(0.002)
         time.sleep(chance.uniform(0, 0.15))
         process.kill()
-        process.join(60)
+        process.join(300)
         if process.exitcode == 0:
             break
         assert process.exitcode == KILLED

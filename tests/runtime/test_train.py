@@ -30,14 +30,17 @@ def tensors(out, prefix="model."):
     return read_checkpoint(checkpoints(out / "checkpoints")[-1]).part(prefix)
 
 
-def test_the_loss_goes_down(tmp_path):
+def test_the_loss_goes_down_and_samples_follow_the_mask(tmp_path):
     losses = []
-    config = tiny_config(steps=80, batch=4, checkpoint_every=80, log_every=1)
-    result = train(config, Blobs(2), tmp_path / "run", lambda step, steps, loss: losses.append(loss))
+    config = tiny_config(steps=80, batch=4, checkpoint_every=80, log_every=1, learning_rate=2e-3)
+    result = train(config, Blobs(4), tmp_path / "run", lambda step, steps, loss: losses.append(loss))
     assert np.mean(losses[-10:]) < 0.65 * np.mean(losses[:10])
     assert result.loss == losses[-1]
     assert result.step == len(losses) == len(rows(tmp_path / "run")) == 80
     assert [row["loss"] for row in rows(tmp_path / "run")] == losses
+    image, mask = Blobs()[4]
+    drawn = load(result.model).sample(torch.from_numpy(mask)[None], sampler="ddim", steps=10)[0].numpy()
+    assert np.corrcoef(drawn.ravel(), image.ravel())[0, 1] > 0.7, "a mask it has not seen gives the image that fits it"
 
 
 def test_the_model_folder_is_usable(tmp_path):

@@ -123,7 +123,7 @@ def child(target, *arguments) -> multiprocessing.Process:
 def finish(target, *arguments) -> int:
     """The exit code of a child; minus the signal that ended it."""
     process = child(target, *arguments)
-    process.join(100)
+    process.join(300)
     assert process.exitcode is not None, "the child hangs"
     return process.exitcode
 
