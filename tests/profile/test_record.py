@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from voxtune.profile.configs import parse_config
 from voxtune.profile.counters import kernel_rows, keys
 from voxtune.profile.ncu import Ncu, find_ncu
 from voxtune.profile.record import Plan, Recorded, RecordOptions, record
+from voxtune.profile.replay import replay
 from voxtune.profile.session import load_session
 from voxtune.profile.steps import find_target
+from voxtune.profile.tiers import Reading
 
 
 @pytest.fixture
@@ -98,6 +101,23 @@ def test_without_permission_the_census_stands_and_the_remedy_is_told(stand_in: P
     assert recorded[0].error is None and tiers["census"]["done"]
     for tier in ("few", "full", "opcodes"):
         assert not tiers[tier]["done"] and "NVreg_RestrictProfilingToAdminUsers=0" in tiers[tier]["why"]
+
+
+def test_a_kept_recording_gives_the_same_session_again(stand_in: Path, golden_model: Path) -> None:
+    options = RecordOptions(mode="train", steps=1, warmup=1, keep_raw=True, tiers=("census",))
+    (here,) = record(str(golden_model), ["baseline"], stand_in, options=options, device="cpu")
+    run(stand_in, "baseline", keep_raw=True)
+    for part in ("trace.json.gz", "census.json"):
+        shutil.copy(here.folder / "raw" / part, stand_in / "out" / "baseline" / "raw")
+    first = load_session(here.folder)
+    again = replay(here.folder)
+    assert again.launches.equals(first.launches) and again.memory.equals(first.memory)
+    assert again.timings.equals(first.timings)
+    reading = Reading.kept(stand_in / "out" / "baseline" / "raw", "full")
+    assert reading.columns["sm_pct"].startswith("sm__throughput") and reading.details is not None
+    assert replay(stand_in / "out" / "baseline").meta["tiers"]["few"]["read"] == 1260
+    with pytest.raises(InputError, match="--keep-raw"):
+        replay(stand_in / "census")
 
 
 def test_a_metric_refused_at_run_time_is_left_out(stand_in: Path) -> None:

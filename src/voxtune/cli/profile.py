@@ -34,6 +34,9 @@ def command(
     ] = "none",
     clock_control: Annotated[str, typer.Option(help="Nsight Compute: none, or base to lock the clocks.")] = "none",
     ahead: Annotated[bool, typer.Option(help="Start the workers before their turn, to save time.")] = True,
+    keep_raw: Annotated[
+        bool, typer.Option("--keep-raw", help="Keep the trace and the counters' pages, to read them again later.")
+    ] = False,
     self_check: Annotated[
         bool, typer.Option("--self-check", help="A small step, and a verdict on whether every tier works here.")
     ] = False,
@@ -62,6 +65,7 @@ def command(
         cache_control=cache_control,
         clock_control=clock_control,
         ahead=ahead,
+        keep_raw=keep_raw,
     )
     chosen = [c.name for c in parse_configs(config)]
     recorded = record(source, chosen, out, options=options, device=choose_device(device), say=output.say)

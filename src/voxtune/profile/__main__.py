@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tiers=tuple(asked.tiers.split(",")),
             limit_s=asked.limit,
             ahead=not asked.no_ahead,
+            keep_raw=asked.keep_raw,
         )
         configs = [c.name for c in parse_configs(asked.config)]
         recorded = record(asked.source, configs, asked.out, options=options, device=asked.device, say=_say)
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device")
     parser.add_argument("--self-check", action="store_true")
     parser.add_argument("--no-ahead", action="store_true")
+    parser.add_argument("--keep-raw", action="store_true")
     return parser
 
 

@@ -21,8 +21,8 @@ from voxtune.errors import InputError
 from voxtune.profile.census import Census, StepRecorder, synchronize, take_census
 from voxtune.profile.environment import clocks, environment, provenance
 from voxtune.profile.session import Session, frame
+from voxtune.profile.tiers import COUNTER_TIERS
 
-COUNTER_TIERS = ("few", "full", "opcodes")
 _ONLY_CENSUS = "recorded in this process, where Nsight Compute is not: use voxtune profile for counters"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -19,6 +21,7 @@ from voxtune.profile.memory import Holders, memory_rows, peak_bytes
 from voxtune.profile.trace import STEP, Trace, read_trace
 
 Step = Callable[[], Any]
+TRACE = "trace.json.gz"
 
 
 @dataclass(kw_only=True)
@@ -63,8 +66,9 @@ def take_census(
     steps: int = 2,
     warmup: int = 3,
     repeats: int = 5,
+    keep: Path | None = None,
 ) -> Census:
-    """Warms up, times bare steps, then records `steps` whole steps."""
+    """Warms up, times bare steps, then records `steps` whole steps; `keep` is a folder for the raw recording."""
     inputs = list(inputs)
     for _ in range(warmup):
         step()
@@ -78,7 +82,48 @@ def take_census(
         for _ in range(steps):
             with recorder.step():
                 step()
-    return recorder.census(bare=bare, peak=peak)
+    return recorder.census(bare=bare, peak=peak, keep=keep)
+
+
+@dataclass(kw_only=True)
+class RawCensus:
+    """What the recording left, from which the tables are made: on the spot, or later from its files."""
+
+    trace: Trace
+    modules: dict[str, str]
+    holders: list[Holders]
+    bare: list[float]
+    peak: int | None
+    on_gpu: bool
+
+    def census(self) -> Census:
+        trace = self.trace
+        teller = Teller(trace, self.modules)
+        memory = memory_rows(trace, self.holders, teller.phase_at, device=1 if self.on_gpu else 0)
+        timings = [{"tier": "bare", "repeat": i, "step_ms": ms} for i, ms in enumerate(self.bare)]
+        timings += [
+            {"tier": "census", "repeat": i, "step_ms": (s.end - s.start) / 1e3} for i, s in enumerate(trace.steps)
+        ]
+        return Census(
+            launches=launch_rows(trace, self.modules),
+            memory=memory,
+            timings=timings,
+            peak_bytes=self.peak if self.peak is not None else peak_bytes(memory),
+        )
+
+    def keep(self, folder: Path, trace: bytes) -> None:
+        """`trace` is the profiler's own file."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / TRACE).write_bytes(gzip.compress(trace, 6))
+        rest = {k: getattr(self, k) for k in ("modules", "bare", "peak", "on_gpu")}
+        rest["holders"] = [[[a, c, n] for a, (c, n) in h.known.items()] for h in self.holders]
+        (folder / "census.json").write_text(json.dumps(rest))
+
+    @classmethod
+    def kept(cls, folder: Path) -> RawCensus:
+        rest = json.loads((folder / "census.json").read_text())
+        holders = [Holders({a: (c, n) for a, c, n in known}) for known in rest.pop("holders")]
+        return cls(**rest, holders=holders, trace=read_trace(folder / TRACE))
 
 
 class StepRecorder:
@@ -96,6 +141,7 @@ class StepRecorder:
         self.holders: list[Holders] = []
         self.modules: dict[str, str] = {}
         self.trace: Trace | None = None
+        self.trace_file = b""
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
         self._profiler = profile(activities=activities, record_shapes=True, profile_memory=True)
         self._ranges = module_ranges(network)
@@ -114,24 +160,24 @@ class StepRecorder:
                 path = Path(folder) / "trace.json"
                 self._profiler.export_chrome_trace(str(path))
                 self.trace = read_trace(path)
+                self.trace_file = path.read_bytes()
 
     def step(self) -> _RecordedStep:
         return _RecordedStep(self)
 
-    def census(self, *, bare: list[float], peak: int | None) -> Census:
+    def census(self, *, bare: list[float], peak: int | None, keep: Path | None = None) -> Census:
         assert self.trace is not None, "the recorder was not closed"
-        teller = Teller(self.trace, self.modules)
-        memory = memory_rows(self.trace, self.holders, teller.phase_at, device=1 if self.device.type == "cuda" else 0)
-        timings = [{"tier": "bare", "repeat": i, "step_ms": ms} for i, ms in enumerate(bare)]
-        timings += [
-            {"tier": "census", "repeat": i, "step_ms": (s.end - s.start) / 1e3} for i, s in enumerate(self.trace.steps)
-        ]
-        return Census(
-            launches=launch_rows(self.trace, self.modules),
-            memory=memory,
-            timings=timings,
-            peak_bytes=peak if peak is not None else peak_bytes(memory),
+        raw = RawCensus(
+            trace=self.trace,
+            modules=self.modules,
+            holders=self.holders,
+            bare=bare,
+            peak=peak,
+            on_gpu=self.device.type == "cuda",
         )
+        if keep is not None:
+            raw.keep(keep, self.trace_file)
+        return raw.census()
 
 
 class _RecordedStep:

@@ -30,11 +30,11 @@ class Holders:
         cls, network: nn.Module | None, optimizer: torch.optim.Optimizer | None, inputs: Iterable[Tensor]
     ) -> Holders:
         holders = cls()
-        parameters = list(network.parameters()) if network else []
+        parameters = [] if network is None else list(network.parameters())
         holders._add("inputs", inputs)
         holders._add("optimizer", _state(optimizer))
         holders._add("gradients", (p.grad for p in parameters if p.grad is not None))
-        holders._add("weights", [*parameters, *(network.buffers() if network else ())])
+        holders._add("weights", [*parameters, *(() if network is None else network.buffers())])
         return holders
 
     def _add(self, category: str, tensors: Iterable[Tensor]) -> None:

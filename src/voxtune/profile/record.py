@@ -27,7 +27,9 @@ TIERS = ("census", "few", "full", "opcodes")
 
 @dataclass(frozen=True, kw_only=True)
 class RecordOptions:
-    """`tiers`: full brings opcodes with it. `limit_s` is for the counters of one session; `ahead` starts workers early."""
+    """`tiers`: full brings opcodes with it. `limit_s` is for the counters of one session; `ahead` starts workers early;
+    `keep_raw` keeps the trace and Nsight Compute's pages in the session's folder, for `voxtune.profile.replay`.
+    """
 
     mode: str = "train"
     size: tuple[int, ...] | None = None
@@ -40,6 +42,7 @@ class RecordOptions:
     cache_control: str = "none"
     clock_control: str = "none"
     ahead: bool = True
+    keep_raw: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -105,6 +108,7 @@ class Plan:
             out=str(self.folder),
             number=self.ncu is not None and "full" in o.tiers,
             ncu_version=self.ncu.version if self.ncu else None,
+            keep_raw=o.keep_raw,
             meta=self.meta(),
         )
 

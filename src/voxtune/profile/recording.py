@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,21 +17,14 @@ import pandas as pd
 
 from voxtune.profile import schema
 from voxtune.profile.align import FULL_SHARES, OPCODE_SHARES, Key, choose_operators, costliest, function_name
-from voxtune.profile.counters import (
-    Carried,
-    Identity,
-    carry_few,
-    carry_full,
-    carry_opcodes,
-    kernel_rows,
-    keys,
-    prove_precision,
-)
+from voxtune.profile.counters import Identity, kernel_rows, keys, prove_precision
 from voxtune.profile.crew import GRACE_S, Crew, Member, Outcome, worker_program
 from voxtune.profile.ncu import SECTIONS, Ncu, NcuError
-from voxtune.profile.ncucsv import CountedLaunch, choose_metrics, explain, read_raw, read_rules, unknown_metric
+from voxtune.profile.ncucsv import choose_metrics, explain, unknown_metric
 from voxtune.profile.record import Plan, Recorded
-from voxtune.profile.session import Session, frame, load_session
+from voxtune.profile.replay import RAW
+from voxtune.profile.session import Session, load_session
+from voxtune.profile.tiers import COUNTER_TIERS, Reading, carry
 
 CENSUS_LIMIT_S = 900.0
 # Of the time left for counters: the few, and of what is then left the full set; the opcodes get the rest.
@@ -52,7 +46,7 @@ def record_on_gpu(plans: Sequence[Plan]) -> list[Recorded]:
     try:
         for i, plan in enumerate(plans):
             following = crews[i + 1] if i + 1 < len(plans) else None
-            done.append(_SessionRecording(plan, crews[i].assemble(), following).record())
+            done.append(_record_one(plan, crews[i], following))
             crews[i].dismiss()
     finally:
         for crew in crews:
@@ -60,10 +54,19 @@ def record_on_gpu(plans: Sequence[Plan]) -> list[Recorded]:
     return done
 
 
+def _record_one(plan: Plan, crew: Crew, following: Crew | None) -> Recorded:
+    """A session that breaks by our own mistake is told as such, and the next one goes on."""
+    try:
+        return _SessionRecording(plan, crew.assemble(), following).record()
+    except Exception as error:
+        plan.say(traceback.format_exc())
+        return Recorded(config=plan.config.name, folder=plan.folder, error=f"{type(error).__name__}: {error}")
+
+
 def _crew(plan: Plan) -> Crew:
     commands: dict[str, Callable[[Member], Sequence[str]]] = {"census": lambda m: worker_program(m.spec)}
     if plan.ncu is not None:
-        for tier in ("few", "full", "opcodes"):
+        for tier in COUNTER_TIERS:
             # A compiled step is filtered by function, which is known only after the census.
             if tier in plan.options.tiers and not (plan.config.compile and tier != "few"):
                 commands[tier] = partial(_command, plan.ncu, tier, Selection(None, []), refused=())
@@ -110,7 +113,7 @@ class _SessionRecording:
     def record(self) -> Recorded:
         plan = self.plan
         error = self._census()
-        tiers = [t for t in ("few", "full", "opcodes") if t in plan.options.tiers and plan.ncu is not None]
+        tiers = [t for t in COUNTER_TIERS if t in plan.options.tiers and plan.ncu is not None]
         self.counting_since = time.monotonic()
         for tier in tiers if error is None else ():
             if tier == tiers[-1] and self.following is not None:
@@ -203,49 +206,32 @@ class _SessionRecording:
         self.crew.replace(tier, command)
 
     def _carry(self, tier: str, report: Path, outcome: Outcome, refused: list[str]) -> None:
-        """Reads the report and carries its counters; a report that cannot be read costs this tier."""
+        """Reads the report and carries its counters; a report that cannot be read costs this tier alone."""
+        session, ncu = self.session, self.plan.ncu
+        assert session is not None and ncu is not None
+        columns, unknown = _metrics(ncu, tier, refused)
         try:
-            self._carry_report(tier, report, outcome, refused)
+            reading = Reading(
+                tier=tier,
+                columns=columns,
+                raw=ncu.page(report, "raw", instances=tier == "opcodes"),
+                details=ncu.page(report, "details") if tier == "full" else None,
+                unknown=unknown,
+                told=outcome.result or {},
+                seconds=outcome.seconds,
+            )
+            if self.plan.options.keep_raw:
+                reading.keep(self.plan.folder / RAW)
+            with self.lock:
+                line, self.called = carry(session, reading, self.called)
+                session.save(self.plan.folder)
+            self._say(line)
         except NcuError as error:
             why = explain(outcome.log, outcome.status) if "==ERROR==" in outcome.log else str(error)
             self._missing(tier, why)
-
-    def _carry_report(self, tier: str, report: Path, outcome: Outcome, refused: list[str]) -> None:
-        session, ncu = self.session, self.plan.ncu
-        assert session is not None and ncu is not None
-        chosen, unknown = _metrics(ncu, tier, refused)
-        counted = read_raw(ncu.page(report, "raw", instances=tier == "opcodes"), chosen)
-        if tier == "full":
-            _add_rules(counted, ncu.page(report, "details"))
-        with self.lock:
-            carried = self._write(tier, session, counted)
-            told = outcome.result or {}
-            why = _why(tier, told, carried, unknown)
-            passes = max((c.passes for c in counted if c.passes), default=None)
-            session.meta["tiers"][tier] = {
-                "done": why is None,
-                "why": why,
-                **carried.describe(),
-                "seconds": round(outcome.seconds, 1),
-                "counting_s": told.get("counting_s"),
-                "passes": passes,
-                "unknown_metrics": unknown,
-            }
-            _add_timing(session, tier, told)
-            session.save(self.plan.folder)
-        self._say(
-            f"{tier}: counters on {carried.matched} of {carried.launches} launches, {100 * carried.time_share:.2f} % of "
-            f"kernel time; {len(counted)} read in {passes} passes each{f' ({why})' if why else ''}"
-        )
-
-    def _write(self, tier: str, session: Session, counted: list[CountedLaunch]) -> Carried:
-        if tier == "few":
-            carried, self.called = carry_few(session, counted)
-            return carried
-        carried, matched = carry_full(session, counted, self.called)
-        if tier == "opcodes":
-            carry_opcodes(session, matched)
-        return carried
+        except Exception as error:  # our own mistake: told in full, and the other tiers go on
+            self._say(traceback.format_exc())
+            self._missing(tier, f"its report could not be carried: {type(error).__name__}: {error}")
 
     def _missing(self, tier: str, why: str) -> None:
         assert self.session is not None
@@ -259,32 +245,3 @@ def _numbered_share(launches: Sequence[tuple[Any, float]], numbers: Sequence[int
     """Share of the time whose operator is known by number."""
     total = sum(time for _, time in launches)
     return sum(time for (_, time), n in zip(launches, numbers, strict=True) if n >= 0) / total if total else 0.0
-
-
-def _add_rules(counted: Sequence[CountedLaunch], details: str) -> None:
-    rules = read_rules(details)
-    for launch in counted:
-        if launch.number in rules:
-            launch.values["est_speedup_pct"], launch.values["est_rule"] = rules[launch.number]
-
-
-def _add_timing(session: Session, tier: str, told: dict[str, Any]) -> None:
-    """What a step took under the counters; rounds of operators are no whole step."""
-    if tier == "few" and told.get("counting_s") is not None:
-        row = frame([{"tier": tier, "repeat": 0, "step_ms": 1e3 * told["counting_s"]}], "timings")
-        session.timings = pd.concat([session.timings, row], ignore_index=True)
-
-
-def _why(tier: str, told: dict[str, Any], carried: Carried, unknown: list[str]) -> str | None:
-    """What is missing of a tier that was read; None when it is whole."""
-    reasons = []
-    if told.get("expired"):
-        reasons.append("its time ran out")
-    elif not told:
-        reasons.append("its worker did not end well")
-    wanted = {"few": 0.9999, "full": 0.99, "opcodes": 0.95}[tier]
-    if carried.time_share < wanted:
-        reasons.append(f"counters cover {100 * carried.time_share:.1f} % of kernel time")
-    if unknown:
-        reasons.append(f"this version of Nsight Compute has no metric for {', '.join(unknown)}")
-    return "; ".join(reasons) or None

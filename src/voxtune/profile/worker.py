@@ -84,6 +84,7 @@ def census(spec: dict[str, Any]) -> dict[str, Any]:
             steps=spec["steps"],
             warmup=spec["warmup"],
             repeats=spec["repeats"],
+            keep=Path(spec["out"]) / "raw" if spec.get("keep_raw") else None,
         )
         session = session_of(taken, device, {**spec["meta"], "flags": step.flags}, ncu_version=spec.get("ncu_version"))
         session.save(spec["out"])
