@@ -105,3 +105,19 @@ def test_an_error_in_the_loop_comes_out_as_it_is() -> None:
 def test_wrong_counts_are_told() -> None:
     with pytest.raises(InputError, match="at least 1"):
         capture(steps=0)
+
+
+@pytest.mark.slow
+def test_a_compiled_network_is_recorded_without_modules() -> None:
+    network, optimizer, x = training()
+    compiled = torch.compile(network)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        compiled(x).abs().mean().backward()
+        optimizer.step()
+
+    launches = profile_step(step, name="tiny", modules=compiled, optimizer=optimizer, steps=1).launches  # type: ignore[arg-type]
+    convolution = launches[launches["class"].str.startswith("conv_")]
+    assert set(convolution["phase"]) == {"forward", "backward"} and convolution["module"].isna().all()
+    assert set(launches.loc[launches["phase"] == "optimizer", "module"]) == {""}
