@@ -7,6 +7,7 @@ written once) over the time it took.
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 
 import torch
@@ -41,11 +42,19 @@ def measure(function) -> list[float]:
     function()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    calls = 10
+    calls = 4
     with torch.cuda.graph(graph):
         for _ in range(calls):
             function()
-    return [t / calls for t in triton.testing.do_bench(graph.replay, warmup=20, rep=120, return_mode="all")]
+    for _ in range(3):
+        graph.replay()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(26)]
+    for mark in marks[:-1]:
+        mark.record()
+        graph.replay()
+    marks[-1].record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) / calls for a, b in itertools.pairwise(marks)]
 
 
 def copy_bandwidth() -> float:

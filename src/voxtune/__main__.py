@@ -2,4 +2,6 @@
 
 from voxtune.cli.main import run
 
-run()
+# Processes started side by side import this module again, and must not run the command again.
+if __name__ == "__main__":
+    run()

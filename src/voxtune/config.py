@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 from voxtune.errors import InputError
 
 T = TypeVar("T")
+# Larger numbers than any setting can mean, and small enough for every conversion.
+MAX_NUMBER = 10**30
 
 
 def from_mapping(cls: type[T], data: Any, where: str) -> T:
@@ -79,12 +81,13 @@ def _scalar(hint: Any, value: Any, where: str) -> Any:
     if hint is bool and isinstance(value, bool):
         return value
     if hint is int and isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) > MAX_NUMBER:
+            raise InputError(f"{where}: a number of {value.bit_length()} bits cannot be meant")
         return value
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        number = float(value)
-        if not math.isfinite(number):
-            raise InputError(f"{where}: {value!r} is not a finite number")
-        return number
+        if abs(value) > MAX_NUMBER or not math.isfinite(value):
+            raise InputError(f"{where}: {str(value)[:40]} is not a number that can be meant")
+        return float(value)
     if hint is str and isinstance(value, str):
         return value
-    raise InputError(f"{where}: expected {getattr(hint, '__name__', hint)}, found {value!r}")
+    raise InputError(f"{where}: expected {getattr(hint, '__name__', hint)}, found {str(value)[:80]!r}")

@@ -89,7 +89,7 @@ def test_damaged_checkpoints(capsys, tmp_path, chunk):
     assert 2 in codes
 
 
-HOSTILE = (None, -1, 0, 10**30, 1e308, "", "x" * 5000, [], {}, [[]], True, "NaN", [1, "a"], {"a": None}, -0.5, "\u0000")
+HOSTILE = (None, -1, 0, 10**30, 10**400, 1e308, "", "x" * 5000, [], {}, [[]], True, "NaN", [1, "a"], {"a": None}, -0.5, "\u0000")
 
 
 def mutate_json(value, rng):

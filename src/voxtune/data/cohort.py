@@ -32,8 +32,8 @@ class Subject:
     """A T1 image in [0, 1] and its labels (0 background, 1 brain, 2 tumour) in RAS."""
 
     id: str
-    image_DHW: np.ndarray  # noqa: N815
-    labels_DHW: np.ndarray  # noqa: N815
+    image_DHW: np.ndarray
+    labels_DHW: np.ndarray
     affine: np.ndarray
 
     def image_volume(self) -> Volume:

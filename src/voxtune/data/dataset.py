@@ -6,7 +6,9 @@ on the contract's grid. What was prepared once is kept in memory up to a limit; 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -132,15 +134,32 @@ class CohortSource:
         from multiprocessing import get_context
 
         # Fresh processes: a forked one would inherit locks of threads that it does not have.
-        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        with _one_thread_each(), ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
             for index, prepared in enumerate(pool.map(self._prepare, range(self.count), chunksize=8)):
                 if not self._cache.put(index, prepared):
+                    pool.shutdown(cancel_futures=True)
                     return
 
     def _prepare(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         size = _ras_size(self.contract)
         drawn = subject(self.seed, index, size, spacing=self.spacing, healthy_fraction=self.healthy_fraction)
         return _on_grid([drawn.image_volume()], drawn.label_volume(), self.contract, "pad")
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Processes started meanwhile compute with one thread each: many of them with many threads would crawl."""
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class _Cache:
