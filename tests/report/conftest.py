@@ -76,3 +76,50 @@ def open_page(browser: Any) -> Iterator[Callable[..., Opened]]:
     yield open_it
     for context in contexts:
         context.close()
+
+
+def _page(folder: Path, sessions: list[Any], **options: Any) -> Path:
+    from voxtune.report.build import build
+    from voxtune.report.html import render_html
+
+    path = folder / "report.html"
+    path.write_text(render_html(build(sessions, **options)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def two_sessions() -> list[Any]:
+    from sessions import make
+
+    return [make("baseline", launches=120), make("tf32", launches=120)]
+
+
+@pytest.fixture(scope="session")
+def document(two_sessions: list[Any]) -> Any:
+    from voxtune.report.build import build
+
+    return build(two_sessions)
+
+
+@pytest.fixture(scope="session")
+def two_page(document: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from voxtune.report.html import render_html
+
+    path = tmp_path_factory.mktemp("two") / "report.html"
+    path.write_text(render_html(document), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def hostile_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from sessions import HOSTILE, make
+
+    sessions = [make(c, launches=60, names=HOSTILE) for c in ("baseline", "tf32")]
+    return _page(tmp_path_factory.mktemp("hostile"), sessions)
+
+
+@pytest.fixture(scope="session")
+def large_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from sessions import make
+
+    return _page(tmp_path_factory.mktemp("large"), [make(launches=5000)])

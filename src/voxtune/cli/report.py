@@ -70,6 +70,9 @@ def write(document: Document, form: str, output: Path | None, out: Output) -> li
 
             print_document(document, make_console())
         return []
+    from voxtune.report.html import render_html
+
+    page = render_html(document) if form == "html" else ""
     target = output or Path("report.html" if form == "html" else "report-svg")
     try:
         if form == "svg":
@@ -77,10 +80,8 @@ def write(document: Document, form: str, output: Path | None, out: Output) -> li
 
             files = write_svgs(document, target)
         else:
-            from voxtune.report.html import render_html
-
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(render_html(document), encoding="utf-8")
+            target.write_text(page, encoding="utf-8")
             files = [target]
     except OSError as error:
         raise InputError(f"{target}: cannot write here ({error.strerror}); choose another place with -o") from None

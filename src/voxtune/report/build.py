@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from voxtune.analysis.certificate import certify
 from voxtune.analysis.certificate import window as cut
-from voxtune.analysis.frame import labels
+from voxtune.analysis.frame import kernels, labels
 from voxtune.analysis.step import step_totals
 from voxtune.errors import InputError
 from voxtune.report import about_comparison, about_counters, about_findings, about_step
@@ -54,6 +54,9 @@ def build(sessions: Sequence[Session], *, window: str | None = None) -> Document
     """With `window` (such as seed), each session is followed by what that profiling window would have seen of it."""
     if not sessions:
         raise InputError("no session to report on; record one with voxtune profile")
+    for session in sessions:
+        if kernels(session).empty:
+            raise InputError(f"session {session.name!r} holds no kernel or operator; record it again")
     whole, names = list(sessions), labels(sessions)
     if window is not None:
         sessions = [view for s in whole for view in (s, _windowed(s, window))]

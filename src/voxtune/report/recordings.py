@@ -13,9 +13,12 @@ ABSENT = (
 )
 
 
+def root() -> Path:
+    return Path(str(resources.files("voxtune"))) / "recordings"
+
+
 def recorded_sessions() -> list[Path]:
     """The folders of the shipped sessions."""
-    root = Path(str(resources.files("voxtune"))) / "recordings"
-    if not any(root.glob("**/session.json")):
+    if not any(root().glob("**/session.json")):
         raise InputError(ABSENT)
-    return find_sessions(root)
+    return find_sessions(root())
