@@ -107,7 +107,7 @@ def colour(name: str, position: int = 0) -> str:
 
 def on_dark(value: str) -> str:
     """The same colour, lifted so that it keeps its contrast on a dark page."""
-    mixed = (round(c + (255 - c) * (0.34 if _luminance(value) < 0.16 else 0.1)) for c in _channels(value))
+    mixed = (round(c + (255 - c) * (0.2 if _luminance(value) < 0.16 else 0.08)) for c in _channels(value))
     return "#" + "".join(f"{c:02x}" for c in mixed)
 
 
