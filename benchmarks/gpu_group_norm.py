@@ -102,11 +102,12 @@ def rows_of(channels: tuple[int, ...], side: int, dtype: torch.dtype, bandwidth:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "group_norm.json")
-    out = parser.parse_args().out
+    parser.add_argument("--types", nargs="+", default=["bfloat16", "float32"])
+    arguments = parser.parse_args()
     bandwidth = copy_bandwidth()
     print(f"copy {bandwidth / 1e9:.2f} TB/s")
-    rows = [r for dtype in (torch.bfloat16, torch.float32) for s in SHAPES for r in rows_of(*s, dtype, bandwidth)]
-    write(out, rows, copy_tb_s=round(bandwidth / 1e9, 3))
+    rows = [r for t in arguments.types for s in SHAPES for r in rows_of(*s, getattr(torch, t), bandwidth)]
+    write(arguments.out, rows, copy_tb_s=round(bandwidth / 1e9, 3))
     show(rows)
     for r in rows:
         if r["name"].startswith("voxtune"):

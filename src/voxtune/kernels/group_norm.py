@@ -68,8 +68,9 @@ def voxtune_moments(
     pivot = tl.load(base + c, mask=inside, other=0.0).to(tl.float32)
     if p == 0:
         tl.store(pivot_ptr + n * C + first + c, pivot, mask=inside)
-    total = tl.zeros((BLOCK_C,), tl.float32)
-    squares = tl.zeros((BLOCK_C,), tl.float32)
+    # One sum a lane, reduced over voxels once at the end: a reduction in the loop would wait for all warps each time.
+    total = tl.zeros((BLOCK_V, BLOCK_C), tl.float32)
+    squares = tl.zeros((BLOCK_V, BLOCK_C), tl.float32)
     start = p * stretch
     end = tl.minimum(start + stretch, V)
     for v0 in range(start, end, BLOCK_V):
@@ -77,11 +78,11 @@ def voxtune_moments(
         keep = (v < end)[:, None] & inside[None, :]
         x = tl.load(base + v[:, None].to(tl.int64) * CS + c[None, :], mask=keep, other=0.0).to(tl.float32)
         d = tl.where(keep, x - pivot[None, :], 0.0)
-        total += tl.sum(d, axis=0)
-        squares += tl.sum(d * d, axis=0)
+        total += d
+        squares += d * d
     at = partial_ptr + ((n * P + p) * 2).to(tl.int64) * C + first + c
-    tl.store(at, total, mask=inside)
-    tl.store(at + C, squares, mask=inside)
+    tl.store(at, tl.sum(total, axis=0), mask=inside)
+    tl.store(at + C, tl.sum(squares, axis=0), mask=inside)
 
 
 @triton.jit

@@ -70,7 +70,7 @@ def train(
     loss)` is called after every step. torch's global random state is the caller's own again afterwards.
     """
     out, device, warn = Path(out), torch.device(device), warn or (lambda text: None)
-    with reporting_os_errors(out), locked(out), _own_random_state(device):
+    with reporting_os_errors(out), locked(out), _own_random_state(device), _fastest_convolutions(device):
         found = _find_checkpoint(out, resume, warn)
         torch.manual_seed(config.seed)
         model = _starting_model(config, model, found)
@@ -203,7 +203,9 @@ class Run:
             if not self.config.compile or not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise
             reason = " ".join(str(error).split())[:200]
-            raise InputError(f"torch.compile cannot build this network here ({reason}): set compile to false") from error
+            raise InputError(
+                f"torch.compile cannot build this network here ({reason}): set compile to false"
+            ) from error
 
     def _how_to_resume(self) -> str:
         stopped = f"stopped after step {self.trainer.step}"
@@ -330,6 +332,17 @@ def _card(
         return model_card(model, title="A model trained with voxtune", origin="\n".join(lines))
 
     return card
+
+
+@contextmanager
+def _fastest_convolutions(device: torch.device) -> Iterator[None]:
+    """Lets cuDNN try its kernels on the run's one shape: worth a third of a step, for seconds at the start."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = before or device.type == "cuda"
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 @contextmanager
