@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.conftest import GOLDENS
@@ -9,6 +11,7 @@ from tests.conftest import GOLDENS
 import voxtune
 from voxtune.diffusion import SAMPLERS
 from voxtune.errors import InputError
+from voxtune.runtime.model import Model, SamplingConfig
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +69,28 @@ def test_what_the_user_gets_wrong(model, cond, arguments, message):
 def test_step_outside_the_diffusion(model, cond, t):
     with pytest.raises(InputError, match="0 to 9"):
         model.denoise(torch.zeros(1, 1, 16, 16, 16), t, cond[:1])
+
+
+def test_a_prior_moves_the_start_and_nothing_else(model, cond):
+    """With signal 0 at the last step the prior has no say; at an earlier start it gives each label its mean."""
+    started = replace(model.config, sampling=SamplingConfig(sampler="ddim", steps=2, start=4, prior=(-1.0, 0.5, 0.25)))
+    begun = Model(started, model.network)
+    noise = torch.zeros(3, 1, 16, 16, 16)
+    x = begun._start(noise, 4, cond)
+    signal, _ = model.schedule.signal_noise(4)
+    brain, tumour = cond[:, 0:1] > 0, cond[:, 1:2] > 0
+    assert torch.allclose(x[tumour], torch.tensor(0.25 * signal))
+    assert torch.allclose(x[brain & ~tumour], torch.tensor(0.5 * signal))
+    assert torch.allclose(x[~brain & ~tumour], torch.tensor(-1.0 * signal))
+    assert begun.available_steps == 5
+    assert begun.sample(cond[:1]).shape == (1, 1, 16, 16, 16)
+    with pytest.raises(InputError, match="1 to 5"):
+        begun.sample(cond[:1], steps=6)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"start": 10}, {"start": -1}, {"prior": (0.0, 0.0)}, {"prior": (2.0, 0, 0)}, {"start": 3, "steps": 5}]
+)
+def test_sampling_settings_are_checked_when_made(model, bad):
+    with pytest.raises(InputError):
+        replace(model.config, sampling=SamplingConfig(**bad))

@@ -48,7 +48,7 @@ def command(
         f"subject  {person.id} of the embedded cohort (never trained on), {'x'.join(map(str, contract.size))} voxels"
     )
     [request] = prepare(drawing, [mask_path])
-    total = steps or drawing.config.sampling.steps or len(drawing.schedule)
+    total = steps or drawing.default_steps
     output.say(f"drawing  {drawing.config.sampling.sampler}, {total} steps, seed {seed}, on {drawing.device}")
     with output.progress("sampling", total) as update:
         [drawn] = generate(

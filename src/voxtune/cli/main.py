@@ -13,7 +13,20 @@ import typer
 from voxtune.errors import InputError
 
 # The order in which help lists them.
-VERBS = ("demo", "sample", "train", "import", "info", "cohort", "profile", "report", "study", "check", "estimate", "doctor")
+VERBS = (
+    "demo",
+    "sample",
+    "train",
+    "import",
+    "info",
+    "cohort",
+    "profile",
+    "report",
+    "study",
+    "check",
+    "estimate",
+    "doctor",
+)
 
 app = typer.Typer(
     help="Makes 3D diffusion U-Nets run near the hardware's limit, and proves it.",

@@ -43,7 +43,7 @@ def command(
         output.say(f"{request.path.name}: {request.placement.describe()}")
         for warning in request.warnings:
             output.warn(warning)
-    total = steps or loaded.config.sampling.steps or len(loaded.schedule)
+    total = steps or loaded.default_steps
     used = sampler or loaded.config.sampling.sampler
     output.say(f"drawing {len(requests) * count} volume(s) with {used}, {total} steps, seed {seed}, on {loaded.device}")
     started = time.perf_counter()

@@ -102,7 +102,7 @@ def generate(
         if taken:
             raise InputError(f"{out / taken[0]}: exists already; choose another folder or pass --overwrite")
     _describe_folder(out)
-    total_steps = steps or model.config.sampling.steps or len(model.schedule)
+    total_steps = steps or model.default_steps
     done = 0
     while chunk := list(islice(jobs, done, done + batch)):
         cond = torch.from_numpy(np.stack([encode_mask(request.labels_DHW, contract) for _, request in chunk]))

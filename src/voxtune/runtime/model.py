@@ -26,13 +26,24 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How a model is sampled when the caller does not say; `steps` None means every step of its diffusion."""
+    """How a model is sampled when the caller does not say; `steps` None means every step there is.
+
+    `start` is the first diffusion step taken, None the last one there is. `prior` is the mean intensity, in [-1, 1], of the
+    background and of each mask channel: sampling then starts at N(signal * prior, noise^2), which is nearer to what the
+    network was trained on than N(0, 1), where the signal is small but not nothing. The published sampling has neither.
+    """
 
     sampler: Literal["ddpm", "ddim", "dpm++", "unipc", "ipndm"] = "ddpm"
     steps: int | None = None
     spacing: Literal["trailing", "linspace", "leading"] = "trailing"
+    start: int | None = None
+    prior: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
+        if self.start is not None and self.start < 0:
+            raise InputError(f"sampling start must be a diffusion step from 0 up, found {self.start}")
+        if self.prior is not None and not all(-1 <= value <= 1 for value in self.prior):
+            raise InputError(f"sampling prior {self.prior}: intensities lie in [-1, 1]")
         if self.steps is not None and self.steps < 1:
             raise InputError(f"sampling steps must be at least 1, found {self.steps}")
 
@@ -51,8 +62,7 @@ class ModelConfig:
         network = self.network
         if len(self.size) != network.dimensions or any(s < 1 or s % network.divisor for s in self.size):
             raise InputError(f"size {self.size}: need {network.dimensions} sides that divide by {network.divisor}")
-        if self.sampling.steps is not None and self.sampling.steps > self.diffusion.steps:
-            raise InputError(f"sampling steps {self.sampling.steps} exceed the diffusion's {self.diffusion.steps}")
+        self._check_sampling()
         if self.data is None:
             return
         if self.data.size != self.size:
@@ -62,6 +72,17 @@ class ModelConfig:
                 f"the contract has {len(self.data.labels)} labels and {len(self.data.images)} images, the network "
                 f"takes {network.mask_channels} and {network.out_channels}"
             )
+
+    def _check_sampling(self) -> None:
+        sampling, total = self.sampling, self.diffusion.steps
+        if sampling.start is not None and sampling.start >= total:
+            raise InputError(f"sampling start {sampling.start}: the diffusion's steps are 0 to {total - 1}")
+        available = total if sampling.start is None else sampling.start + 1
+        if sampling.steps is not None and sampling.steps > available:
+            raise InputError(f"sampling steps {sampling.steps} exceed the {available} there are")
+        labels = self.network.mask_channels
+        if sampling.prior is not None and len(sampling.prior) != labels + 1:
+            raise InputError(f"sampling prior has {len(sampling.prior)} values for the background and {labels} labels")
 
     @property
     def family(self) -> str:
@@ -152,18 +173,40 @@ class Model:
         network, settings = self.config.network, self.config.sampling
         cond, indices, sides = self._request(cond, indices, size)
         timesteps = spaced_steps(
-            len(self.schedule), steps or settings.steps or len(self.schedule), spacing or settings.spacing
+            self.available_steps, self.default_steps if steps is None else steps, spacing or settings.spacing
         )
         noise = noise_source(seed, indices, (network.out_channels, *sides), self.device)
         return find_sampler(sampler or settings.sampler)(
             lambda x, t_N: self.network(x, t_N, cond),
-            noise(0),
+            self._start(noise(0), timesteps[0], cond),
             self.schedule,
             timesteps,
             noise=noise,
             clip=clip,
             callback=None if progress is None else lambda i, _x, _x0: progress(i + 1, len(timesteps)),
         )
+
+    @property
+    def available_steps(self) -> int:
+        start = self.config.sampling.start
+        return len(self.schedule) if start is None else start + 1
+
+    @property
+    def default_steps(self) -> int:
+        """How many steps `sample` takes unless told otherwise."""
+        return self.config.sampling.steps or self.available_steps
+
+    def _start(self, noise: Tensor, t: int, cond: Tensor | None) -> Tensor:
+        """The first x: pure noise as published, or noise about the prior of each label."""
+        prior = self.config.sampling.prior
+        if prior is None or cond is None:
+            return noise
+        signal, spread = self.schedule.signal_noise(t)
+        # A label's channel is positive where the label is, in either range of masks.
+        inside = (cond > 0).long()
+        rank = torch.arange(1, cond.shape[1] + 1, device=cond.device).view(1, -1, *[1] * (cond.dim() - 2))
+        mean = torch.tensor(prior, device=cond.device)[(inside * rank).amax(dim=1, keepdim=True)]
+        return signal * mean + spread * noise
 
     def _request(
         self, cond: Tensor | None, indices: Sequence[int] | None, size: Sequence[int] | None
