@@ -136,7 +136,17 @@ def test_broken_pipe_is_quiet(model):
 def test_training_that_draws_its_cohort_side_by_side(tmp_path):
     """Started as a module, whose processes import that module again."""
     arguments = "--cohort 4 --size 16,16,16 --base 32 --multipliers 1,1 --steps 1 --batch 2 --sample-every 0 --quiet"
-    command = [sys.executable, "-m", "voxtune", "train", *arguments.split(), "--set", "workers=3", "-o", tmp_path / "run"]
+    command = [
+        sys.executable,
+        "-m",
+        "voxtune",
+        "train",
+        *arguments.split(),
+        "--set",
+        "workers=3",
+        "-o",
+        tmp_path / "run",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()

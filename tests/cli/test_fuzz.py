@@ -89,7 +89,25 @@ def test_damaged_checkpoints(capsys, tmp_path, chunk):
     assert 2 in codes
 
 
-HOSTILE = (None, -1, 0, 10**30, 10**400, 1e308, "", "x" * 5000, [], {}, [[]], True, "NaN", [1, "a"], {"a": None}, -0.5, "\u0000")
+HOSTILE = (
+    None,
+    -1,
+    0,
+    10**30,
+    10**400,
+    1e308,
+    "",
+    "x" * 5000,
+    [],
+    {},
+    [[]],
+    True,
+    "NaN",
+    [1, "a"],
+    {"a": None},
+    -0.5,
+    "\u0000",
+)
 
 
 def mutate_json(value, rng):
@@ -121,7 +139,9 @@ def test_damaged_configs(capsys, model, tmp_path, chunk):
     try:
         for seed in range(chunk * 20, chunk * 20 + 20):
             rng = random.Random(seed)
-            damaged = json.dumps(mutate_json(json.loads(good), rng)).encode() if seed % 3 else mutate(good.encode(), seed)
+            damaged = (
+                json.dumps(mutate_json(json.loads(good), rng)).encode() if seed % 3 else mutate(good.encode(), seed)
+            )
             file.write_bytes(damaged)
             codes.append(outcome(capsys, "info", model, "--quiet"))
     finally:
