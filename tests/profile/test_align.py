@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from voxtune.profile.align import align, choose_operators, costliest, function_name
+from voxtune.profile.align import align, choose_operators, costliest, function_name, occurrence_classes
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,18 @@ def test_the_costliest_launches_come_first() -> None:
     assert costliest([], 0.9) == []
 
 
-def test_rounds_of_operators_cover_each_costly_launch_once() -> None:
+def test_operators_cover_each_costly_launch_once_the_costliest_first() -> None:
     launches = [("conv", 40.0), ("layout", 5.0), ("conv", 40.0), ("add", 10.0), ("tiny", 0.1), ("lost", 4.9)]
     operators = [0, 0, 1, 2, 3, -1]
     # Operator 1 launches the convolution alone: it is preferred to 0, which brings a layout copy.
-    assert choose_operators(launches, operators, (0.8, 0.96)) == [[1], [0, 2]]
-    assert choose_operators(launches, operators, (1.0,)) == [[0, 1, 2, 3]]
+    assert choose_operators(launches, operators, 0.8) == [1]
+    assert choose_operators(launches, operators, 0.96) == [1, 2, 0]
+    assert choose_operators(launches, operators, 1.0) == [1, 2, 0, 3]
+
+
+def test_one_grid_on_tensors_of_different_size_is_several_classes() -> None:
+    launches = [("moments", 3385.0), ("moments", 4.3), ("moments", 3390.0), ("moments", 6.2), ("add", 5.0)]
+    classes = occurrence_classes(launches)
+    assert classes[0] == classes[2] != classes[1] == classes[3]
+    assert len(set(classes)) == 3
+    assert occurrence_classes([]) == []

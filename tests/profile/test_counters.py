@@ -98,3 +98,16 @@ def test_fp32_is_proved_or_disproved_by_counters() -> None:
     assert prove_precision(session, claims_fp32=False)["holds"] is None
     session.launches.loc[rows[3], ["inst_hmma", "tensor_pct"]] = [100.0, 40.0]
     assert prove_precision(session, claims_fp32=True)["holds"] is False
+
+
+def test_one_grid_on_a_larger_tensor_gets_no_counters_of_a_smaller_one() -> None:
+    session, launches = baseline_session(), counted()
+    _, called = carry_few(session, launches)
+    moments = [c for c in launches if "RowwiseMoments" in c.name]
+    small, large = (f(moments, key=lambda c: c.values["ncu_time_us"]) for f in (min, max))
+    assert small.identity == large.identity
+    full = CountedLaunch("0", small.name, small.key, {"sm_pct": 5.0}, time_us=float(small.values["ncu_time_us"] or 0))
+    carried, matched = carry_full(session, [full], called)
+    rows = kernels(session)
+    assert 0 < carried.matched < len(moments)
+    assert rows.loc[list(matched), "ncu_time_us"].max() < 2 * float(small.values["ncu_time_us"] or 0) + 4

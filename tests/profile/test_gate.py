@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import time
 from contextlib import nullcontext
 
 import torch
 from torch import nn
 
-from voxtune.profile.gate import Counting, NumberedOperators, count_rounds
+from voxtune.profile.gate import NumberedOperators
 
 
 def a_step() -> object:
@@ -39,23 +38,3 @@ def test_operators_have_the_same_numbers_in_every_step() -> None:
         counts.append(mode.count)
     assert counts[0] == counts[1] > 10
     assert any("convolution_backward" in s for s in seen)  # the backward pass is numbered too
-
-
-def test_counting_is_on_around_the_chosen_operators_only(monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    log: list[str] = []
-    counting = Counting(None, lambda: log.append("on"), lambda: log.append("off"))
-    assert count_rounds(a_step(), [[0, 2], [5]], counting) == 2
-    assert log == ["on", "off"] * 3
-    assert counting.launch_groups == 3
-
-
-def test_after_the_deadline_nothing_more_is_counted(monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    log: list[str] = []
-    counting = Counting(time.monotonic() + 0.05, lambda: log.append("on"), lambda: log.append("off"))
-    with counting:
-        time.sleep(0.2)  # the watch turns it off in mid-step
-        assert log == ["on", "off"] and counting.expired
-    assert count_rounds(a_step(), [[0], [1]], counting) == 0
-    assert log == ["on", "off"]

@@ -55,6 +55,24 @@ def test_a_recorded_step_is_read_whole() -> None:
     assert {c.passes for c in counted} == {1}
 
 
+def test_a_report_printed_again_is_read_in_its_own_units() -> None:
+    """Pages of an H200's report: columns come in ms and Gbyte, rules with and without an estimate."""
+    chosen, _ = choose_metrics((*schema.FEW, *schema.FULL), known_to_gh100())
+    counted = read_raw(text("sample_full_raw.csv.gz"), chosen)
+    assert len(counted) == 8 and {c.passes for c in counted} == {23}
+    moments = counted[2]
+    assert moments.key.function == "RowwiseMomentsCUDAKernel"
+    assert moments.time_us == moments.values["ncu_time_us"] == pytest.approx(3376.608)
+    assert moments.values["stall_long_scoreboard"] is not None and "dram_bytes" not in moments.values
+    page = '"ID","Kernel Name","Block Size","Grid Size","dram__bytes.sum"\n"","","","","Gbyte"\n'
+    (launch,) = read_raw(f'{page}"0","k","(1, 1, 1)","(1, 1, 1)","0.563598"\n', {"dram_bytes": "dram__bytes.sum"})
+    assert launch.values["dram_bytes"] == pytest.approx(563_598_000)
+    rules = read_rules(text("sample_full_details.csv.gz"))
+    assert rules["2"] == (81.71, "CPIStall") and rules["1"] == (41.32, "CPIStall")
+    assert rules["0"] == (81.25, "TheoreticalOccupancy (local)")
+    assert set(rules) <= {c.number for c in counted}
+
+
 def test_cells_with_all_instances_give_their_total() -> None:
     chosen, _ = choose_metrics((*schema.FULL, *schema.SASS), known_to_gh100())
     counted = read_raw(text("full.csv.gz"), chosen)

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,7 @@ from tests.profile.fakes import make_ncu
 from tests.profile.samples import baseline_session
 from tests.profile.test_ncucsv import NO_PERMISSION
 from voxtune.errors import InputError
-from voxtune.profile import recording
+from voxtune.profile import budget, recording
 from voxtune.profile.configs import parse_config
 from voxtune.profile.counters import kernel_rows, keys
 from voxtune.profile.ncu import Ncu, find_ncu
@@ -72,12 +76,16 @@ def test_all_tiers_are_recorded_and_carried(stand_in: Path) -> None:
     assert any("few: counters on 1260 of 1260 launches" in line for line in said)
 
 
-def test_the_slow_tiers_count_chosen_operators_in_rounds(stand_in: Path) -> None:
+def test_the_slow_tiers_count_chosen_operators_the_costliest_first(stand_in: Path) -> None:
     run(stand_in, "baseline")
     few, full, opcodes = (json.loads((stand_in / f"spec-{t}.json").read_text()) for t in ("few", "full", "opcodes"))
-    assert few["rounds"] is None
-    assert [len(r) for r in full["rounds"]] == [16, 27, 64]  # 107 distinct launches make 99.5 % of the step
-    assert sum(len(r) for r in opcodes["rounds"]) == 43
+    assert few["operators"] is None and few["deadline_s"] is None
+    kernels = kernel_rows(baseline_session(), 0)
+    cost = kernels.groupby(["name", "grid", "block"])["duration_us"].sum()
+    first = kernels.iloc[full["operators"][0]]  # the stand-in numbers operators as launches
+    assert (first["name"], first["grid"], first["block"]) == cost.idxmax()
+    assert 100 < len(full["operators"]) < 130 and 25 < len(opcodes["operators"]) < 40
+    assert full["operators"][:5] == opcodes["operators"][:5]
     command = (stand_in / "command-few.txt").read_text().splitlines()
     for option, value in (("--profile-from-start", "off"), ("--clock-control", "none"), ("--cache-control", "none")):
         assert command[command.index(option) + 1] == value
@@ -91,7 +99,7 @@ def test_a_compiled_step_is_filtered_by_function(stand_in: Path) -> None:
     command = (stand_in / "command-full.txt").read_text().splitlines()
     assert command[command.index("--filter-mode") + 1] == "per-launch-config"
     assert "RowwiseMomentsCUDAKernel" in command[command.index("--kernel-name") + 1]
-    assert json.loads((stand_in / "spec-full.json").read_text())["rounds"] is None
+    assert json.loads((stand_in / "spec-full.json").read_text())["operators"] is None
 
 
 def test_without_permission_the_census_stands_and_the_remedy_is_told(stand_in: Path) -> None:
@@ -138,6 +146,38 @@ def test_time_that_runs_out_keeps_what_was_read(stand_in: Path) -> None:
     assert any("limit of 5 s" in line for line in said)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_keeps_what_was_read_and_ends_within_seconds(stand_in: Path, number: int) -> None:
+    (stand_in / "slow").touch()
+
+    def interrupt() -> None:
+        while not (stand_in / "counting").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    began = time.monotonic()
+    recorded, _ = run(stand_in, "baseline", "tf32")
+    assert time.monotonic() - began < 15
+    tiers = load_session(stand_in / "out" / "baseline").meta["tiers"]
+    assert tiers["few"]["matched"] == 1260 and "interrupted" in tiers["few"]["why"]
+    assert tiers["full"]["why"] == tiers["opcodes"]["why"] == "interrupted before it"
+    assert [r.error for r in recorded] == [None, "interrupted before it"]
+
+
+def test_a_tier_that_is_stopped_at_its_time_keeps_what_was_read(stand_in: Path) -> None:
+    (stand_in / "slow").touch()
+    run(stand_in, "baseline", tiers=("census", "few"), limit_s=8.5)
+    few = load_session(stand_in / "out" / "baseline").meta["tiers"]["few"]
+    assert few["matched"] == 1260 and "time ran out" in few["why"]
+
+
+def test_a_budget_too_small_for_a_session_says_so(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "SESSION_S", 29.0)
+    recorded, said = run(stand_in, "baseline", budget_s=31)
+    assert "budget of 31 s" in (recorded[0].error or "") and any("budget of 31 s" in line for line in said)
+
+
 def test_a_census_that_fails_costs_its_session_alone(stand_in: Path) -> None:
     (stand_in / "census-fails").touch()
     recorded, _ = run(stand_in, "baseline", "tf32")
@@ -179,6 +219,7 @@ def test_nsight_compute_is_looked_for_and_its_absence_told(tmp_path, monkeypatch
         ({"tiers": ("few",)}, "census is always needed"),
         ({"batch": 0}, "at least 1"),
         ({"limit_s": 0}, "above 0"),
+        ({"budget_s": 5}, "at least 30"),
         ({"clock_control": "max"}, "clock control"),
     ],
 )

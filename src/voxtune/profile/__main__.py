@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             steps=asked.steps,
             tiers=tuple(asked.tiers.split(",")),
             limit_s=asked.limit,
+            budget_s=asked.budget,
             ahead=not asked.no_ahead,
             keep_raw=asked.keep_raw,
         )
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--tiers", default=",".join(TIERS))
     parser.add_argument("--limit", type=float, default=600.0)
+    parser.add_argument("--budget", type=float)
     parser.add_argument("--device")
     parser.add_argument("--self-check", action="store_true")
     parser.add_argument("--no-ahead", action="store_true")

@@ -11,9 +11,8 @@ from difflib import SequenceMatcher
 from functools import lru_cache
 from typing import NamedTuple
 
-# Share of the step's time that each round of the slow counters reaches, the costliest launches first.
-FULL_SHARES = (0.90, 0.97, 0.995)
-OPCODE_SHARES = (0.80, 0.90, 0.97)
+# Share of the step's time that the slow counters go for. A tier is done at 99 and 90 %; the last launches are the many.
+SHARES = {"full": 0.992, "opcodes": 0.92}
 
 
 class Key(NamedTuple):
@@ -70,10 +69,25 @@ def costliest(launches: Sequence[tuple[Hashable, float]], share: float) -> list[
     return chosen
 
 
-def choose_operators(
-    launches: Sequence[tuple[Hashable, float]], operators: Sequence[int], shares: Sequence[float]
-) -> list[list[int]]:
-    """Rounds of operator numbers: together they launch each of the costliest distinct launches at least once.
+# Launches of one function, grid and block whose times lie within this factor, or this many microseconds, do the same work.
+LIKE_FACTOR, LIKE_US = 1.3, 3.0
+
+
+def occurrence_classes(launches: Sequence[tuple[Hashable, float]]) -> list[tuple[Hashable, int]]:
+    """For each (what, time) its class: `what`, and which group of alike times it falls in.
+
+    PyTorch's group norm takes the same grid for a tensor of 512 voxels and one of two million.
+    """
+    starts: dict[Hashable, list[float]] = {}
+    for what, time in sorted(launches, key=lambda launch: launch[1]):
+        known = starts.setdefault(what, [])
+        if not known or time > max(LIKE_FACTOR * known[-1], known[-1] + LIKE_US):
+            known.append(time)
+    return [(what, sum(start <= time for start in starts[what])) for what, time in launches]
+
+
+def choose_operators(launches: Sequence[tuple[Hashable, float]], operators: Sequence[int], share: float) -> list[int]:
+    """Numbers of operators, the costliest launch first: together they launch each of the costliest at least once.
 
     `operators[i]` launched `launches[i]`. Of all that launch a kernel, the operator with least else beside it is taken.
     """
@@ -85,13 +99,10 @@ def choose_operators(
     for number, group in sorted(of_operator.items(), key=lambda kv: (len(kv[1]), sum(t for _, t in kv[1]))):
         for what, _ in group:
             cheapest.setdefault(what, number)
-    rounds: list[list[int]] = []
+    chosen: list[int] = []
     seen: set[Hashable] = set()
-    for share in shares:
-        chosen: list[int] = []
-        for what in costliest(launches, share):
-            if what in cheapest and what not in seen:
-                chosen.append(cheapest[what])
-                seen.update(w for w, _ in of_operator[cheapest[what]])
-        rounds.append(sorted(chosen))
-    return rounds
+    for what in costliest(launches, share):
+        if what in cheapest and what not in seen:
+            chosen.append(cheapest[what])
+            seen.update(w for w, _ in of_operator[cheapest[what]])
+    return chosen

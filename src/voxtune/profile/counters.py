@@ -6,6 +6,7 @@ read once for each distinct launch: it is carried to all its likes. What does no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from voxtune.profile.ncucsv import CountedLaunch
 from voxtune.profile.session import Session, frame
 
 Identity = tuple[str, str, str]
+# An operator run alone finds other caches than in its step: wider than what tells classes of launches apart.
+_ALIKE_FACTOR, _ALIKE_US = 1.6, 4.0
 
 
 @dataclass
@@ -64,14 +67,27 @@ def carry_few(session: Session, counted: Sequence[CountedLaunch]) -> tuple[Carri
 def carry_full(
     session: Session, counted: Sequence[CountedLaunch], called: dict[int, Identity]
 ) -> tuple[Carried, dict[int, CountedLaunch]]:
-    """Fills the full counters in place, on each launch exactly like one that was read."""
-    by_identity: dict[Identity, CountedLaunch] = {}
+    """Fills the full counters in place, on each launch like one that was read: same kernel and grid, alike in time."""
+    by_identity: dict[Identity, list[CountedLaunch]] = {}
     for launch in counted:
-        by_identity.setdefault(launch.identity, launch)
+        by_identity.setdefault(launch.identity, []).append(launch)
     names = called or _names_by_key(session, counted)
-    matched = {row: by_identity[name] for row, name in names.items() if name in by_identity}
+    rows = session.launches
+    times = rows["ncu_time_us"].fillna(rows["duration_us"]).to_dict()
+    nearest = {row: _nearest(by_identity.get(name, ()), times[row]) for row, name in names.items()}
+    matched = {row: launch for row, launch in nearest.items() if launch is not None}
     _write(session.launches, matched, tier="full")
     return _carried(session, len(counted), matched), matched
+
+
+def _nearest(candidates: Sequence[CountedLaunch], time_us: float) -> CountedLaunch | None:
+    """The one closest in time, if it is close at all: one grid may stand for tensors of very different size."""
+    timed = [c for c in candidates if c.time_us]
+    if not timed:
+        return candidates[0] if candidates else None
+    best = min(timed, key=lambda c: abs(math.log((c.time_us or 1.0) / max(time_us, 1e-3))))
+    low, high = sorted((best.time_us or 0.0, time_us))
+    return best if high <= max(_ALIKE_FACTOR * low, low + _ALIKE_US) else None
 
 
 def carry_opcodes(session: Session, matched: dict[int, CountedLaunch]) -> None:

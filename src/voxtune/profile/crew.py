@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +21,8 @@ from typing import Any
 
 # Names the process that started the worker, since Nsight Compute stands between the two.
 PARENT = "VOXTUNE_PROFILE_PARENT"
-# Beyond a worker's own deadline: a launch in flight, and the writing of the report.
-GRACE_S = 45.0
+# Beyond a worker's own deadline: an operator in flight, and the writing of the report.
+GRACE_S = 12.0
 
 
 def worker_program(spec: Path) -> list[str]:
@@ -30,7 +31,7 @@ def worker_program(spec: Path) -> list[str]:
 
 @dataclass
 class Outcome:
-    """`result` is what the worker wrote; None when it failed or was stopped."""
+    """`result` is what the worker wrote; None when it failed or was `stopped`: at its limit, or because we were asked to."""
 
     status: int
     log: str
@@ -72,13 +73,15 @@ class Member:
         self.started = time.monotonic()
         (self.folder / "go").write_text("go")
 
-    def wait(self, limit_s: float) -> Outcome:
+    def wait(self, limit_s: float, stop: threading.Event) -> Outcome:
         assert self.process is not None, "the worker was not started"
-        stopped = False
-        try:
-            status = self.process.wait(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            stopped = True
+        until, stopped = time.monotonic() + limit_s, False
+        status = self.process.poll()
+        while status is None and not stopped:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = self.process.wait(timeout=0.1)
+            stopped = status is None and (stop.is_set() or time.monotonic() >= until)
+        if status is None:
             status = self.end()
         log = (self.folder / "log").read_text(errors="replace")
         result = self.folder / "result.json"
@@ -109,8 +112,10 @@ class Crew:
         commands: dict[str, Callable[[Member], Sequence[str]]],
         *,
         ahead: bool,
+        stop: threading.Event,
         variables: dict[str, str] | None = None,
     ):
+        self.stop = stop
         self.variables = variables or {}
         self.folder = folder
         self.members = {name: Member(folder / name) for name in commands}
@@ -128,7 +133,7 @@ class Crew:
         self._start(name)
         member = self.members[name]
         member.go(spec)
-        return member.wait(limit_s)
+        return member.wait(limit_s, self.stop)
 
     def replace(self, name: str, command: Callable[[Member], Sequence[str]]) -> None:
         """Another command for a worker that has not had its turn, or that is to have another one."""

@@ -1,4 +1,4 @@
-"""Turns the counters on around chosen operators of a step, and off for the rest.
+"""Numbers the operators of a step, and switches counting on and off.
 
 Nsight Compute's own filters tell launches apart by function name and grid: template instances of one function, such as
 PyTorch's elementwise kernels, are one to them. An operator's number in the step is exact. The numbers hold in the
@@ -7,10 +7,8 @@ backward pass too, since autograd carries the dispatch mode to its thread.
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -74,50 +72,16 @@ def _numbers(trace: Trace) -> list[tuple[Key, int]]:
 
 
 class Counting:
-    """The profiler's switch (cudaProfilerStart and Stop), which stays off once the deadline has passed.
+    """The profiler's switch: cudaProfilerStart and Stop.
 
-    A watch thread turns it off in mid-step: what was counted until then is kept in the report.
+    Both are called in the thread that launches: a stop from another one (a watch on the clock) had no effect on an H200.
     """
 
-    def __init__(self, deadline: float | None, start: Callable[[], Any], stop: Callable[[], Any]):
-        self._start, self._stop, self._lock = start, stop, threading.Lock()
-        self.on = self.expired = False
-        self.launch_groups = 0
-        if deadline is not None:
-            timer = threading.Timer(max(0.0, deadline - time.monotonic()), self._expire)
-            timer.daemon = True
-            timer.start()
+    def __init__(self, start: Callable[[], Any], stop: Callable[[], Any]):
+        self._start, self._stop = start, stop
 
     def __enter__(self) -> None:
-        with self._lock:
-            if not self.expired and not self.on:
-                self._start()
-                self.on = True
-                self.launch_groups += 1
+        self._start()
 
     def __exit__(self, *error: Any) -> None:
-        with self._lock:
-            if self.on:
-                self._stop()
-                self.on = False
-
-    def _expire(self) -> None:
-        with self._lock:
-            self.expired = True
-            if self.on:
-                self._stop()
-                self.on = False
-
-
-def count_rounds(step: Callable[[], Any], rounds: Iterable[Iterable[int]], counting: Counting) -> int:
-    """Runs a step a round, counting around its operators only; gives the rounds that were finished in time."""
-    finished = 0
-    for chosen in rounds:
-        wanted = set(chosen)
-        with NumberedOperators(lambda n, wanted=wanted: counting if n in wanted else nullcontext()):  # type: ignore[misc]
-            step()
-        torch.cuda.synchronize()
-        if counting.expired:
-            break
-        finished += 1
-    return finished
+        self._stop()

@@ -14,15 +14,9 @@ from pathlib import Path
 from voxtune.profile.ncucsv import explain
 
 _PLACES = ("/opt/nvidia/nsight-compute/*/ncu", "/usr/local/cuda*/bin/ncu", "/usr/local/cuda*/nsight-compute-*/ncu")
-# Their rules estimate what a kernel could gain.
-SECTIONS = (
-    "SpeedOfLight",
-    "Occupancy",
-    "SchedulerStats",
-    "WarpStateStats",
-    "ComputeWorkloadAnalysis",
-    "MemoryWorkloadAnalysis",
-)
+# Their rules estimate what a kernel could gain. Those of ComputeWorkloadAnalysis and MemoryWorkloadAnalysis cost replays of
+# their own and give estimates of parts of a kernel alone ("local").
+SECTIONS = ("SpeedOfLight", "Occupancy", "SchedulerStats", "WarpStateStats")
 
 
 def find_ncu() -> str | None:
@@ -100,10 +94,14 @@ class Ncu:
     def page(self, report: Path, page: str, *, instances: bool = False, limit_s: float = 120) -> str:
         """A page of a report as CSV."""
         command = [self.path, "--config-file", "off", "--import", str(report), "--csv", "--page", page]
+        command += ["--print-units", "base"]
         if instances:
             command += ["--print-metric-instances", "details"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+            # In a group of its own: a signal that asks us to stop is no reason to lose what was read.
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=limit_s, check=False, process_group=0
+            )
         except subprocess.TimeoutExpired:
             raise NcuError(f"Nsight Compute did not print its {page} page within {limit_s:.0f} s") from None
         if '"ID"' not in done.stdout:

@@ -13,7 +13,9 @@ from voxtune.profile.schema import Column
 
 # A cell with all instances of an opcode metric is longer than the module's limit of 128 KiB.
 csv.field_size_limit(2**31 - 1)
-_TIMES = {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3, "s": 1e6, "second": 1e6}
+# A report printed again scales each column as it sees fit ("ms", "Gbyte"), whatever it was asked for.
+_SCALES = {f"{prefix}byte": 1000.0**power for power, prefix in enumerate(("", "K", "M", "G", "T"))}
+_SCALES |= {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3, "s": 1e6, "second": 1e6}
 
 
 @dataclass
@@ -26,6 +28,7 @@ class CountedLaunch:
     values: dict[str, float | str | None]
     opcodes: dict[str, float] = field(default_factory=dict)
     passes: int | None = None
+    time_us: float | None = None
 
     @property
     def identity(self) -> tuple[str, str, str]:
@@ -48,8 +51,8 @@ def _launch(row: dict[str, str], units: dict[str, str], columns: Mapping[str, st
     for column, metric in columns.items():
         value = number(row.get(metric))
         if value is not None:
-            values[column] = value * _TIMES.get(units.get(metric, ""), 1.0)
-    passes = number(row.get("profiler__replayer_passes"))
+            values[column] = value * _SCALES.get(units.get(metric, ""), 1.0)
+    passes, time = number(row.get("profiler__replayer_passes")), number(row.get(schema.TIME))
     return CountedLaunch(
         number=row["ID"],
         name=name,
@@ -57,6 +60,7 @@ def _launch(row: dict[str, str], units: dict[str, str], columns: Mapping[str, st
         values=_derived(values),
         opcodes=instances(row.get(schema.OPCODES, "")),
         passes=int(passes) if passes is not None else None,
+        time_us=time * _SCALES.get(units.get(schema.TIME, ""), 1.0) if time is not None else None,
     )
 
 

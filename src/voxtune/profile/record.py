@@ -27,8 +27,9 @@ TIERS = ("census", "few", "full", "opcodes")
 
 @dataclass(frozen=True, kw_only=True)
 class RecordOptions:
-    """`tiers`: full brings opcodes with it. `limit_s` is for the counters of one session; `ahead` starts workers early;
-    `keep_raw` keeps the trace and Nsight Compute's pages in the session's folder, for `voxtune.profile.replay`.
+    """`limit_s` is for the counters of one session, `budget_s` for all sessions together (None: no end); `ahead` starts
+    workers early; `keep_raw` keeps the trace and Nsight Compute's pages in the session's folder, for
+    `voxtune.profile.replay`.
     """
 
     mode: str = "train"
@@ -39,6 +40,7 @@ class RecordOptions:
     repeats: int = 5
     tiers: tuple[str, ...] = ("census", "few", "full", "opcodes")
     limit_s: float = 600.0
+    budget_s: float | None = None
     cache_control: str = "none"
     clock_control: str = "none"
     ahead: bool = True
@@ -56,6 +58,8 @@ class RecordOptions:
             raise InputError("batch, steps and repeats must be at least 1, warmup at least 0")
         if not self.limit_s > 0:
             raise InputError(f"limit {self.limit_s}: give seconds above 0")
+        if self.budget_s is not None and not self.budget_s >= 30:
+            raise InputError(f"budget {self.budget_s}: give at least 30 seconds, which one session needs")
         if self.cache_control not in ("none", "all") or self.clock_control not in ("none", "base"):
             raise InputError("cache control is none or all, clock control none or base")
 

@@ -16,54 +16,69 @@ from typing import Any
 import pandas as pd
 
 from voxtune.profile import schema
-from voxtune.profile.align import FULL_SHARES, OPCODE_SHARES, Key, choose_operators, costliest, function_name
+from voxtune.profile.align import SHARES, Key, choose_operators, costliest, function_name, occurrence_classes
+from voxtune.profile.budget import Budget, SessionBudget, stop_on_signals
 from voxtune.profile.counters import Identity, kernel_rows, keys, prove_precision
 from voxtune.profile.crew import GRACE_S, Crew, Member, Outcome, worker_program
 from voxtune.profile.ncu import SECTIONS, Ncu, NcuError
 from voxtune.profile.ncucsv import choose_metrics, explain, unknown_metric
-from voxtune.profile.record import Plan, Recorded
+from voxtune.profile.record import Plan, Recorded, RecordOptions
 from voxtune.profile.replay import RAW
 from voxtune.profile.session import Session, load_session
 from voxtune.profile.tiers import COUNTER_TIERS, Reading, carry
 
 CENSUS_LIMIT_S = 900.0
-# Of the time left for counters: the few, and of what is then left the full set; the opcodes get the rest.
-SHARE_OF_LIMIT = {"few": 0.6, "full": 0.6, "opcodes": 1.0}
 _COLUMNS = {"few": schema.FEW, "full": schema.FULL, "opcodes": schema.SASS}
 
 
 @dataclass
 class Selection:
-    """What a slow tier counts: rounds of operators, or (compiled) the functions of the costliest launches."""
+    """What a slow tier counts: operators, the costliest first, or (compiled) the functions of the costliest launches."""
 
-    rounds: list[list[int]] | None
+    operators: list[int] | None
     functions: list[str]
 
 
 def record_on_gpu(plans: Sequence[Plan]) -> list[Recorded]:
-    done: list[Recorded] = []
-    crews = [_crew(plan) for plan in plans]
+    """Records one after the other. What is left to read of a session's reports is read beside the next session."""
+    stop = threading.Event()
+    options = plans[0].options if plans else RecordOptions()
+    budget = Budget(options.budget_s, options.limit_s, len(plans))
+    crews = [_crew(plan, stop) for plan in plans]
+    begun: list[_SessionRecording | Recorded] = []
     try:
-        for i, plan in enumerate(plans):
-            following = crews[i + 1] if i + 1 < len(plans) else None
-            done.append(_record_one(plan, crews[i], following))
-            crews[i].dismiss()
+        with stop_on_signals(stop):
+            for i, plan in enumerate(plans):
+                following = crews[i + 1] if i + 1 < len(plans) else None
+                begun.append(_record_one(plan, crews[i], following, budget, stop))
+                crews[i].dismiss()
+            return [b if isinstance(b, Recorded) else b.finish() for b in begun]
     finally:
         for crew in crews:
             crew.dismiss()
-    return done
 
 
-def _record_one(plan: Plan, crew: Crew, following: Crew | None) -> Recorded:
+def _record_one(
+    plan: Plan, crew: Crew, following: Crew | None, budget: Budget, stop: threading.Event
+) -> _SessionRecording | Recorded:
     """A session that breaks by our own mistake is told as such, and the next one goes on."""
+    share = budget.session()
+    if stop.is_set() or share is None:
+        why = (
+            "interrupted before it" if stop.is_set() else f"the budget of {budget.total_s:.0f} s was used up before it"
+        )
+        plan.say(f"{plan.folder.name}: {why}")
+        return Recorded(config=plan.config.name, folder=plan.folder, error=why)
     try:
-        return _SessionRecording(plan, crew.assemble(), following).record()
+        recording = _SessionRecording(plan, crew.assemble(), following, share)
+        recording.record()
+        return recording
     except Exception as error:
         plan.say(traceback.format_exc())
         return Recorded(config=plan.config.name, folder=plan.folder, error=f"{type(error).__name__}: {error}")
 
 
-def _crew(plan: Plan) -> Crew:
+def _crew(plan: Plan, stop: threading.Event) -> Crew:
     commands: dict[str, Callable[[Member], Sequence[str]]] = {"census": lambda m: worker_program(m.spec)}
     if plan.ncu is not None:
         for tier in COUNTER_TIERS:
@@ -72,7 +87,7 @@ def _crew(plan: Plan) -> Crew:
                 commands[tier] = partial(_command, plan.ncu, tier, Selection(None, []), refused=())
     # Compiled kernels are made once, by the census, and found again by the counters' processes.
     cache = {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(plan.scratch / "inductor"))}
-    return Crew(plan.scratch, commands, ahead=plan.options.ahead, variables=cache)
+    return Crew(plan.scratch, commands, ahead=plan.options.ahead, stop=stop, variables=cache)
 
 
 def _metrics(ncu: Ncu, tier: str, refused: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -87,10 +102,11 @@ def _command(ncu: Ncu, tier: str, selection: Selection, member: Member, *, refus
     return ncu.command(
         member.report,
         worker_program(member.spec),
-        metrics=[*metrics, *([schema.OPCODES] if tier == "opcodes" else [])],
+        # The time tells which launches of the step this one is like.
+        metrics=list(dict.fromkeys([*metrics, schema.TIME, *([schema.OPCODES] if tier == "opcodes" else [])])),
         sections=SECTIONS if tier == "full" else (),
-        functions=selection.functions if selection.rounds is None else (),
-        once=tier != "few" and selection.rounds is None and bool(selection.functions),
+        functions=selection.functions if selection.operators is None else (),
+        once=tier != "few" and selection.operators is None and bool(selection.functions),
         source=tier == "opcodes",
     )
 
@@ -98,50 +114,63 @@ def _command(ncu: Ncu, tier: str, selection: Selection, member: Member, *, refus
 class _SessionRecording:
     """One session, from the census to the proof."""
 
-    def __init__(self, plan: Plan, crew: Crew, following: Crew | None):
-        self.plan, self.crew, self.following = plan, crew, following
+    def __init__(self, plan: Plan, crew: Crew, following: Crew | None, budget: SessionBudget):
+        self.plan, self.crew, self.following, self.budget = plan, crew, following, budget
         self.started = time.monotonic()
-        self.counting_since = self.started
+        self.seconds = 0.0
+        self.error: str | None = None
         self.session: Session | None = None
         self.numbered: list[tuple[Key, int]] = []
         self.called: dict[int, Identity] = {}
         self.kernels = pd.DataFrame()
         self.lock = threading.Lock()  # the session is written by the reader of reports too
         self.reader = ThreadPoolExecutor(max_workers=1)
-        self.reading: list[tuple[str, Future[Any]]] = []
+        self.reading: list[Future[Any]] = []
 
-    def record(self) -> Recorded:
+    def record(self) -> None:
+        """The turns on the GPU."""
         plan = self.plan
-        error = self._census()
+        self.error = self._census()
         tiers = [t for t in COUNTER_TIERS if t in plan.options.tiers and plan.ncu is not None]
-        self.counting_since = time.monotonic()
-        for tier in tiers if error is None else ():
-            if tier == tiers[-1] and self.following is not None:
+        self.budget.start_counting()
+        for tier in tiers if self.error is None else ():
+            if tier == tiers[-1] and self.following is not None and not self.crew.stop.is_set():
                 self.following.assemble()  # loads PyTorch beside this session's last tier
             self._tier(tier)
-        for _, future in self.reading:
+        self.seconds = time.monotonic() - self.started
+
+    def finish(self) -> Recorded:
+        """Waits until all reports are read."""
+        for future in self.reading:
             future.result()
         self.reader.shutdown()
         if self.session is not None:
-            self.session.meta["proof"] = prove_precision(self.session, claims_fp32=plan.config.fp32)
-            self.session.save(plan.folder)
+            self._save()
         return Recorded(
-            config=plan.config.name,
-            folder=plan.folder,
+            config=self.plan.config.name,
+            folder=self.plan.folder,
             session=self.session,
-            error=error,
-            seconds=time.monotonic() - self.started,
+            error=self.error,
+            seconds=self.seconds,
         )
+
+    def _save(self) -> None:
+        """After each tier, so that whatever ends us leaves a session that stands."""
+        assert self.session is not None
+        with self.lock:
+            self.session.meta["proof"] = prove_precision(self.session, claims_fp32=self.plan.config.fp32)
+            self.session.save(self.plan.folder)
 
     def _say(self, text: str) -> None:
         self.plan.say(f"[{time.monotonic() - self.started:6.1f} s] {self.plan.folder.name}: {text}")
 
     def _census(self) -> str | None:
-        outcome = self.crew.run("census", self.plan.census_spec(), CENSUS_LIMIT_S)
+        outcome = self.crew.run("census", self.plan.census_spec(), min(CENSUS_LIMIT_S, self.budget.census_s))
         if outcome.result is None:
             lines = [line for line in outcome.log.splitlines() if line.strip()]
             why = lines[-1][:300] if lines else f"status {outcome.status}"
-            error = f"census failed{' (ran out of time)' if outcome.stopped else ''}: {why}"
+            cut = " (interrupted)" if self.crew.stop.is_set() else " (ran out of time)" if outcome.stopped else ""
+            error = f"census failed{cut}: {why}"
             self._say(error)
             return error
         self.numbered = [(Key(*key), number) for key, number in outcome.result["numbered"]]
@@ -153,14 +182,13 @@ class _SessionRecording:
 
     def _tier(self, tier: str) -> None:
         assert self.session is not None and self.plan.ncu is not None
-        left = self.plan.options.limit_s - (time.monotonic() - self.counting_since)
-        if left < 10:
-            self._missing(tier, f"the limit of {self.plan.options.limit_s:.0f} s for counters was used up before it")
+        seconds = self.budget.tier_s(tier)
+        if self.crew.stop.is_set() or seconds is None:
+            self._missing(tier, "interrupted before it" if self.crew.stop.is_set() else self.budget.why())
             return
         selection = self._select(tier)
-        deadline = left * SHARE_OF_LIMIT[tier]
-        outcome, refused = self._run(tier, selection, deadline)
-        if outcome.result is None and not self.crew.members[tier].report.exists():
+        outcome, refused = self._run(tier, selection, seconds)
+        if (outcome.result is None or outcome.stopped) and not self.crew.members[tier].report.exists():
             why = f"stopped after {outcome.seconds:.0f} s" if outcome.stopped else explain(outcome.log, outcome.status)
             self._missing(tier, why)
             return
@@ -168,36 +196,42 @@ class _SessionRecording:
         self._say(f"{tier} {outcome.seconds:.1f} s" + (f", of which counting {counting:.1f} s" if counting else ""))
         # Printing a report takes seconds and no GPU: it goes on beside the next tier's turn.
         report = self.crew.members[tier].report
-        self.reading.append((tier, self.reader.submit(self._carry, tier, report, outcome, refused)))
+        self.reading.append(self.reader.submit(self._carry, tier, report, outcome, refused))
 
     def _select(self, tier: str) -> Selection:
         if tier == "few":
             return Selection(None, [])
         rows = self.kernels
-        shares = FULL_SHARES if tier == "full" else OPCODE_SHARES
         identities = list(zip(rows["name"], rows["grid"].fillna(""), rows["block"].fillna(""), strict=True))
-        launches = list(zip(identities, map(float, rows["duration_us"]), strict=True))
+        times = [float(t) for t in rows["duration_us"]]
+        classes = occurrence_classes(list(zip(identities, times, strict=True)))
+        launches = list(zip(classes, times, strict=True))
         numbers = [number for _, number in self.numbered]
-        if [key for key, _ in self.numbered] == keys(rows) and _numbered_share(launches, numbers) >= shares[-1]:
-            return Selection(choose_operators(launches, numbers, shares), [])
-        chosen = costliest(launches, shares[-1])
-        return Selection(None, sorted({function_name(str(what[0])) for what in chosen}))  # type: ignore[index]
+        if [key for key, _ in self.numbered] == keys(rows) and _numbered_share(launches, numbers) >= SHARES[tier]:
+            return Selection(choose_operators(launches, numbers, SHARES[tier]), [])
+        chosen = costliest(launches, SHARES[tier])
+        return Selection(None, sorted({function_name(str(what[0][0])) for what in chosen}))  # type: ignore[index]
 
-    def _run(self, tier: str, selection: Selection, deadline: float) -> tuple[Outcome, list[str]]:
+    def _run(self, tier: str, selection: Selection, seconds: float) -> tuple[Outcome, list[str]]:
         """One turn; a second one without the metric that this version refused, if it named one."""
         ncu, refused = self.plan.ncu, list[str]()
         assert ncu is not None
         if selection.functions:
             self._place(tier, selection, refused)
+        # Operators run alone stop by themselves; a whole step is ended from here, and its report is written all the same.
+        own_end = selection.operators is not None
+        deadline = max(seconds - GRACE_S, 0.6 * seconds) if own_end else None
         # Compiling anew costs a warm-up step; the optimizer's state appears in the first.
-        spec = self.plan.spec(action="count", warmup=2, deadline_s=deadline, rounds=selection.rounds)
-        outcome = self.crew.run(tier, spec, deadline + GRACE_S)
+        spec = self.plan.spec(action="count", warmup=2, deadline_s=deadline, operators=selection.operators)
+        outcome = self.crew.run(tier, spec, seconds)
         named = unknown_metric(outcome.log) if outcome.result is None else None
         if named is not None and not outcome.stopped:
             refused.append(named)
             self._say(f"{tier}: this version of Nsight Compute refuses {named}; once more without it")
             self._place(tier, selection, refused)
-            outcome = self.crew.run(tier, spec, deadline + GRACE_S)
+            outcome = self.crew.run(tier, spec, seconds)
+        if outcome.result is None and outcome.stopped:
+            outcome.result = {"interrupted" if self.crew.stop.is_set() else "expired": True}
         return outcome, refused
 
     def _place(self, tier: str, selection: Selection, refused: list[str]) -> None:
@@ -224,7 +258,7 @@ class _SessionRecording:
                 reading.keep(self.plan.folder / RAW)
             with self.lock:
                 line, self.called = carry(session, reading, self.called)
-                session.save(self.plan.folder)
+            self._save()
             self._say(line)
         except NcuError as error:
             why = explain(outcome.log, outcome.status) if "==ERROR==" in outcome.log else str(error)
@@ -237,7 +271,7 @@ class _SessionRecording:
         assert self.session is not None
         with self.lock:
             self.session.meta["tiers"][tier] = {"done": False, "why": why}
-            self.session.save(self.plan.folder)
+        self._save()
         self._say(f"{tier}: none: {why}")
 
 

@@ -81,9 +81,11 @@ _TENSOR_OPS = {
     "fp16": ("sm__ops_path_tensor_src_fp16.sum", "sm__ops_path_tensor_src_fp16_dst_fp32.sum"),
 }
 
+TIME = "gpu__time_duration.sum"
+
 # Cheap enough to read on every launch: one pass over the kernel, so that no memory is saved and restored.
 FEW = (
-    _column("ncu_time_us", "float64", "time under the profiler, microseconds", "gpu__time_duration.sum"),
+    _column("ncu_time_us", "float64", "time under the profiler, microseconds", TIME),
     _column("cycles", "float64", "cycles elapsed, the slowest SM", "sm__cycles_elapsed.max"),
     _column("cycles_active", "float64", "cycles with work, mean over SMs", "sm__cycles_active.avg"),
     _column(

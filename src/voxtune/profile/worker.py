@@ -97,37 +97,40 @@ def census(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def count(spec: dict[str, Any], began: float) -> dict[str, Any]:
-    """Runs whole steps, or chosen operators of them, between the start and the stop of counting."""
+    """Runs a whole step, or chosen operators of it each alone, between the start and the stop of counting."""
+    import gc
+
     import torch
 
-    from voxtune.profile.gate import Counting, count_rounds
+    from voxtune.profile.alone import count_alone, note_operators
+    from voxtune.profile.gate import Counting
 
     device, _, step = _step(spec)
+    close = step.close
     try:
         for _ in range(spec["warmup"]):
             step.run()
         torch.cuda.synchronize(device)
-        ready = time.monotonic()
-        deadline = began + spec["deadline_s"] if spec.get("deadline_s") else None
-        counting = Counting(deadline, torch.cuda.profiler.start, torch.cuda.profiler.stop)
-        rounds = spec.get("rounds")
-        if rounds is None:
+        counting = Counting(torch.cuda.profiler.start, torch.cuda.profiler.stop)
+        operators = spec.get("operators")
+        told: dict[str, Any] = {"expired": False}
+        if operators is None:
+            ready = time.monotonic()
             with counting:
                 step.run()
                 torch.cuda.synchronize(device)
-            finished = 0 if counting.expired else 1
         else:
-            finished = count_rounds(step.run, rounds, counting)
-        now = time.monotonic()
-        return {
-            "setup_s": ready - began,
-            "counting_s": now - ready,
-            "expired": counting.expired,
-            "rounds": finished,
-            "of_rounds": 1 if rounds is None else len(rounds),
-        }
+            noted = note_operators(step.run, operators)
+            del step
+            gc.collect()
+            torch.cuda.empty_cache()
+            ready = time.monotonic()
+            deadline = began + spec["deadline_s"] if spec.get("deadline_s") else None
+            told = count_alone(operators, noted, counting, deadline, device)
+            told["bytes_held"] = torch.cuda.memory_reserved(device)
+        return {"setup_s": ready - began, "counting_s": time.monotonic() - ready, **told}
     finally:
-        step.close()
+        close()
 
 
 if __name__ == "__main__":
