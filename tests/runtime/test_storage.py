@@ -14,6 +14,7 @@ from tests.conftest import GOLDENS
 import voxtune
 from voxtune.data import contract
 from voxtune.errors import InputError
+from voxtune.files import replacing
 from voxtune.runtime import published, storage
 from voxtune.workloads import WORKLOADS, ConvNeXtConfig, build
 
@@ -160,7 +161,7 @@ def test_nothing_there(tmp_path):
 def test_a_failed_write_keeps_the_old_file(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
-    with pytest.raises(RuntimeError), storage.replacing(path) as part:
+    with pytest.raises(RuntimeError), replacing(path) as part:
         part.write_text("half of the n")
         raise RuntimeError
     assert path.read_text() == "old"

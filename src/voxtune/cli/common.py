@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import typer
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, for machines.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 DeviceOption = Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda or cuda:N.")]
+
+
+# Between two lines of progress in a log file.
+LOG_SECONDS = 10.0
+
+
+class Update(Protocol):
+    def __call__(self, done: int, note: str = "") -> None: ...
 
 
 class Output:
@@ -34,10 +43,10 @@ class Output:
             print(json.dumps(data, indent=2, default=str))
 
     @contextmanager
-    def progress(self, description: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Gives `update(done)`; draws a bar with the time left on standard error."""
+    def progress(self, description: str, total: int) -> Iterator[Update]:
+        """Gives `update(done, note)`: on a terminal a bar with the time left; elsewhere a line now and then, for a log."""
         if self.quiet:
-            yield lambda done: None
+            yield lambda done, note="": None
             return
         from rich.console import Console
         from rich.progress import (
@@ -49,11 +58,27 @@ class Output:
             TimeRemainingColumn,
         )
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        remaining = (TextColumn("left"), TimeRemainingColumn())
-        with Progress(*columns, *remaining, console=Console(stderr=True)) as bar:
-            task = bar.add_task(description, total=total)
-            yield lambda done: bar.update(task, completed=done)
+        console = Console(stderr=True)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        with Progress(*columns, *times, console=console, disable=not console.is_terminal) as bar:
+            task = bar.add_task(description, total=total, note="")
+            told = [time.monotonic()]
+
+            def update(done: int, note: str = "") -> None:
+                bar.update(task, completed=done, note=note)
+                if not console.is_terminal and (done >= total or time.monotonic() - told[0] >= LOG_SECONDS):
+                    told[0] = time.monotonic()
+                    left = bar.tasks[0].time_remaining
+                    parts = [f"{description} {done}/{total}", note, "" if left is None else f"{left:.0f} s left"]
+                    print(", ".join(p for p in parts if p), file=sys.stderr, flush=True)
+
+            yield update
 
 
 def choose_device(name: str) -> str:

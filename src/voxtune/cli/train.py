@@ -6,7 +6,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -85,12 +85,12 @@ def _train(
         config = read_run(folder, overrides)
     else:
         config = read_config(file, overrides) if file else make_config({}, overrides, "options")
-    with stopping_on_signals(output) as caught, _progress(output, config.steps, config.log_every) as progress:
+    with stopping_on_signals(output) as caught, output.progress("training", config.steps) as update:
         result = train(
             config,
             None,
             folder,
-            progress,
+            lambda step, _steps, loss: update(step, f"loss {loss:.4f}"),
             device=device,
             resume=resume is not None,
             command=shlex.join(["voxtune", *sys.argv[1:]]),
@@ -136,38 +136,6 @@ def stopping_on_signals(output: Output) -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _progress(output: Output, steps: int, every: int) -> Iterator[Callable[[int, int, float], None]]:
-    """A bar with loss and time left on a terminal; elsewhere a line now and then, for a log file."""
-    if output.quiet:
-        yield lambda step, steps, loss: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    columns = (TextColumn("Training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"))
-    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    with Progress(*columns, *times, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=steps, loss="-")
-
-        def update(step: int, steps: int, loss: float) -> None:
-            bar.update(task, completed=step, loss=f"{loss:.4f}")
-            if not console.is_terminal and (step % every == 0 or step == steps):
-                left = bar.tasks[0].time_remaining
-                told = "" if left is None else f", {left:.0f} s left"
-                print(f"step {step}/{steps}, loss {loss:.4f}{told}", file=sys.stderr, flush=True)
-
-        yield update
 
 
 def _absolute(path: str | None) -> str | None:

@@ -19,9 +19,10 @@ import numpy as np
 
 from voxtune.data.cohort import LABELS, TUMOUR, Subject, subject
 from voxtune.data.contract import Shape
-from voxtune.data.nifti import atomic_write, write_volume
+from voxtune.data.nifti import write_volume
 from voxtune.data.pairing import Pair, pair_folders
 from voxtune.errors import InputError
+from voxtune.files import write_whole
 
 MASKS = Path("derivatives", "masks")
 DESCRIPTION = "dataset_description.json"
@@ -122,7 +123,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _write_text(path: Path, text: str) -> None:
-    atomic_write(path, text.encode())
+    write_whole(path, text.encode())
 
 
 def _version() -> str:

@@ -7,7 +7,6 @@ allocation.
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import math
 import os
@@ -19,6 +18,7 @@ from typing import IO, Any
 import numpy as np
 
 from voxtune.errors import InputError
+from voxtune.files import one_line, write_whole
 
 MAX_VOXELS = 2**30
 MAX_HEADER_BYTES = 64 * 2**20
@@ -118,26 +118,8 @@ def write_volume(path: str | Path, array: np.ndarray, like: Volume, dtype: Any =
     assert array.shape == like.shape, f"{array.shape} is not the grid of {like.name}, {like.shape}"
     data = _image_bytes(array, like, np.dtype(dtype) if dtype is not None else _storage_dtype(array))
     # A fixed time stamp: the same volume gives the same bytes.
-    atomic_write(path, gzip.compress(data, compresslevel=4, mtime=0) if compressed else data)
+    write_whole(path, gzip.compress(data, compresslevel=4, mtime=0) if compressed else data)
     return path
-
-
-def atomic_write(path: Path, data: bytes) -> None:
-    """Writes a file that appears whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise InputError(
-            f"{path}: cannot be written ({error.strerror or error}); check the folder and the disk"
-        ) from None
 
 
 def check_affine(affine: np.ndarray, name: str) -> None:
@@ -167,7 +149,7 @@ def _load(path: Path) -> tuple[np.ndarray, Any, np.ndarray]:
         raise
     # nibabel reports damage as almost any exception, and damage to a user's file is the user's to mend.
     except Exception as error:
-        raise InputError(f"{path}: damaged NIfTI file ({_one_line(error)}); export it again") from None
+        raise InputError(f"{path}: damaged NIfTI file ({one_line(error)}); export it again") from None
     check_affine(affine, str(path))
     return array, header, affine
 
@@ -191,11 +173,11 @@ def _contents(path: Path) -> bytes:
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise InputError(f"{path}: damaged gzip stream ({_one_line(error)}); copy or export the file again") from None
+        raise InputError(f"{path}: damaged gzip stream ({one_line(error)}); copy or export the file again") from None
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{path}: cannot be read ({_one_line(error)})") from None
+        raise InputError(f"{path}: cannot be read ({one_line(error)})") from None
 
 
 def _read_checked(stream: IO[bytes] | gzip.GzipFile, at_most: int, path: Path) -> bytes:
@@ -224,7 +206,7 @@ def _needed_bytes(head: bytes, path: Path) -> int:
         rank, *sides = (int(n) for n in header["dim"])
         itemsize, offset = header.get_data_dtype().itemsize, float(header["vox_offset"])
     except Exception as error:
-        raise InputError(f"{path}: damaged NIfTI header ({_one_line(error)}); export it again") from None
+        raise InputError(f"{path}: damaged NIfTI header ({one_line(error)}); export it again") from None
     if not 1 <= rank <= 7 or min(sides[:rank]) < 1:
         raise InputError(f"{path}: damaged NIfTI header (dimensions {[rank, *sides]}); export it again")
     voxels = math.prod(sides[:rank])
@@ -296,11 +278,6 @@ def _image_bytes(array: np.ndarray, like: Volume, dtype: np.dtype) -> bytes:
         assert limits.min <= array.min() and array.max() <= limits.max, f"labels do not fit {dtype}"
     direct = whole or np.issubdtype(dtype, np.floating)
     return bytes(image_class(array.astype(dtype) if direct else array, None, header).to_bytes())
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:160]}" if text else type(error).__name__
 
 
 def _list(numbers: Any) -> str:

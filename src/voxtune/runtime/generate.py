@@ -15,9 +15,10 @@ import torch
 
 from voxtune.data.contract import DataContract, Shape, encode_mask, unscale_image
 from voxtune.data.grid import Mode, Placement, fit
-from voxtune.data.nifti import Volume, atomic_write, read_labels, write_volume
+from voxtune.data.nifti import Volume, read_labels, write_volume
 from voxtune.data.preflight import check_kept, check_mask
 from voxtune.errors import InputError
+from voxtune.files import write_whole
 from voxtune.runtime.model import Model
 
 MASK_ENDING = re.compile(r"(_(dseg|seg|mask|labels?))?\.nii(\.gz)?$", re.IGNORECASE)
@@ -153,7 +154,7 @@ def _write(
     for image_DHW, name in zip(images_CDHW, names, strict=True):
         files.append(write_volume(out / name, request.placement.invert(image_DHW, label=False), request.mask))
         sidecar = out / name.replace(".nii.gz", ".json")
-        atomic_write(sidecar, (json.dumps(record, indent=2, default=str) + "\n").encode())
+        write_whole(sidecar, (json.dumps(record, indent=2, default=str) + "\n").encode())
     return Drawn(request=request, index=index, images_CDHW=images_CDHW, files=tuple(files))
 
 
@@ -172,4 +173,4 @@ def _describe_folder(out: Path) -> None:
         "GeneratedBy": [{"Name": "voxtune", "Version": __version__}],
     }
     if not (out / "dataset_description.json").exists():
-        atomic_write(out / "dataset_description.json", (json.dumps(description, indent=2) + "\n").encode())
+        write_whole(out / "dataset_description.json", (json.dumps(description, indent=2) + "\n").encode())

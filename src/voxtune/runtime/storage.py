@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from voxtune.errors import InputError
+from voxtune.files import one_line, replacing, reporting_os_errors
 from voxtune.runtime.model import Model, ModelConfig
 from voxtune.workloads import NetworkConfig, build
 
@@ -115,7 +113,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, RuntimeError, TypeError) as error:
-        raise InputError(f"{path}: damaged or truncated safetensors file ({_one_line(error)})") from None
+        raise InputError(f"{path}: damaged or truncated safetensors file ({one_line(error)})") from None
 
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -128,38 +126,4 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str
             save_file(tensors, part, metadata=metadata)
         except SafetensorError as error:
             # The library wraps the operating system's error; the rest of this project expects the plain one.
-            raise OSError(_one_line(error)) from error
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A new file beside `path` that takes its place, durably, when the block ends without an error."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    os.close(handle)
-    part = Path(name)
-    try:
-        yield part
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        part.chmod(0o644)
-        part.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-@contextmanager
-def reporting_os_errors(path: Path) -> Iterator[None]:
-    """Turns what the operating system refuses (no such file, permission, full disk) into the user's error."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"{error.filename or path}: {error.strerror or _one_line(error)}") from error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+            raise OSError(one_line(error)) from error

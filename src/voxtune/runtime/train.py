@@ -14,12 +14,13 @@ import torch
 
 from voxtune.config import to_mapping
 from voxtune.errors import InputError
+from voxtune.files import replacing, reporting_os_errors
 from voxtune.runtime import checkpoint as disk
 from voxtune.runtime.card import model_card
 from voxtune.runtime.checkpoint import Checkpoint
 from voxtune.runtime.loader import Loader, Source, read_item
 from voxtune.runtime.model import Model, ModelConfig
-from voxtune.runtime.storage import load, replacing, reporting_os_errors, save
+from voxtune.runtime.storage import load, save
 from voxtune.runtime.trainconfig import TrainConfig, differences, model_config, read_config
 from voxtune.runtime.trainer import Trainer
 from voxtune.runtime.trainlog import TrainLog, sample_picture

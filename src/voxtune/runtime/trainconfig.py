@@ -13,8 +13,8 @@ from voxtune.data.contract import BRATS, WHOLE_HEAD, DataContract, Label, check_
 from voxtune.diffusion import DiffusionConfig
 from voxtune.diffusion.noise import check_seed
 from voxtune.errors import InputError
+from voxtune.files import reporting_os_errors
 from voxtune.runtime.model import ModelConfig
-from voxtune.runtime.storage import reporting_os_errors
 from voxtune.workloads import WORKLOADS, MedDDPMConfig
 from voxtune.workloads.med_ddpm import PUBLISHED_MULTIPLIERS
 

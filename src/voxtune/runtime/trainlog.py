@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from voxtune.errors import InputError
-from voxtune.runtime.storage import replacing
+from voxtune.files import replacing
 
 METRICS, TENSORBOARD, SAMPLES = "metrics.jsonl", "tensorboard", "samples"
 CELL_PIXELS = 128
