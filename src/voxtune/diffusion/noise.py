@@ -39,11 +39,14 @@ def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> list[Tensor]:
     return [c0, c1, c2, c3]
 
 
-def normal(seed: int, index: int, draw: int, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """Standard normal float32 values: draw number `draw` of sample `index` under `seed`."""
+def normal_batch(
+    seed: int, indices: Sequence[int], draw: int, shape: Sequence[int], device: torch.device | str = "cpu"
+) -> Tensor:
+    """Standard normal float32 values (len(indices), *shape): draw number `draw` of each sample under `seed`."""
     count = math.prod(shape)
-    block = torch.arange((count + 3) // 4, dtype=torch.int64, device=device)
-    counter = [block, *(torch.full_like(block, word) for word in (draw, index & _MASK, index >> 32))]
+    block_B = torch.arange((count + 3) // 4, dtype=torch.int64, device=device)
+    index_N1 = torch.tensor(indices, dtype=torch.int64, device=device)[:, None]
+    counter = [block_B, torch.full_like(block_B, draw), index_N1 & _MASK, index_N1 >> 32]
     words = philox(counter, (check_seed(seed) & _MASK, seed >> 32))
     # 24 bits of each word, at the middle of its interval: never 0, so the logarithm is finite.
     u = [((w >> 8).float() + 0.5) * 2.0**-24 for w in words]
@@ -52,15 +55,16 @@ def normal(seed: int, index: int, draw: int, shape: Sequence[int], device: torch
     for radius, angle in ((u[0], u[1]), (u[2], u[3])):
         r, theta = (-2 * radius.log()).sqrt(), 2 * math.pi * angle
         values += [r * theta.cos(), r * theta.sin()]
-    return torch.stack(values, dim=1).flatten()[:count].view(*shape)
+    return torch.stack(values, dim=-1).flatten(1)[:, :count].reshape(len(indices), *shape)
+
+
+def normal(seed: int, index: int, draw: int, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """The noise of one sample, of `shape`."""
+    return normal_batch(seed, [index], draw, shape, device)[0]
 
 
 def noise_source(
     seed: int, indices: Sequence[int], shape: Sequence[int], device: torch.device | str = "cpu"
 ) -> Callable[[int], Tensor]:
     """draw number -> noise of a batch whose samples are numbered `indices`; draw 0 is the start of the sampling."""
-
-    def draw(number: int) -> Tensor:
-        return torch.stack([normal(seed, index, number, shape, device) for index in indices])
-
-    return draw
+    return lambda draw: normal_batch(seed, indices, draw, shape, device)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from voxtune.diffusion.noise import check_seed, normal, philox
+from voxtune.diffusion.noise import check_seed, normal_batch, philox
 from voxtune.errors import InputError
 
 _MASK = 0xFFFFFFFF
@@ -58,7 +58,7 @@ def timesteps(seed: int, numbers: tuple[int, ...], total: int) -> Tensor:
 
 
 def training_noise(seed: int, numbers: tuple[int, ...], shape: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.stack([normal(seed, number, _NOISE, shape, device) for number in numbers])
+    return normal_batch(seed, numbers, _NOISE, shape, device)
 
 
 def _key(seed: int) -> tuple[int, int]:
