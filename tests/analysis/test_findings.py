@@ -29,6 +29,15 @@ def test_priority_is_the_seeds_and_the_gain_never_exceeds_the_kernels_share():
     assert priority(session([kernel(0, 1)])).refused
 
 
+def test_no_gain_beyond_the_speed_of_light():
+    made = session(
+        [counted(0, 100, "conv_fprop", est_speedup_pct=87.5, est_rule="R (local)", sm_pct=90.0, memory_pct=40.0)]
+    )
+    row = priority(made, "class").rows[0]
+    assert row["score"] == pytest.approx(0.0875)  # the seed's score knows no bound
+    assert row["gain_ms"] == pytest.approx(0.010)
+
+
 def test_estimate_beside_what_was_gained():
     before = session([kernel(0, 100e3, "conv_fprop", est_speedup_pct=100.0, module="a")], name="before")
     after = session([kernel(0, 80e3, "conv_fprop", module="a"), kernel(80e3, 5e3, "layout", module="a")], name="after")
@@ -74,6 +83,13 @@ def test_the_audit_believes_counters_not_names():
         ("b", "matmul"): "not measured",
     }
     assert found.extra == {"tensor_time_pct": 75.0, "not_measured_pct": 60.0}
+
+
+def test_an_audit_of_nothing_is_refused():
+    copies = [kernel(0, 5, kind="memset"), kernel(5, 5, kind="memcpy")]
+    for rows in (copies, []):
+        assert "no convolution" in (precision_audit(session(rows)).refused or "")
+        assert layout_ledger(session(rows)).rows == []
 
 
 def test_roofline_counts_fused_twice_and_admits_what_it_did_not_count():

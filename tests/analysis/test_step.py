@@ -25,6 +25,13 @@ def test_idle_before_the_request_is_the_hosts_the_rest_is_latency():
     assert found["latency_us"] == pytest.approx(4)
 
 
+def test_gaps_that_only_the_profiler_made_are_not_idle_time():
+    made = session([kernel(0, 10), kernel(18, 2, launch_us=14.0)], bare=[0.014, 0.014, 0.014])
+    found = step_totals([made]).rows[0]  # 12 busy, 8 idle on the timeline, of which a bare step has room for 2
+    assert found["idle_ms"] == pytest.approx(0.002) and found["host_bound_ms"] == pytest.approx(0.001)
+    assert found["idle_pct"] == pytest.approx(100 * 2 / 14)
+
+
 def test_totals_are_of_a_mean_step_and_wall_is_the_bare_median():
     rows = [kernel(0, 10, step=0), kernel(0, 30, step=1)]
     found = step_totals([session(rows, bare=[5.0, 1.0, 2.0, 3.0, 4.0])]).rows[0]

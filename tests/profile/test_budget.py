@@ -19,7 +19,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_what_a_session_leaves_is_the_next_ones(clock: list[float]) -> None:
-    budget = Budget(310, 600, 3)  # 300 without the reserve
+    budget = Budget(315, 600, 3)  # 300 without the reserve
     first = budget.session()
     assert first is not None and first.until - clock[0] == pytest.approx(100)
     clock[0] += 20
@@ -35,14 +35,14 @@ def test_what_a_session_leaves_is_the_next_ones(clock: list[float]) -> None:
 
 
 def test_counters_of_every_launch_may_take_from_the_slow_tiers_of_others(clock: list[float]) -> None:
-    budget = Budget(310, 600, 2)
+    budget = Budget(315, 600, 2)
     first = budget.session()
     assert first is not None
     clock[0] += 145  # a census that took nearly its session's part
     first.start_counting()
     few = first.tier_s("few")
     assert few is not None and few > 50
-    assert first.tier_s("full") is None and "budget of 310 s" in first.why()
+    assert first.tier_s("full") is None and "budget of 315 s" in first.why()
 
 
 def test_too_little_time_begins_nothing(clock: list[float]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from voxtune.analysis.certificate import Level, refusal
+from voxtune.analysis.certificate import THRESHOLD_PCT, Level, certify, refusal
 from voxtune.analysis.counters import SEED_STALLS, UTILISATION, average, totals
 from voxtune.analysis.frame import family, kernels, labels, numbers, ratio, share
 from voxtune.analysis.mix import SEED_GROUPS, ipc_stack, kernel_shares, opcode_counts, seed_shares
@@ -127,7 +127,14 @@ def _means(sessions: Sequence[Session], counters: tuple[str, ...], title: str, u
         for counter in counters:
             cells |= {counter: average(ran, counter), f"{counter}_plain": average(ran, counter, plain=True)}
         rows.append(cells)
-    return Table(title, columns, rows, [PLAIN])
+    notes = [PLAIN]
+    for label, session in zip(labels(sessions), sessions, strict=True):
+        reached = certify(session).full_time_pct
+        if 0 < reached < THRESHOLD_PCT:
+            notes.append(
+                f"{label}: means are over the {reached:.1f} % of kernel time that was read, not over the step."
+            )
+    return Table(title, columns, rows, notes)
 
 
 def _ratios(sessions: Sequence[Session], counters: tuple[str, ...], title: str, level: Level = "full") -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,33 @@ def steps(session: Session) -> int:
 
 
 def kernels(session: Session) -> pd.DataFrame:
-    """What computes: kernels on a GPU, operators on a CPU; no copies or fills, which no counter reads."""
-    return session.launches[session.launches["kind"].isin(["kernel", "cpu_op"])]
+    """What computes: kernels on a GPU, operators on a CPU; no copies or fills, which no counter reads.
+
+    Numbers are plain floats with NaN for null: a selection of rows then costs one copy, not one a column. The same frame
+    is given for the same launches, so a session that is being analysed is not changed in place.
+    """
+    source = session.launches
+    known = _PLAIN.get(id(source))
+    if known is not None and known[0]() is source:
+        return known[1]
+    rows = _plain(source[source["kind"].isin(["kernel", "cpu_op"])])
+    key = id(source)
+    _PLAIN[key] = (weakref.ref(source, lambda _gone: _PLAIN.pop(key, None)), rows)
+    return rows
+
+
+_PLAIN: dict[int, tuple[weakref.ref[pd.DataFrame], pd.DataFrame]] = {}
+
+
+def _plain(rows: pd.DataFrame) -> pd.DataFrame:
+    import pandas as pd
+
+    numeric = [c for c in rows.columns if pd.api.types.is_numeric_dtype(rows[c].dtype)]
+    values = np.column_stack([rows[c].to_numpy(dtype=float, na_value=np.nan) for c in numeric])
+    plain = pd.DataFrame(values, columns=numeric, index=rows.index)
+    words = {c: rows[c].to_numpy(dtype=object, na_value=None) for c in rows.columns if c not in set(numeric)}
+    text = pd.DataFrame(words, index=rows.index, dtype=object)
+    return pd.concat([plain, text], axis=1)[list(rows.columns)]
 
 
 def on_gpu(session: Session) -> bool:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from voxtune.profile.session import Session
 
 OUTSIDE = "(outside any module)"
+ROOT = "(the network itself)"
 # Tensor pipes busy below this are rounding, not work.
 TENSOR_PCT = 0.1
 
@@ -37,7 +38,8 @@ def layout_ledger(session: Session) -> Table:
         time, kinds = numbers(some, "duration_us") / 1e3 / count, some["class"].to_numpy(str)
         parts = {f"{c}_ms": float(np.nansum(time[kinds == c])) for c in MOVEMENT}
         types = [t for t in some["module_type"].dropna().unique() if t]
-        cells = {"module": str(module) or OUTSIDE, "type": ", ".join(sorted(types)), "launches": len(some) / count}
+        name = str(module) or (ROOT if types else OUTSIDE)
+        cells = {"module": name, "type": ", ".join(sorted(types)), "launches": len(some) / count}
         rows.append(cells | parts | {"total_ms": sum(parts.values()), "share": share(sum(parts.values()), step)})
     rows.sort(key=lambda r: -r["total_ms"])
     spent = sum(r["total_ms"] for r in rows)
@@ -58,7 +60,9 @@ def precision_audit(session: Session) -> Table:
         Column("named", kind="text", doc="precision that the kernels' names claim"),
     ]
     ran, count = kernels(session), steps(session)
-    heavy = ran[[family(str(c)) in ("convolution", "product") for c in ran["class"].fillna("")]]
+    heavy = ran[ran["class"].fillna("").map(family).isin(["convolution", "product"])]
+    if heavy.empty:
+        return Table(f"Precision audit: {session.name}", columns, refused="no convolution or product was recorded")
     heavy = heavy.assign(verdict=tensor_use(heavy), module=heavy["module"].fillna(""), phase=heavy["phase"].fillna(""))
     rows = [
         _audit(dict(zip(("module", "phase", "class"), map(str, key), strict=True)), some, count)

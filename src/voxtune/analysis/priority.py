@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from voxtune.analysis.certificate import refusal
-from voxtune.analysis.frame import family, kernels, milliseconds, numbers, share, short, steps
+from voxtune.analysis.frame import Array, family, kernels, milliseconds, numbers, share, short, steps
 from voxtune.analysis.table import Column, Table
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def priority(session: Session, by: str = "class") -> Table:
     """By class, kernel or module. With T a launch's time and s its estimated speed-up clamped to 0..1 (the seed's
     equation 2): score = sum of T s (equation 1); gain = sum of T s / (1 + s), the time that would go away, which can
-    never exceed the kernel's own share of the step.
+    never exceed the kernel's own share of the step, nor what lies above its speed of light.
     """
     columns = [
         Column(by, kind="text"),
@@ -60,7 +60,7 @@ def _score(name: str, rows: pd.DataFrame, count: int, step: float, by: str) -> d
     cells: dict[str, Any] = {by: name, "ms": whole, "share": share(whole, step)}
     if not have.any():
         return cells | {"score": None, "gain_ms": None, "gain_pct": None, "step_speedup": None, "measured": 0.0}
-    gain = float(np.nansum(time * speedup / (1 + speedup)))
+    gain = float(np.nansum(time * np.fmin(speedup / (1 + speedup), headroom(rows))))
     weight = rows.assign(weight=time * speedup).groupby("est_rule")["weight"].sum()
     return cells | {
         "score": float(np.nansum(time * speedup)),
@@ -70,6 +70,17 @@ def _score(name: str, rows: pd.DataFrame, count: int, step: float, by: str) -> d
         "measured": share(float(np.nansum(time[have])), whole),
         "rule": str(weight.idxmax()) if len(weight) else None,
     }
+
+
+def headroom(rows: pd.DataFrame) -> Array:
+    """Share of a launch's time above its speed of light, 1 - the busier of SM and memory; NaN where not read.
+
+    A rule's local estimate is about a part (such as occupancy) and knows no such bound: a convolution that keeps the SMs
+    87 % busy was told to gain 87 %.
+    """
+    busiest = np.fmax(numbers(rows, "sm_pct"), numbers(rows, "memory_pct"))
+    bound: Array = np.clip(1 - busiest / 100, 0, 1)
+    return bound
 
 
 def achieved(before: Session, after: Session, by: str = "class") -> Table:

@@ -165,7 +165,7 @@ def _dominant(session: Session, what: str) -> float | None:
     if what == "share":
         return shares[0]["share"]
     ran = kernels(session)
-    rows = ran[[short(str(n)) == shares[0]["kernel"] for n in ran["name"]]]
+    rows = ran[np.array([short(str(n)) == shares[0]["kernel"] for n in ran["name"]], dtype=bool)]
     measures: dict[str, Callable[[], float | None]] = {
         "cycles": lambda: _a_step(total(numbers(rows, "cycles")), steps(session)),
         "ipc": lambda: average(rows, "ipc"),
@@ -179,4 +179,4 @@ def _a_step(value: float | None, count: int) -> float | None:
 
 def _of_family(session: Session, name: str) -> pd.DataFrame:
     ran = kernels(session)
-    return ran[[family(str(c)) == name for c in ran["class"].fillna("unknown")]]
+    return ran[np.array([family(str(c)) == name for c in ran["class"].fillna("unknown")], dtype=bool)]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 # For the last reports to be printed and carried.
-RESERVE_S = 10.0
+RESERVE_S = 15.0
 # A census and the counters of every launch are worth starting with no less; a slow tier likewise.
 SESSION_S = 20.0
 TIER_S = 8.0

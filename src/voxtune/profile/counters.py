@@ -91,14 +91,30 @@ def _nearest(candidates: Sequence[CountedLaunch], time_us: float) -> CountedLaun
 
 
 def carry_opcodes(session: Session, matched: dict[int, CountedLaunch]) -> None:
-    """The opcode table, under the census's own names."""
-    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for row, launch in matched.items():
-        name, grid, block = session.launches.loc[row, ["name", "grid", "block"]]
+    """The opcode table, under the census's own names: a mean launch of each name, grid and block.
+
+    Launches of one grid may differ in work: each takes the mix of the one it is like, scaled to its own instructions.
+    """
+    launches = session.launches
+    sums: dict[tuple[Any, ...], dict[str, float]] = {}
+    times: dict[tuple[Any, ...], int] = {}
+    columns = (launches.loc[list(matched), c] for c in ("name", "grid", "block", "instructions"))
+    for launch, name, grid, block, own in zip(matched.values(), *columns, strict=True):
+        whole = sum(launch.opcodes.values())
+        if not whole:
+            continue
+        scale = 1.0 if pd.isna(own) else float(own) / whole
+        key = (name, grid, block)
+        times[key] = times.get(key, 0) + 1
+        mix = sums.setdefault(key, {})
         for opcode, executed in launch.opcodes.items():
-            told = {"name": name, "grid": grid, "block": block, "opcode": opcode, "executed": executed}
-            rows.setdefault((name, grid, block, opcode), told)
-    session.opcodes = frame(list(rows.values()), "opcodes")
+            mix[opcode] = mix.get(opcode, 0.0) + scale * executed
+    rows = [
+        {"name": key[0], "grid": key[1], "block": key[2], "opcode": opcode, "executed": executed / times[key]}
+        for key, mix in sums.items()
+        for opcode, executed in mix.items()
+    ]
+    session.opcodes = frame(rows, "opcodes")
 
 
 def _names_by_key(session: Session, counted: Sequence[CountedLaunch]) -> dict[int, Identity]:

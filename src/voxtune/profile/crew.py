@@ -22,7 +22,7 @@ from typing import Any
 # Names the process that started the worker, since Nsight Compute stands between the two.
 PARENT = "VOXTUNE_PROFILE_PARENT"
 # Beyond a worker's own deadline: an operator in flight, and the writing of the report.
-GRACE_S = 12.0
+GRACE_S = 6.0
 
 
 def worker_program(spec: Path) -> list[str]:

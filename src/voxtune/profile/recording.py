@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 
 from voxtune.profile import schema
-from voxtune.profile.align import SHARES, Key, choose_operators, costliest, function_name, occurrence_classes
+from voxtune.profile.align import SHARES, Key, align, choose_operators, costliest, function_name, occurrence_classes
 from voxtune.profile.budget import Budget, SessionBudget, stop_on_signals
 from voxtune.profile.counters import Identity, kernel_rows, keys, prove_precision
 from voxtune.profile.crew import GRACE_S, Crew, Member, Outcome, worker_program
@@ -28,6 +28,8 @@ from voxtune.profile.session import Session, load_session
 from voxtune.profile.tiers import COUNTER_TIERS, Reading, carry
 
 CENSUS_LIMIT_S = 900.0
+# Share of kernel time whose operators are known by number, from which they are run alone; below it a filter by function is used.
+NUMBERED = 0.9
 _COLUMNS = {"few": schema.FEW, "full": schema.FULL, "opcodes": schema.SASS}
 
 
@@ -206,8 +208,9 @@ class _SessionRecording:
         times = [float(t) for t in rows["duration_us"]]
         classes = occurrence_classes(list(zip(identities, times, strict=True)))
         launches = list(zip(classes, times, strict=True))
-        numbers = [number for _, number in self.numbered]
-        if [key for key, _ in self.numbered] == keys(rows) and _numbered_share(launches, numbers) >= SHARES[tier]:
+        places = align(keys(rows), [key for key, _ in self.numbered])
+        numbers = [-1 if place is None else self.numbered[place][1] for place in places]
+        if _numbered_share(launches, numbers) >= NUMBERED:
             return Selection(choose_operators(launches, numbers, SHARES[tier]), [])
         chosen = costliest(launches, SHARES[tier])
         return Selection(None, sorted({function_name(str(what[0][0])) for what in chosen}))  # type: ignore[index]
