@@ -62,7 +62,9 @@ def precision_audit(session: Session) -> Table:
     ran, count = kernels(session), steps(session)
     heavy = ran[ran["class"].fillna("").map(family).isin(["convolution", "product"])]
     if heavy.empty:
-        return Table(f"Precision audit: {session.name}", columns, refused="no convolution or product was recorded")
+        nothing: dict[str, Any] = {"tensor_time_pct": None, "not_measured_pct": 0.0}
+        why = "no convolution or product was recorded"
+        return Table(f"Precision audit: {session.name}", columns, refused=why, extra=nothing)
     heavy = heavy.assign(verdict=tensor_use(heavy), module=heavy["module"].fillna(""), phase=heavy["phase"].fillna(""))
     rows = [
         _audit(dict(zip(("module", "phase", "class"), map(str, key), strict=True)), some, count)
