@@ -28,6 +28,9 @@ def command(
         str, typer.Option(help="What to record, of census, few, full, opcodes.")
     ] = "census,few,full,opcodes",
     limit: Annotated[float, typer.Option(min=1, help="Seconds for the counters of one session.")] = 600.0,
+    budget: Annotated[
+        float | None, typer.Option(min=30, help="Seconds for all sessions together, shared fairly.")
+    ] = None,
     window: Annotated[str, typer.Option(help="none or seed: whole steps are recorded; the report cuts them.")] = "none",
     cache_control: Annotated[
         str, typer.Option(help="Nsight Compute: none keeps caches warm, all flushes them.")
@@ -62,6 +65,7 @@ def command(
         repeats=repeats,
         tiers=tuple(t.strip() for t in tiers.split(",") if t.strip()),
         limit_s=limit,
+        budget_s=budget,
         cache_control=cache_control,
         clock_control=clock_control,
         ahead=ahead,

@@ -40,6 +40,9 @@ def command(
     workload: Annotated[str, typer.Option(help="Workload or model to record.")] = "med-ddpm",
     size: Annotated[str | None, typer.Option(help="Sides of the volume, such as 128,128,128.")] = None,
     config: Annotated[str, typer.Option(help="Configurations, by comma.")] = CONFIGS,
+    budget: Annotated[
+        float | None, typer.Option(min=30, help="Seconds for the sessions of one mode, shared fairly.")
+    ] = None,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -51,7 +54,7 @@ def command(
         if not sessions:
             raise InputError(f"--mode {mode.value}: the recorded sessions hold none of it")
     else:
-        sessions = _record(workload, config, mode, output, size, choose_device(device), out)
+        sessions = _record(workload, config, mode, output, _options(size, budget), choose_device(device), out)
     from voxtune.report.build import build
 
     document = build(sessions)
@@ -60,15 +63,18 @@ def command(
     out.result({**summary(document, sessions, files), "study": tables})
 
 
+def _options(size: str | None, budget: float | None) -> dict[str, Any]:
+    return {"size": parse_size(size) if size else None, "budget_s": budget}
+
+
 def _record(
-    workload: str, config: str, mode: Mode, output: Path, size: str | None, device: str, out: Output
+    workload: str, config: str, mode: Mode, output: Path, asked: dict[str, Any], device: str, out: Output
 ) -> list[Session]:
     from voxtune.profile.record import RecordOptions, record
 
-    sides = parse_size(size) if size else None
     sessions = []
     for name in mode.modes():
-        options = RecordOptions(mode=name, size=sides)
+        options = RecordOptions(mode=name, **asked)
         for result in record(workload, config.split(","), output, options=options, device=device, say=out.say):
             if result.session is None:
                 out.warn(f"{name} {result.config} was not recorded: {result.error}")
