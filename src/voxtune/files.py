@@ -21,7 +21,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield part
         with part.open("rb") as file:
             os.fsync(file.fileno())
-        part.chmod(0o644)
+        part.chmod(0o666 & ~_umask())
         part.replace(path)
         folder = os.open(path.parent, os.O_RDONLY)
         try:
@@ -30,6 +30,13 @@ def replacing(path: Path) -> Iterator[Path]:
             os.close(folder)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    """The permissions that new files of this process lack; it can be read only by setting it."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -14,7 +14,7 @@ from voxtune.errors import InputError
 from voxtune.workloads import workload
 
 COMPILED = "bf16+channels_last+compile"
-# Recorded on an H200 (shared/anchors.md): forward ms, training ms, forward GiB, training GiB.
+# Recorded on an H200: forward ms, training ms, forward GiB, training GiB.
 ANCHORS = [
     ("med-ddpm", "baseline", 196.6, 1223, 4.1, 19.3),
     ("med-ddpm", "tf32", 88.8, 230, 4.6, 19.3),

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Protocol
 import typer
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, for machines.")]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but warnings and errors.")]
 DeviceOption = Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda or cuda:N.")]
 
 

@@ -78,7 +78,11 @@ def _masks(paths: list[Path]) -> list[Path]:
 
     found: list[Path] = []
     for path in paths:
-        inside = sorted(p for p in path.rglob("*") if p.name.endswith((".nii", ".nii.gz"))) if path.is_dir() else [path]
+        inside = (
+            sorted(p for p in path.rglob("[!.]*") if p.name.lower().endswith((".nii", ".nii.gz")))
+            if path.is_dir()
+            else [path]
+        )
         if not inside:
             raise InputError(f"{path}: holds no .nii or .nii.gz file")
         found += inside

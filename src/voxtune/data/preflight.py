@@ -124,6 +124,8 @@ def check_kept(before: np.ndarray, after: np.ndarray, contract: DataContract, na
     lost = sorted({int(v) for v in np.unique(before)} - {int(v) for v in np.unique(after)} - {0})
     why = "is smaller than the model's voxels and was lost in resampling"
     messages = [f"{name}: label {contract.name_of(value)} {why}" for value in lost]
+    if lost and not after.any():
+        return _report(_error("lost-all", "; ".join(messages) + "; check the mask's spacing"))
     return _report(*(Finding(level="warning", code="lost-label", message=message) for message in messages))
 
 

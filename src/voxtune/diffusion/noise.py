@@ -22,7 +22,7 @@ _ROUNDS = 10
 
 
 def check_seed(seed: int) -> int:
-    if not 0 <= seed < 2**63:
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise InputError(f"the seed must be a whole number from 0 to 2^63 - 1, found {seed}")
     return seed
 

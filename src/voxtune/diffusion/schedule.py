@@ -16,6 +16,8 @@ from torch import Tensor
 from voxtune.errors import InputError
 
 MAX_STEPS = 100_000
+# Of a schedule, log of the last alphas_cumprod: below 1e-24 (signal 1e-12) dividing by the signal means nothing.
+MIN_LOG_SIGNAL = math.log(1e-24)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +36,10 @@ class DiffusionConfig:
             raise InputError("betas are given exactly when the schedule is 'custom'")
         if self.betas is not None and len(self.betas) != self.steps:
             raise InputError(f"{len(self.betas)} betas for {self.steps} steps")
-        if self.betas is not None and not all(0 <= b < 1 for b in self.betas):
-            raise InputError("every beta must lie in [0, 1)")
+        if self.betas is not None and not all(0 < b < 1 for b in self.betas):
+            raise InputError("every beta must lie above 0 and below 1")
+        if self.betas is not None and math.fsum(math.log1p(-b) for b in self.betas) < MIN_LOG_SIGNAL:
+            raise InputError("the betas leave less than 1e-12 of the signal: not a schedule that can be sampled")
 
 
 class Schedule:
@@ -107,7 +111,7 @@ Spacing = Literal["trailing", "linspace", "leading"]
 
 def spaced_steps(total: int, steps: int, spacing: Spacing = "trailing") -> list[int]:
     """`steps` of the `total` training steps, from the noisiest down."""
-    if not 1 <= steps <= total:
+    if not isinstance(steps, int) or not 1 <= steps <= total:
         raise InputError(f"sampling steps must lie in 1 to {total} (the model's diffusion steps), found {steps}")
     if spacing == "trailing":
         return [round(total - i * total / steps) - 1 for i in range(steps)]

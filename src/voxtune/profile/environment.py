@@ -87,7 +87,7 @@ def commit() -> str:
 def provenance() -> dict[str, Any]:
     return {
         "commit": commit(),
-        "command": " ".join(map(shlex.quote, sys.argv)),
+        "command": _command(),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
@@ -118,3 +118,10 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
     named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return named[0] if named else platform.machine()
+
+
+def _command() -> str:
+    """What was typed: a module's own path on this machine is not what another machine would type."""
+    program, *rest = sys.argv
+    name = {"__main__.py": "python -m voxtune.profile"}.get(Path(program).name, Path(program).name)
+    return " ".join([name, *map(shlex.quote, rest)])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from voxtune.errors import InputError
+from voxtune.files import reporting_os_errors
 from voxtune.profile import schema
 
 if TYPE_CHECKING:
@@ -44,12 +45,13 @@ class Session:
         import pyarrow.parquet as pq
 
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        for table in schema.TABLES:
-            arrow = _to_arrow(getattr(self, table), table)
-            pq.write_table(arrow, folder / f"{table}.parquet", compression="zstd", compression_level=12)
-        text = json.dumps({"format": FORMAT, "version": schema.VERSION, **self.meta}, indent=2, default=str)
-        (folder / "session.json").write_text(text + "\n")
+        with reporting_os_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for table in schema.TABLES:
+                arrow = _to_arrow(getattr(self, table), table)
+                pq.write_table(arrow, folder / f"{table}.parquet", compression="zstd", compression_level=12)
+            text = json.dumps({"format": FORMAT, "version": schema.VERSION, **self.meta}, indent=2, default=str)
+            (folder / "session.json").write_text(text + "\n")
         return folder
 
 

@@ -102,8 +102,9 @@ def generate(
         taken = [n for group in names for n in group if (out / n).exists()]
         if taken:
             raise InputError(f"{out / taken[0]}: exists already; choose another folder or pass --overwrite")
-    _describe_folder(out)
     total_steps = steps or model.default_steps
+    model.check_request(sampler=sampler, steps=steps, seed=seed)
+    _describe_folder(out)
     done = 0
     while chunk := list(islice(jobs, done, done + batch)):
         cond = torch.from_numpy(np.stack([encode_mask(request.labels_DHW, contract) for _, request in chunk]))

@@ -14,6 +14,7 @@ from voxtune.data import contract
 from voxtune.data.contract import DataContract
 from voxtune.diffusion import DiffusionConfig, make_schedule, noise_source, spaced_steps
 from voxtune.diffusion import sampler as find_sampler
+from voxtune.diffusion.noise import check_seed
 from voxtune.diffusion.schedule import Spacing
 from voxtune.errors import InputError
 from voxtune.workloads import ConvNeXtConfig, MedDDPMConfig, NetworkConfig, build, workload
@@ -146,7 +147,10 @@ class Model:
     @torch.inference_mode()
     def denoise(self, x: Tensor, t: Tensor | int, cond: Tensor | None = None) -> Tensor:
         """The noise that the network sees in `x` at step `t` (one number, or one for each sample)."""
-        t_N = torch.as_tensor(t, device=x.device).expand(x.shape[0])
+        t_N = torch.as_tensor(t, device=x.device)
+        if t_N.dim() > 1 or (t_N.dim() == 1 and t_N.shape[0] not in (1, x.shape[0])):
+            raise InputError(f"t has shape {tuple(t_N.shape)}: give one step, or one for each of {x.shape[0]} samples")
+        t_N = t_N.expand(x.shape[0])
         if t_N.is_floating_point() or bool((t_N < 0).any()) or bool((t_N >= len(self.schedule)).any()):
             raise InputError(f"t must be whole numbers in 0 to {len(self.schedule) - 1}")
         return self.network(x, t_N, cond)
@@ -186,6 +190,12 @@ class Model:
             callback=None if progress is None else lambda i, _x, _x0: progress(i + 1, len(timesteps)),
         )
 
+    def check_request(self, *, sampler: str | None, steps: int | None, seed: int) -> None:
+        """Raises for what `sample` would refuse, before any work."""
+        check_seed(seed)
+        find_sampler(sampler or self.config.sampling.sampler)
+        spaced_steps(self.available_steps, self.default_steps if steps is None else steps)
+
     @property
     def available_steps(self) -> int:
         start = self.config.sampling.start
@@ -218,8 +228,11 @@ class Model:
             return None, list(indices or [0]), tuple(size or self.config.size)
         if cond is None:
             raise InputError(f"this model draws from a mask: give cond as (batch, {network.mask_channels}, *size)")
+        cond = torch.as_tensor(cond)
         if cond.dim() != network.dimensions + 2 or cond.shape[1] != network.mask_channels or cond.shape[0] < 1:
             raise InputError(f"cond has shape {tuple(cond.shape)}, expected (batch, {network.mask_channels}, *size)")
+        if not torch.isfinite(cond).all():
+            raise InputError("cond holds NaN or infinity")
         if size is not None and tuple(size) != tuple(cond.shape[2:]):
             raise InputError(f"size {tuple(size)} differs from the mask's {tuple(cond.shape[2:])}")
         chosen = list(range(cond.shape[0])) if indices is None else list(indices)

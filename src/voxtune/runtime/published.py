@@ -29,6 +29,8 @@ def load_published(path: Path, size: tuple[int, ...] | None = None) -> Model:
     """A model from a published checkpoint; `size` overrides the volume size that the architecture suggests."""
     state, betas = split_checkpoint(read_checkpoint(path), str(path))
     network = infer_network(state, str(path))
+    if size is not None and len(size) != network.dimensions:
+        raise InputError(f"size {size}: this network takes {network.dimensions} sides, depth first")
     diffusion = _diffusion(betas, network, str(path))
     return Model(
         _config(network, diffusion, size or likely_size(network)), network_from_state(network, state, str(path))
@@ -37,6 +39,7 @@ def load_published(path: Path, size: tuple[int, ...] | None = None) -> Model:
 
 def read_checkpoint(path: Path) -> Any:
     """The object in the file, with nothing executed: only tensors and plain containers are let through."""
+    _refuse_foreign(path)
     try:
         _refuse_compressed(path)
         return torch.load(path, map_location="cpu", weights_only=True)
@@ -51,6 +54,20 @@ def read_checkpoint(path: Path) -> Any:
         # A parser of untrusted bytes fails in many ways (EOFError, RuntimeError, KeyError, UnicodeDecodeError, ...).
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{path}: not a readable checkpoint ({type(error).__name__}: {reason})") from None
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Says of a file that is no checkpoint at all what it is, before a parser guesses."""
+    if path.name.lower().endswith((".nii", ".nii.gz")):
+        raise InputError(f"{path}: this is an image, and a model is needed here; are the arguments swapped?")
+    try:
+        with path.open("rb") as file:
+            head = file.read(2)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    # A zip archive, or a pickle of protocol 2 and up, which is what torch writes.
+    if head != b"PK" and head[:1] != b"\x80":
+        raise InputError(f"{path}: not a checkpoint of PyTorch (neither a zip archive nor a pickle)")
 
 
 def _refuse_compressed(path: Path) -> None:

@@ -24,13 +24,31 @@ def load(path: str | Path, *, device: torch.device | str = "cpu") -> Model:
     path = Path(path)
     if not path.exists():
         raise InputError(f"{path}: no such model; give a model folder or a published .pt checkpoint")
+    return _read(path).to(_checked_device(device))
+
+
+def _read(path: Path) -> Model:
     if path.is_dir():
-        return load_folder(path).to(device)
+        # A run folder of `voxtune train` keeps its model beside its checkpoints.
+        inside = path / "model"
+        return load_folder(inside if (inside / CONFIG).is_file() and not (path / CONFIG).exists() else path)
     if path.name == WEIGHTS:
-        return load_folder(path.parent).to(device)
+        return load_folder(path.parent)
+    if path.suffix == ".safetensors":
+        raise InputError(f"{path}: weights alone; give the model folder that has {CONFIG} beside its {WEIGHTS}")
     from voxtune.runtime.published import load_published
 
-    return load_published(path).to(device)
+    return load_published(path)
+
+
+def _checked_device(device: torch.device | str) -> torch.device:
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise InputError(f"device {device!r}: {one_line(error)}") from None
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"device {device}: this machine has {torch.cuda.device_count()} CUDA devices; use 'cpu'")
+    return found
 
 
 def demo_model() -> Path:

@@ -79,11 +79,15 @@ def train(
         if source is None:
             source = open_source(config, model.config, warn, check=found is None)
         _check_items(source, model.config)
-        with replacing(out / CONFIG) as part:
-            part.write_text(json.dumps(to_mapping(config), indent=2) + "\n")
+        if found is not None and config.steps < found.state.step:
+            raise InputError(
+                f"{out}: stands at step {found.state.step} already; give --steps {found.state.step} or more"
+            )
         trainer = Trainer(config, model, len(source), device)
         if found is not None:
             trainer.restore(found)
+        with replacing(out / CONFIG) as part:
+            part.write_text(json.dumps(to_mapping(config), indent=2) + "\n")
         card = _card(config, model, len(source), from_python, command)
         run = Run(trainer, source, out, warn=warn, card=card, last=None if found is None else found.path)
         return run.loop(progress, stop, None if found is None else found.state.step)

@@ -46,8 +46,8 @@ class DataSettings:
         if (self.images is None) != (self.masks is None):
             raise InputError(f"data: {'masks' if self.masks is None else 'images'} is missing; the two go together")
         if self.cohort is not None:
-            _check_range("data: cohort", self.cohort, 1, MAX_COUNT)
-        _check_range("data: cohort_seed", self.cohort_seed, 0, 2**63 - 1)
+            _check_range("cohort", self.cohort, 1, MAX_COUNT)
+        _check_range("cohort_seed", self.cohort_seed, 0, 2**63 - 1)
         if self.orientation is not None:
             check_orientation(self.orientation[:40])
         _check_path("data: images", self.images)
@@ -273,18 +273,17 @@ def _fresh(config: TrainConfig) -> ModelConfig:
     if min(size) < 1 or max(size) > 4096:
         raise InputError(f"model: size {size}: sides must lie in 1 to 4096")
     contract = _contract(config, BRATS if settings.workload == "med-ddpm-brats" else WHOLE_HEAD, size)
-    multipliers = settings.multipliers or default_multipliers(size)
+    multipliers = default_multipliers(size) if settings.multipliers is None else settings.multipliers
     network = MedDDPMConfig(
         in_channels=len(contract.images) + len(contract.labels),
         out_channels=len(contract.images),
-        base=settings.base or published.network.base,
-        blocks=settings.blocks or published.network.blocks,
+        base=published.network.base if settings.base is None else settings.base,
+        blocks=published.network.blocks if settings.blocks is None else settings.blocks,
         multipliers=multipliers,
         attention=default_attention(size, multipliers) if settings.attention is None else settings.attention,
     )
-    diffusion = DiffusionConfig(
-        schedule=settings.schedule or "cosine", steps=settings.diffusion_steps or published.steps, loss=config.loss
-    )
+    steps = published.steps if settings.diffusion_steps is None else settings.diffusion_steps
+    diffusion = DiffusionConfig(schedule=settings.schedule or "cosine", steps=steps, loss=config.loss)
     return ModelConfig(network=network, size=size, diffusion=diffusion, data=contract)
 
 
