@@ -275,3 +275,33 @@ def test_a_file_too_large_or_of_aliases_is_refused_at_once(tmp_path):
         read_config(path)
     (tmp_path / "train.json").write_text('{"data": {"images": "\\ud800", "masks": "m"}}')
     assert not outcome(tmp_path / "train.json")
+
+
+@pytest.mark.parametrize("zero", ["model.base=0", "model.blocks=0", "model.multipliers=[]", "model.diffusion_steps=0"])
+def test_zero_is_not_taken_for_nothing_said(tmp_path, capsys, zero):
+    arguments = [
+        "train",
+        "--cohort",
+        "2",
+        "--size",
+        "8,8,8",
+        "--set",
+        zero,
+        "--steps",
+        "1",
+        "-o",
+        str(tmp_path / "run"),
+    ]
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith("voxtune: error: ")
+
+
+def test_a_run_is_not_resumed_to_before_where_it_stands(tmp_path, capsys):
+    run = tmp_path / "run"
+    arguments = ["--sample-every", "0", "--checkpoint-every", "1", "--quiet", "-o", str(run)]
+    # A grid that covers a brain, since the cohort is drawn on it.
+    assert main(["train", "--cohort", "2", *TINY, "--set", "data.spacing=[24,24,24]", "--steps", "3", *arguments]) == 0
+    before = (run / "train.json").read_bytes()
+    assert main(["train", "--resume", str(run), "--steps", "2"]) == 2
+    assert "step 3" in capsys.readouterr().err
+    assert (run / "train.json").read_bytes() == before

@@ -113,3 +113,17 @@ def test_names(tmp_path):
         "x_desc-synth01_T1w.nii.gz",
         "y_desc-synth01_T1w.nii.gz",
     ]
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 10_000}, {"seed": -1}, {"sampler": "foo"}])
+def test_a_request_that_cannot_be_met_leaves_nothing_behind(model, tmp_path, wrong):
+    requests = prepare(model, [write_mask(tmp_path / "m.nii.gz")])
+    with pytest.raises(InputError):
+        list(generate(model, requests, tmp_path / "out", **wrong))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_mask_that_vanishes_on_the_models_grid_is_refused(model, tmp_path):
+    path = write_mask(tmp_path / "tiny.nii.gz", affine=np.diag([0.001, 0.001, 0.001, 1.0]), values=(0, 0, 2))
+    with pytest.raises(InputError, match="lost"):
+        prepare(model, [path])

@@ -58,11 +58,23 @@ def test_progress_counts_the_steps(model, cond):
         ({"seed": -1}, "seed"),
         ({"indices": [1, 2]}, "2 indices for 1"),
         ({"size": (8, 8, 8)}, "differs"),
+        ({"cond": torch.full((1, 2, 16, 16, 16), float("nan"))}, "NaN"),
+        ({"steps": 2.5}, "1 to 10"),
+        ({"seed": 1.5}, "seed"),
     ],
 )
 def test_what_the_user_gets_wrong(model, cond, arguments, message):
     with pytest.raises(InputError, match=message):
         model.sample(**{"cond": cond[:1], **arguments})
+
+
+def test_numpy_masks_are_taken(model, cond):
+    assert torch.equal(model.sample(cond[:1].numpy(), steps=1), model.sample(cond[:1], steps=1))
+
+
+def test_one_step_for_each_sample_or_for_all(model, cond):
+    with pytest.raises(InputError, match="each of 3"):
+        model.denoise(torch.zeros(3, 1, 16, 16, 16), torch.tensor([1, 2]), cond)
 
 
 @pytest.mark.parametrize("t", [-1, 10, 2.5])

@@ -99,6 +99,8 @@ def edited(tmp_path, change):
         (lambda s: s.update({"denoise_fn.out.0.weight": torch.zeros(32, dtype=torch.int64)}), "int64"),
         (lambda s: s.update({"betas": torch.zeros(3, 3)}), "betas"),
         (lambda s: s.update({"betas": torch.full((10,), 7.0)}), "beta"),
+        (lambda s: s.update({"betas": torch.tensor([0.0] + [0.1] * 9)}), "above 0"),
+        (lambda s: s.update({"betas": torch.full((60,), 1 - 1e-7)}), "signal"),
         (lambda s: s.update({"denoise_fn.time_embed.0.weight": torch.zeros(128, 0)}), "."),
         (lambda s: s.pop("denoise_fn.input_blocks.0.0.weight"), "not a network known here"),
     ],
@@ -166,3 +168,45 @@ def test_a_failed_write_keeps_the_old_file(tmp_path):
         raise RuntimeError
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_of_another_kind_is_called_what_it_is(tmp_path):
+    image = tmp_path / "mask.nii.gz"
+    image.write_bytes(b"\x1f\x8b")
+    with pytest.raises(InputError, match="swapped"):
+        voxtune.load(image)
+    text = tmp_path / "notes.txt"
+    text.write_text("not a model")
+    with pytest.raises(InputError, match="neither a zip archive nor a pickle"):
+        voxtune.load(text)
+    weights = tmp_path / "step-1.safetensors"
+    weights.write_bytes(b"x")
+    with pytest.raises(InputError, match="weights alone"):
+        voxtune.load(weights)
+
+
+def test_a_run_folder_is_its_model(tmp_path):
+    model = voxtune.load(CHECKPOINT)
+    storage.save(model, tmp_path / "run" / "model", card="card")
+    assert voxtune.load(tmp_path / "run").config == model.config
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "warp"])
+def test_a_device_that_is_not_there(device):
+    with pytest.raises(InputError, match="device"):
+        voxtune.load(CHECKPOINT, device=device)
+
+
+def test_size_needs_every_side():
+    with pytest.raises(InputError, match="3 sides"):
+        published.load_published(CHECKPOINT, size=(32, 32))
+
+
+def test_private_umask_stays_private(tmp_path):
+    before = os.umask(0o077)
+    try:
+        with replacing(tmp_path / "secret") as part:
+            part.write_text("x")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "secret").stat().st_mode & 0o077 == 0
