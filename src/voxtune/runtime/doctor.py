@@ -62,7 +62,7 @@ def _processor() -> Iterator[Check]:
     yield Check(name="cpu", level="ok", found=f"{cores} cores, {torch.get_num_threads()} torch threads")
     features = torch.backends.cpu.get_cpu_capability()
     amx = bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
-    follows = "" if amx else "BF16 is slower than float32 on this CPU; plans here stay in float32"
+    follows = "" if amx else "BF16 has no matrix units on this CPU: float32 is faster"
     yield Check(name="cpu features", level="ok" if amx else "note", found=f"{features}, AMX {amx}", follows=follows)
 
 
@@ -73,13 +73,13 @@ def _gpus() -> Iterator[Check]:
             name="gpu",
             level="note",
             found=f"none (torch built {built})",
-            follows="sampling and training run on the CPU; counters, CUDA graphs and fused kernels will not",
+            follows="sampling and training run on the CPU; counters and Triton kernels will not",
         )
         return
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
         capability = (properties.major, properties.minor)
-        follows = "" if capability >= (8, 0) else "no TF32 or BF16 tensor cores: plans here stay in FP32 or FP16"
+        follows = "" if capability >= (8, 0) else "no TF32 or BF16 tensor cores: use FP32 or FP16"
         yield Check(
             name=f"gpu {i}",
             level="ok" if capability >= (8, 0) else "warning",
