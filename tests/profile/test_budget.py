@@ -8,7 +8,7 @@ import time
 import pytest
 
 from voxtune.profile import budget as module
-from voxtune.profile.budget import Budget, stop_on_signals
+from voxtune.profile.budget import Budget, SessionBudget, stop_on_signals
 
 
 @pytest.fixture
@@ -18,42 +18,77 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_what_a_session_leaves_is_the_next_ones(clock: list[float]) -> None:
-    budget = Budget(315, 600, 3)  # 300 without the reserve
-    first = budget.session()
-    assert first is not None and first.until - clock[0] == pytest.approx(100)
-    clock[0] += 20
-    first.start_counting()
-    few = first.tier_s("few")
-    assert few is not None and few >= 80
-    clock[0] += 20
-    assert first.tier_s("full") == pytest.approx(0.65 * 60)
-    clock[0] += 10
-    assert first.tier_s("opcodes") == pytest.approx(50)
-    second = budget.session()  # 250 left for two
-    assert second is not None and second.until - clock[0] == pytest.approx(125)
+def first_round(budget: Budget, clock: list[float], *, census: float, few: float) -> SessionBudget:
+    """One session's census and few, as long as they take or are given."""
+    session = budget.session()
+    assert session is not None
+    clock[0] += census
+    session.took("census", census)
+    given = session.tier_s("few")
+    assert given is not None
+    clock[0] += min(few, given)
+    session.took("few", min(few, given), setup_s=5)
+    return session
 
 
-def test_counters_of_every_launch_may_take_from_the_slow_tiers_of_others(clock: list[float]) -> None:
-    budget = Budget(315, 600, 2)
+def test_every_session_has_its_census_and_few_before_any_slow_tier(clock: list[float]) -> None:
+    """The run that taught it: 545 s, six training sessions, the last one compiled and without its counters."""
+    budget = Budget(545, 600, [False] * 5 + [True])
+    sessions = [first_round(budget, clock, census=20, few=45) for _ in range(5)]
+    last = first_round(budget, clock, census=60, few=60)
+    assert last.limit_left_s == 600 - 60  # it was given all it took
+    left = budget.left_s
+    assert left == pytest.approx(530 - 5 * 65 - 120)
+    given = [s.tier_s("full") for s in [*sessions, last]]
+    assert given[0] == pytest.approx(5 + module.NOTING_S + module.OPERATORS_S)  # an even part would count nothing
+    assert all(g is None or g >= 16 for g in given)
+
+
+def test_the_few_leave_what_the_sessions_to_come_are_expected_to_take(clock: list[float]) -> None:
+    budget = Budget(315, 600, [False, False, True])
     first = budget.session()
     assert first is not None
-    clock[0] += 145  # a census that took nearly its session's part
-    first.start_counting()
-    few = first.tier_s("few")
-    assert few is not None and few > 50
-    assert first.tier_s("full") is None and "budget of 315 s" in first.why()
+    assert budget.reserve_s() == pytest.approx(60 + 3 * 20 + 1.5 * 40)  # nothing learnt yet
+    clock[0] += 10
+    first.took("census", 10)
+    assert first.tier_s("few") == pytest.approx(290 - (12 + 40) - (3 * 12 + 60))
+    first.took("few", 20, setup_s=5)
+    assert budget.reserve_s() == pytest.approx(1.2 * (10 + 20) + 1.2 * (30 + 30))
+    second = Budget(100, 600, [False] * 6).session()  # too little for all: an even part
+    assert second is not None and second.tier_s("few") == pytest.approx(85 / 6)
+
+
+def test_slow_tiers_share_evenly_and_what_one_leaves_the_next_has(clock: list[float]) -> None:
+    budget = Budget(215, 600, [False, False])
+    first, second = (first_round(budget, clock, census=10, few=20) for _ in range(2))
+    assert first.tier_s("full") == pytest.approx(0.65 * 70)  # 140 left for two
+    clock[0] += 20
+    first.took("full", 20, setup_s=11)
+    assert first.tier_s("opcodes") == pytest.approx(50)
+    clock[0] += 10
+    first.took("opcodes", 10)
+    assert second.tier_s("full") == pytest.approx(0.65 * 110)
+
+
+def test_a_slow_tier_is_not_begun_without_time_for_its_set_up_and_some_operators(clock: list[float]) -> None:
+    budget = Budget(115, 600, [False])
+    session = first_round(budget, clock, census=60, few=25)
+    assert session.tier_s("full") is None
+    assert session.why("full") == (
+        "15 s were left of the budget of 115 s, too few for its set-up (about 10 s) and some operators"
+    )
+    clock[0] += 15
+    assert session.why("opcodes") == "the budget of 115 s was used up before it"
 
 
 def test_too_little_time_begins_nothing(clock: list[float]) -> None:
-    budget = Budget(40, 600, 2)
+    budget = Budget(40, 600, [False, False])
     assert budget.session() is not None
     clock[0] += 15
     assert budget.session() is None
-    limited = Budget(None, 5, 1).session()
+    limited = Budget(None, 5, [False]).session()
     assert limited is not None
-    limited.start_counting()
-    assert limited.tier_s("few") is None and "limit of 5 s" in limited.why()
+    assert limited.tier_s("few") is None and "limit of 5 s" in limited.why("few")
 
 
 def test_a_signal_asks_once_and_then_ends() -> None:

@@ -131,3 +131,11 @@ def test_complaints_are_told_with_the_remedy() -> None:
     assert "status 9" in explain("", 9)
     assert unknown_metric("==ERROR== Failed to find metric sm__no_such_thing.sum\n") == "sm__no_such_thing"
     assert unknown_metric(NO_PERMISSION) is None
+
+
+def test_a_reason_names_no_path_of_the_machine() -> None:
+    told = explain("==ERROR== Could not open report file '/tmp/somewhere/full/report.ncu-rep'.", 1)
+    assert told == "Nsight Compute: Could not open report file 'report.ncu-rep'."
+    assert (
+        explain("cannot run /opt/x/ncu: 3/4 done", 1) == "Nsight Compute ended with status 1: cannot run ncu: 3/4 done"
+    )

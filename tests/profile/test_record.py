@@ -93,6 +93,24 @@ def test_the_slow_tiers_count_chosen_operators_the_costliest_first(stand_in: Pat
     assert "SpeedOfLight" in (stand_in / "command-full.txt").read_text()
 
 
+def test_every_session_is_counted_before_the_slow_tiers_of_any(stand_in: Path) -> None:
+    run(stand_in, "baseline", "tf32")
+    turns = (stand_in / "turns.txt").read_text().splitlines()
+    assert turns == [
+        f"{config} {t}" for ts in (("few",), ("full", "opcodes")) for config in ("baseline", "tf32") for t in ts
+    ]
+
+
+def test_time_that_ran_out_before_the_first_operator_is_said_plainly(stand_in: Path) -> None:
+    (stand_in / "nothing").touch()
+    run(stand_in, "baseline")
+    tiers = load_session(stand_in / "out" / "baseline").meta["tiers"]
+    assert tiers["few"]["done"]
+    for tier in ("full", "opcodes"):
+        assert tiers[tier]["why"].startswith("its time ran out before the first operator was counted: after")
+        assert tiers[tier]["why"].endswith("of which 1 s were set-up")
+
+
 def test_a_compiled_step_is_filtered_by_function(stand_in: Path) -> None:
     (stand_in / "numbered.json").write_text("[]")
     run(stand_in, "compile", ahead=False)

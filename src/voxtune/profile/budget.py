@@ -1,68 +1,122 @@
-"""Divides a command's seconds over its sessions and their tiers; time that one leaves is the next one's."""
+"""Divides a command's seconds over its sessions and their tiers; time that one leaves is the others'.
+
+Every session's census and counters on every launch come before any session's slow tiers: a step without its counters
+is a hole in the study, a slow tier cut short is a smaller share of the same.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
 # For the last reports to be printed and carried.
 RESERVE_S = 15.0
-# A census and the counters of every launch are worth starting with no less; a slow tier likewise.
+# A census is worth starting with no less, counters on every launch likewise.
 SESSION_S = 20.0
 TIER_S = 8.0
-# Of what a session has left: the counters on every launch come first; the opcodes take what the full set leaves.
-SHARE = {"few": 1.0, "full": 0.65, "opcodes": 1.0}
+# What a session to come will take, until one was recorded; then the longest seen, with a margin.
+EXPECTED_S = {"census": 20.0, "few": 40.0}
+MARGIN = 1.2
+# A compiled step is compiled in its census, and loaded from the cache after it.
+COMPILED = {"census": 3.0, "few": 1.5}
+# Of what a session has for its slow tiers: the opcodes take what the full set leaves.
+SHARE = {"full": 0.65, "opcodes": 1.0}
+# A slow tier sets up the step and notes its operators before it counts any; it is not begun without time for some.
+SETUP_S = 10.0
+NOTING_S = 5.0
+OPERATORS_S = 6.0
 
 
 class Budget:
-    """`total_s` is for the whole command (None: no end), `limit_s` for the counters of one session."""
+    """`total_s` is for the whole command (None: no end), `limit_s` for the counters of one session; `compiled` says of
+    each session whether its step is compiled.
+    """
 
-    def __init__(self, total_s: float | None, limit_s: float, sessions: int):
-        self.total_s, self.limit_s, self.sessions = total_s, limit_s, sessions
+    def __init__(self, total_s: float | None, limit_s: float, compiled: Sequence[bool]):
+        self.total_s, self.limit_s = total_s, limit_s
         self.until = float("inf") if total_s is None else time.monotonic() + total_s - RESERVE_S
+        self.coming = list(compiled)
+        self.slow_coming = len(compiled)
+        self.seen: dict[str, list[float]] = {"census": [], "few": []}
 
     @property
     def left_s(self) -> float:
         return self.until - time.monotonic()
 
     def session(self) -> SessionBudget | None:
-        """A fair part of what is left for the next session; None when too little is left to begin it."""
-        share = self.left_s / max(1, self.sessions)
-        self.sessions -= 1
-        return SessionBudget(self, share) if self.left_s >= SESSION_S else None
+        """For the next session; None when too little is left to begin it."""
+        compiled = self.coming.pop(0)
+        if self.left_s < SESSION_S:
+            self.slow_coming -= 1
+            return None
+        return SessionBudget(self, compiled)
+
+    def learn(self, tier: str, seconds: float, *, compiled: bool) -> None:
+        self.seen[tier].append(seconds / (COMPILED[tier] if compiled else 1.0))
+
+    def reserve_s(self) -> float:
+        """What the census and the few counters of all sessions still to come are expected to take."""
+        each = {t: MARGIN * max(seen) if seen else EXPECTED_S[t] for t, seen in self.seen.items()}
+        return sum(s * (COMPILED[t] if compiled else 1.0) for compiled in self.coming for t, s in each.items())
 
 
 class SessionBudget:
-    def __init__(self, whole: Budget, share_s: float):
-        self.whole, self.until = whole, time.monotonic() + share_s
-        self.counting_until = float("inf")
+    def __init__(self, whole: Budget, compiled: bool):
+        self.whole, self.compiled = whole, compiled
+        self.limit_left_s = whole.limit_s
+        self.slow_until: float | None = None
+        self.setup_s = SETUP_S
 
     @property
     def census_s(self) -> float:
         """The census may take what others would have: without it there is nothing."""
         return self.whole.left_s
 
-    def start_counting(self) -> None:
-        self.counting_until = time.monotonic() + self.whole.limit_s
+    def took(self, tier: str, seconds: float, setup_s: float = 0.0) -> None:
+        """Learns from a turn: its seconds, and how many of them were no counting."""
+        if tier in self.whole.seen:
+            self.whole.learn(tier, seconds, compiled=self.compiled)
+        if tier != "census":
+            self.limit_left_s -= seconds
+        if setup_s:
+            self.setup_s = setup_s + (NOTING_S if tier == "few" else 0.0)
 
     def tier_s(self, tier: str) -> float | None:
-        """Seconds for this tier; None when too little is left."""
-        now = time.monotonic()
-        own = min(self.until, self.counting_until) - now
-        if tier == "few" and self.counting_until - now >= TIER_S:
-            # Before any other session's slow tiers: leaves them their census and their own few.
-            own = max(own, min(self.counting_until - now, self.whole.left_s - 3 * SESSION_S * self.whole.sessions))
-        seconds = min(own, self.whole.left_s) * SHARE[tier]
-        return seconds if seconds >= TIER_S else None
+        """Seconds for this tier; None when too little is left for it to count anything."""
+        left = self.whole.left_s
+        if tier == "few":
+            own = max(left - self.whole.reserve_s(), left / (1 + len(self.whole.coming)))
+            needed = TIER_S
+        else:
+            own, needed = self._slow_s(tier), self.setup_s + OPERATORS_S
+        seconds = min(own, left, self.limit_left_s)
+        return seconds if seconds >= needed else None
 
-    def why(self) -> str:
-        if self.counting_until < min(self.until, self.whole.until):
-            return f"the limit of {self.whole.limit_s:.0f} s for counters was used up before it"
-        return f"the budget of {self.whole.total_s:.0f} s was used up before it"
+    def _slow_s(self, tier: str) -> float:
+        """An even part for each session left, but to its first slow tier never so even that none can count."""
+        now, least = time.monotonic(), 0.0
+        if self.slow_until is None:
+            self.slow_until = now + self.whole.left_s / max(1, self.whole.slow_coming)
+            self.whole.slow_coming -= 1
+            least = self.setup_s + OPERATORS_S
+        return max(least, min(self.slow_until - now, self.limit_left_s) * SHARE[tier])
+
+    def why(self, tier: str) -> str:
+        """Why `tier_s` gave nothing."""
+        left = max(0.0, min(self.whole.left_s, self.limit_left_s))
+        what = "limit" if self.limit_left_s < self.whole.left_s else "budget"
+        given = f"the limit of {self.whole.limit_s:.0f} s for counters"
+        if what == "budget":
+            given = f"the budget of {self.whole.total_s or 0:.0f} s"
+        if tier == "few" or left < 1:
+            return f"{given} was used up before it"
+        return (
+            f"{left:.0f} s were left of {given}, too few for its set-up (about {self.setup_s:.0f} s) and some operators"
+        )
 
 
 @contextmanager

@@ -72,8 +72,10 @@ def _rules(*rules: tuple[str, str]) -> tuple[tuple[str, re.Pattern[str]], ...]:
     return tuple((found, re.compile(pattern)) for found, pattern in rules)
 
 
-# Helpers that libraries launch inside a convolution or a product: their own name outranks the operator.
+# Helpers that libraries launch inside a convolution or a product: their own name outranks the operator. A fused kernel's
+# operator bears the kernel's own name, which lists all that was fused: "convolution" there is its bias or its cast.
 _MOVEMENT = _rules(
+    ("triton", r"^(triton_(poi|red|per|for|spl)_|voxtune_)"),
     (
         "layout",
         r"nchwToNhwc|nhwcToNchw|ncdhwToNdhwc|ndhwcToNcdhw|convertTensor|nhwc_to_nchw|nchw_to_nhwc|tensorTransform",
@@ -142,9 +144,13 @@ def _convolution(name: str, op: str, phase: str | None) -> str:
 
 # The second group of types in a cuDNN or cuBLAS name is what the product is computed in; the first is how it is stored.
 _XMMA = re.compile(r"_(tf32|bf16|f16|f32|f64|i8|e4m3|e5m2)\w*?_(tf32|bf16|f16|f32|f64|i8|e4m3|e5m2)(?=f|bf|i|e|_)")
+# Whatever else their names hold: operands stored in BF16 but multiplied in FP32; a distribution's parameters in FP64.
+_FP32 = re.compile(r"convolveNd_sgemm|wgrad2d_grouped_direct_kernel<[^>]*, float, float>|distribution_\w+<float")
+# Kernels that move opaque words or prepare a workspace.
+_UNTYPED = re.compile(r"init_device_workspace|OpaqueType<|index_elementwise_kernel")
 _OF_TYPE = {"tf32": "tf32", "bf16": "bf16", "f16": "fp16", "f32": "fp32", "f64": "fp64", "i8": "int"}
 _PRECISIONS = _rules(
-    ("tf32", r"tf32|s1688|s884tf32"),
+    ("tf32", r"tf32|s1688gemm_\d|s884tf32"),
     ("bf16", r"bf16|BFloat16|bfloat16|^nvjet_(sm\d+_)?t"),
     ("fp16", r"c10::Half|__half|\bhalf\b|float16|_h\d+816|h884|f16_s\d|wgmma_f16|^nvjet_(sm\d+_)?h"),
     ("fp32", r"sgemm|scudnn|simt_s"),
@@ -156,8 +162,10 @@ _PRECISIONS = _rules(
 
 def _precision(name: str) -> str | None:
     """The arithmetic's type where the name says it; a Triton kernel's does not."""
-    if name.startswith(("triton_", "voxtune_", "Memcpy", "Memset", "aten::")):
+    if name.startswith(("triton_", "voxtune_", "Memcpy", "Memset", "aten::")) or _UNTYPED.search(name):
         return None
+    if _FP32.search(name):
+        return "fp32"
     types = _XMMA.search(name)
     if types:
         return "tf32" if "tf32" in types.groups() else _OF_TYPE.get(types.group(2))

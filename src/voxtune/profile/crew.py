@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,11 +123,11 @@ class Crew:
         self.ahead = ahead
         self._started: set[str] = set()
 
-    def assemble(self) -> Crew:
-        """Starts all that may start before their turn."""
-        for name in self.members if self.ahead else ():
-            self._start(name)
-        return self
+    def assemble(self, names: Iterable[str]) -> None:
+        """Starts those of these workers that may start before their turn."""
+        for name in names if self.ahead else ():
+            if name in self.members:
+                self._start(name)
 
     def run(self, name: str, spec: dict[str, Any], limit_s: float) -> Outcome:
         self._start(name)

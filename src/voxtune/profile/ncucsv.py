@@ -144,11 +144,18 @@ def explain(log: str, status: int) -> str:
         return "another tool holds the GPU's performance counters (such as DCGM): stop it, or pause it with dcgmi"
     errors = re.findall(r"^==ERROR==\s*(.+)$", log, re.MULTILINE)
     if errors:
-        return f"Nsight Compute: {errors[0].strip()}"
+        return f"Nsight Compute: {_without_paths(errors[0].strip())}"
     if "No kernels were profiled" in log:
         return "Nsight Compute saw no kernel between the start and the stop of counting"
     last = [line for line in log.strip().splitlines() if line.strip()]
-    return f"Nsight Compute ended with status {status}" + (f": {last[-1].strip()[:200]}" if last else "")
+    return f"Nsight Compute ended with status {status}" + (
+        f": {_without_paths(last[-1].strip())[:200]}" if last else ""
+    )
+
+
+def _without_paths(text: str) -> str:
+    """A session is carried to other machines: of a path only the last part means anything there."""
+    return re.sub(r"(?<![\w.])/[^\s'\"]*/([^\s'\"/]+)", r"\1", text)
 
 
 def unknown_metric(log: str) -> str | None:

@@ -1,4 +1,7 @@
-"""The recording of sessions on a GPU: a census worker and three workers under Nsight Compute, turn by turn."""
+"""The recording of sessions on a GPU: a census worker and three workers under Nsight Compute, turn by turn.
+
+Two rounds: the census and the few counters of every session, then the slow tiers of every session.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,9 @@ from voxtune.profile.tiers import COUNTER_TIERS, Reading, carry
 CENSUS_LIMIT_S = 900.0
 # Share of kernel time whose operators are known by number, from which they are run alone; below it a filter by function is used.
 NUMBERED = 0.9
+# The workers of each round's turns.
+ROUNDS = (("census", "few"), ("full", "opcodes"))
+Following = tuple[Crew, Sequence[str]] | None
 _COLUMNS = {"few": schema.FEW, "full": schema.FULL, "opcodes": schema.SASS}
 
 
@@ -42,28 +48,32 @@ class Selection:
 
 
 def record_on_gpu(plans: Sequence[Plan]) -> list[Recorded]:
-    """Records one after the other. What is left to read of a session's reports is read beside the next session."""
+    """Records one after the other. What is left to read of a session's reports is read beside the next turn."""
     stop = threading.Event()
     options = plans[0].options if plans else RecordOptions()
-    budget = Budget(options.budget_s, options.limit_s, len(plans))
+    budget = Budget(options.budget_s, options.limit_s, [plan.config.compile for plan in plans])
     crews = [_crew(plan, stop) for plan in plans]
+    # Each turn loads PyTorch for the next one's workers beside its own last tier.
+    ahead = [(crew, names) for names in ROUNDS for crew in crews][1:]
     begun: list[_SessionRecording | Recorded] = []
     try:
         with stop_on_signals(stop):
-            for i, plan in enumerate(plans):
-                following = crews[i + 1] if i + 1 < len(plans) else None
-                begun.append(_record_one(plan, crews[i], following, budget, stop))
-                crews[i].dismiss()
+            for plan, crew in zip(plans, crews, strict=True):
+                begun.append(_begin(plan, crew, budget, ahead.pop(0), stop))
+            for i, crew in enumerate(crews):
+                recording, following = begun[i], ahead.pop(0) if ahead else None
+                if isinstance(recording, _SessionRecording):
+                    begun[i] = _guarded(recording, partial(recording.record, ROUNDS[1], following))
+                crew.dismiss()
             return [b if isinstance(b, Recorded) else b.finish() for b in begun]
     finally:
         for crew in crews:
             crew.dismiss()
 
 
-def _record_one(
-    plan: Plan, crew: Crew, following: Crew | None, budget: Budget, stop: threading.Event
+def _begin(
+    plan: Plan, crew: Crew, budget: Budget, following: Following, stop: threading.Event
 ) -> _SessionRecording | Recorded:
-    """A session that breaks by our own mistake is told as such, and the next one goes on."""
     share = budget.session()
     if stop.is_set() or share is None:
         why = (
@@ -71,11 +81,17 @@ def _record_one(
         )
         plan.say(f"{plan.folder.name}: {why}")
         return Recorded(config=plan.config.name, folder=plan.folder, error=why)
+    recording = _SessionRecording(plan, crew, share)
+    return _guarded(recording, partial(recording.record, ROUNDS[0], following))
+
+
+def _guarded(recording: _SessionRecording, turn: Callable[[], None]) -> _SessionRecording | Recorded:
+    """A session that breaks by our own mistake is told as such, and the next one goes on."""
     try:
-        recording = _SessionRecording(plan, crew.assemble(), following, share)
-        recording.record()
+        turn()
         return recording
     except Exception as error:
+        plan = recording.plan
         plan.say(traceback.format_exc())
         return Recorded(config=plan.config.name, folder=plan.folder, error=f"{type(error).__name__}: {error}")
 
@@ -116,8 +132,8 @@ def _command(ncu: Ncu, tier: str, selection: Selection, member: Member, *, refus
 class _SessionRecording:
     """One session, from the census to the proof."""
 
-    def __init__(self, plan: Plan, crew: Crew, following: Crew | None, budget: SessionBudget):
-        self.plan, self.crew, self.following, self.budget = plan, crew, following, budget
+    def __init__(self, plan: Plan, crew: Crew, budget: SessionBudget):
+        self.plan, self.crew, self.budget = plan, crew, budget
         self.started = time.monotonic()
         self.seconds = 0.0
         self.error: str | None = None
@@ -129,17 +145,19 @@ class _SessionRecording:
         self.reader = ThreadPoolExecutor(max_workers=1)
         self.reading: list[Future[Any]] = []
 
-    def record(self) -> None:
-        """The turns on the GPU."""
-        plan = self.plan
-        self.error = self._census()
-        tiers = [t for t in COUNTER_TIERS if t in plan.options.tiers and plan.ncu is not None]
-        self.budget.start_counting()
-        for tier in tiers if self.error is None else ():
-            if tier == tiers[-1] and self.following is not None and not self.crew.stop.is_set():
-                self.following.assemble()  # loads PyTorch beside this session's last tier
-            self._tier(tier)
-        self.seconds = time.monotonic() - self.started
+    def record(self, names: Sequence[str], following: Following) -> None:
+        """One round's turns on the GPU."""
+        began, options = time.monotonic(), self.plan.options
+        turns = [n for n in names if n in options.tiers and (n == "census" or self.plan.ncu is not None)]
+        self.crew.assemble(turns if self.error is None else ())
+        for name in turns if self.error is None else ():
+            if name == turns[-1] and following is not None and not self.crew.stop.is_set():
+                following[0].assemble(n for n in following[1] if n in options.tiers)
+            if name == "census":
+                self.error = self._census()
+            elif self.error is None:
+                self._tier(name)
+        self.seconds += time.monotonic() - began
 
     def finish(self) -> Recorded:
         """Waits until all reports are read."""
@@ -168,6 +186,7 @@ class _SessionRecording:
 
     def _census(self) -> str | None:
         outcome = self.crew.run("census", self.plan.census_spec(), min(CENSUS_LIMIT_S, self.budget.census_s))
+        self.budget.took("census", outcome.seconds)
         if outcome.result is None:
             lines = [line for line in outcome.log.splitlines() if line.strip()]
             why = lines[-1][:300] if lines else f"status {outcome.status}"
@@ -186,19 +205,36 @@ class _SessionRecording:
         assert self.session is not None and self.plan.ncu is not None
         seconds = self.budget.tier_s(tier)
         if self.crew.stop.is_set() or seconds is None:
-            self._missing(tier, "interrupted before it" if self.crew.stop.is_set() else self.budget.why())
+            self._missing(tier, "interrupted before it" if self.crew.stop.is_set() else self.budget.why(tier))
             return
         selection = self._select(tier)
         outcome, refused = self._run(tier, selection, seconds)
-        if (outcome.result is None or outcome.stopped) and not self.crew.members[tier].report.exists():
-            why = f"stopped after {outcome.seconds:.0f} s" if outcome.stopped else explain(outcome.log, outcome.status)
+        told = outcome.result or {}
+        counting = told.get("counting_s")
+        self.budget.took(tier, outcome.seconds, max(0.0, outcome.seconds - counting) if counting is not None else 0.0)
+        why = self._uncounted(tier, selection, outcome)
+        if why is not None:
             self._missing(tier, why)
             return
-        counting = (outcome.result or {}).get("counting_s")
         self._say(f"{tier} {outcome.seconds:.1f} s" + (f", of which counting {counting:.1f} s" if counting else ""))
         # Printing a report takes seconds and no GPU: it goes on beside the next tier's turn.
         report = self.crew.members[tier].report
         self.reading.append(self.reader.submit(self._carry, tier, report, outcome, refused))
+
+    def _uncounted(self, tier: str, selection: Selection, outcome: Outcome) -> str | None:
+        """Why a turn left nothing to read; None when it left a report."""
+        told = outcome.result or {}
+        if self.crew.members[tier].report.exists() and told.get("operators") != 0:
+            return None
+        if outcome.stopped or (told.get("expired") and not told.get("operators")):
+            cause = "it was interrupted" if self.crew.stop.is_set() else "its time ran out"
+            before = "the first operator" if selection.operators is not None else "the first launch"
+            setup = f", of which {told['setup_s']:.0f} s were set-up" if told.get("setup_s") else ""
+            return f"{cause} before {before} was counted: after {outcome.seconds:.0f} s{setup}"
+        failed = told.get("failed")
+        if failed:
+            return f"none of {len(failed)} operators ran alone, such as: {next(iter(failed.values()))}"
+        return explain(outcome.log, outcome.status)
 
     def _select(self, tier: str) -> Selection:
         if tier == "few":
