@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from voxtune.errors import InputError
-from voxtune.profile.configs import parse_config, parse_configs, precision_flags, read_precision
+from voxtune.precision import read_precision
+from voxtune.profile.configs import parse_config, parse_configs, precision_flags
 
 
 def precisions() -> dict[str, object]:
