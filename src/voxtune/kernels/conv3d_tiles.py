@@ -1,0 +1,54 @@
+"""Which tile each convolution gets: measured, not searched at run time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """What a program of voxtune_conv3d computes: two planes of h x w voxels, o output channels, i input channels a step."""
+
+    h: int
+    w: int
+    o: int = 64
+    i: int = 64
+    swap: bool = True  # output channels, not voxels, are the rows of the product
+    warps: int = 4
+    inner_stages: int = 3
+    outer_stages: int = 2
+    split: int = 1  # programs that share the taps of a tile
+
+    def constants(self) -> dict[str, int | bool]:
+        """The kernel's compile-time arguments."""
+        return {
+            "TH": self.h,
+            "TW": self.w,
+            "TO": self.o,
+            "TI": self.i,
+            "SWAP": self.swap,
+            "INNER_STAGES": self.inner_stages,
+            "OUTER_STAGES": self.outer_stages,
+        }
+
+
+def shared_memory(tile: Tile) -> int:
+    """Bytes that the tile's loads in flight take; the kernel adds some for barriers."""
+    x, w = tile.h * tile.w * tile.i * 2, tile.o * tile.i * 2
+    return max(tile.inner_stages * (x + 2 * w), tile.outer_stages * (2 * x + 2 * w))
+
+
+def shape_of_tile(voxels: int, H: int, W: int) -> list[tuple[int, int]]:
+    """The (h, w) of so many voxels, those first that waste least at the edges of an H x W plane, then the widest."""
+    shapes = [(voxels // w, w) for w in (64, 32, 16, 8, 4) if w <= voxels]
+
+    def computed(shape: tuple[int, int]) -> int:
+        h, w = shape
+        return -(-H // h) * h * -(-W // w) * w
+
+    return sorted(shapes, key=computed)
+
+
+def tiles(N: int, D: int, H: int, W: int, I: int, O: int) -> Tile:
+    h, w = shape_of_tile(128, H, W)[0]
+    return Tile(h=h, w=w)
