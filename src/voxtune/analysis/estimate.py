@@ -108,7 +108,7 @@ def estimate_step(walked: Walk, gpu: Card, recipe: Recipe, *, train: bool) -> Es
     recipe = replace(recipe, precision=precision)
     bound: dict[str, float] = {"convolution": 0.0, "product": 0.0, "norm": 0.0, "layout": 0.0, "elementwise": 0.0}
     for op in walked.ops:
-        for kind, seconds in _cost(op, gpu, recipe).items():
+        for kind, seconds in _cost(op, gpu, recipe, train=train).items():
             bound[kind] += seconds * 1e3
     if train:
         # Adam reads weight, gradient and both moments, and writes weight and both moments.
@@ -138,13 +138,13 @@ def _supported(gpu: Card, recipe: Recipe) -> tuple[Precision, list[str]]:
     return recipe.precision, []
 
 
-def _cost(op: Op, gpu: Card, recipe: Recipe) -> dict[str, float]:
+def _cost(op: Op, gpu: Card, recipe: Recipe, *, train: bool) -> dict[str, float]:
     eff, bandwidth = _data()["efficiency"], _bandwidth(gpu)
     if op.name in ("convolution", "convolution_backward"):
         # TF32 is leave to use tensor cores, not an order: where they are no faster the library stays with FP32.
         leave = recipe.precision == "tf32"
         options = [recipe, replace(recipe, precision="fp32")] if leave else [recipe]
-        return min((_convolution(op, gpu, r) for r in options), key=lambda cost: sum(cost.values()))
+        return min((_convolution(op, gpu, r, train=train) for r in options), key=lambda cost: sum(cost.values()))
     if op.name in PRODUCTS:
         rate = _rate(gpu, recipe.precision) * min(1.0, _tiles(op.rows, op.columns) / gpu.sms)
         return {"product": max(op.flops / rate, op.bytes / bandwidth)}
@@ -162,13 +162,16 @@ def _cost(op: Op, gpu: Card, recipe: Recipe) -> dict[str, float]:
 def _compiled(op: Op, gpu: Card, recipe: Recipe) -> dict[str, float]:
     if op.name in FUSED_AWAY:
         return {"elementwise": 0.0}
+    if op.name.startswith("upsample") and op.name.endswith("_backward"):
+        reached = _data()["efficiency"]["compiled_scatter_gelements"]["value"] * 1e9
+        return {"elementwise": op.elements / reached * cards()["h200"].bandwidth_gbs / gpu.bandwidth_gbs}
     # Statistics are one more pass over the input than reading and writing once.
     norm = op.name.startswith("native_group_norm")
     seconds = op.bytes * _width(recipe) / _bandwidth(gpu) / _data()["efficiency"]["fused"]["value"]
     return {"norm": 1.5 * seconds} if norm else {"elementwise": seconds}
 
 
-def _convolution(op: Op, gpu: Card, recipe: Recipe) -> dict[str, float]:
+def _convolution(op: Op, gpu: Card, recipe: Recipe, *, train: bool) -> dict[str, float]:
     eff, bandwidth = _data()["efficiency"], _bandwidth(gpu)
     forward = op.name == "convolution"
     if op.depthwise:
@@ -183,10 +186,32 @@ def _convolution(op: Op, gpu: Card, recipe: Recipe) -> dict[str, float]:
     if not tensor and not forward:
         weights = op.rows * eff["wgrad_fp32_ns_per_voxel"]["value"] * 1e-9 * 1980 / gpu.clock_mhz
         arithmetic = arithmetic / 2 + max(arithmetic / 2, weights)
-    relayout = 2 * op.relayout * (0 if recipe.compiled else 1) / bandwidth / eff["strided_copy"]["value"]
-    inner = 2 * _workspace(op, recipe) / bandwidth / eff["layout_kernel"]["value"]
+    if tensor and not forward and op.columns == 1:
+        narrow = eff["wgrad_narrow_tflops"][recipe.precision] * 1e12 * gpu.fp32 / cards()["h200"].fp32
+        arithmetic = arithmetic / 2 + op.flops / 2 / narrow
     moved = op.bytes * (_width(recipe) if recipe.compiled else 1) / bandwidth
-    return {"convolution": max(arithmetic, moved), "layout": relayout + inner}
+    # The bias is a pass of its own: read and written behind the forward pass, summed once in the backward pass.
+    passes = (2 if forward else 1) if op.biased and not recipe.compiled else 0
+    return {
+        "convolution": max(arithmetic, moved),
+        "layout": _relayout(op, gpu, recipe, train=train),
+        "elementwise": passes * (op.activation - op.activation_in) / bandwidth,
+    }
+
+
+def _relayout(op: Op, gpu: Card, recipe: Recipe, *, train: bool) -> float:
+    """Seconds for a convolution's operands to be written in the layout its kernel wants."""
+    eff, bandwidth = _data()["efficiency"], _bandwidth(gpu)
+    if not recipe.compiled:
+        bought = 2 * op.relayout / bandwidth / eff["strided_copy"]["value"]
+        return bought + 2 * _workspace(op, recipe) / bandwidth / eff["layout_kernel"]["value"]
+    if recipe.precision == "fp32":
+        return 0.0
+    # torch.compile keeps activations channels first: cuDNN rewrites them when sampling, copies do before the backward pass.
+    moved = 2 * op.activation * _width(recipe) / bandwidth
+    if not train:
+        return moved / eff["layout_kernel"]["value"]
+    return moved / eff["compiled_relayout"]["value"] if op.phase == "backward" else 0.0
 
 
 def _workspace(op: Op, recipe: Recipe) -> float:

@@ -31,7 +31,7 @@ class Op:
 
     `relayout` are bytes that must be written in the other memory format before it can start. Of a convolution: `rows`
     are its output voxels, `columns` and `inner` its output and input channels, `activation` the bytes of its input
-    (`activation_in`) and output together. Of a norm: `rows` are its groups (backward: channels).
+    (`activation_in`) and output together, `biased` whether it has a bias (backward: its gradient). Of a norm: `rows` are its groups (backward: channels).
     """
 
     name: str
@@ -47,6 +47,7 @@ class Op:
     activation: float = 0.0
     activation_in: float = 0.0
     depthwise: bool = False
+    biased: bool = False
 
 
 @dataclass(kw_only=True)
@@ -222,6 +223,7 @@ def _matrix(name: str, args: Any, inputs: list[Tensor], outputs: list[Tensor]) -
             "activation": float(_bytes(out) + _bytes(data)),
             "activation_in": float(_bytes(data)),
             "depthwise": groups > 1 and weight.shape[1] == 1,
+            "biased": args[2] is not None if name == "convolution" else bool(args[-1][2]),
         }
     if name == "native_group_norm":
         return {"rows": int(args[3] * args[6])}  # (input, weight, bias, N, C, HxW, group, eps)
