@@ -31,7 +31,8 @@ class Op:
 
     `relayout` are bytes that must be written in the other memory format before it can start. Of a convolution: `rows`
     are its output voxels, `columns` and `inner` its output and input channels, `activation` the bytes of its input
-    (`activation_in`) and output together, `biased` whether it has a bias (backward: its gradient). Of a norm: `rows` are its groups (backward: channels).
+    (`activation_in`) and output together, `biased` whether it has a bias (backward: its gradient). Of a norm: `rows` are
+    its groups (backward: channels).
     """
 
     name: str
