@@ -136,26 +136,20 @@ def why_not(
     sources: tuple[Tensor, ...], weight_MK: Tensor, shift_NC: Tensor | None = None, residual: Tensor | None = None
 ) -> str | None:
     """The reason why the product's kernel does not apply, or None."""
-    if len(sources) not in (1, 2):
-        return f"{len(sources)} sources: the kernel takes one or two"
     first = sources[0]
     N, channels = first.shape[0], sum(s.shape[1] for s in sources)
     tensors = (*sources, *(() if residual is None else (residual,)))
-    if first.dtype not in TYPES:
-        return f"type {first.dtype} has no kernel"
+    if first.dtype not in TYPES or len(sources) > 2:
+        return f"{len(sources)} sources of type {first.dtype}: one or two of float32, bfloat16 or float16 are needed"
     if any(t.dtype != first.dtype or t.shape[0] != N or t.shape[2:] != first.shape[2:] for t in tensors):
         return "the sources, or the residual, differ in type, batch or size"
-    if any(not t.movedim(1, -1).is_contiguous() for t in tensors):
-        return "a source, or the residual, is not channels-last"
-    if weight_MK.dtype != first.dtype or weight_MK.dim() != 2 or not weight_MK.is_contiguous():
-        return f"the weight must be a contiguous matrix of {first.dtype}"
-    if weight_MK.shape[1] != channels:
-        return f"the weight takes {weight_MK.shape[1]} channels, the sources have {channels}"
-    if first.numel() == 0 or weight_MK.numel() == 0:
-        return "an empty source or weight"
-    return _why_no_shift(shift_NC, N, weight_MK.shape[0]) or (
-        None if residual is None or residual.shape[1] == weight_MK.shape[0] else "the residual's channels are not y's"
-    )
+    if any(not t.movedim(1, -1).is_contiguous() or t.numel() == 0 for t in tensors):
+        return "a source, or the residual, is not channels-last, or empty"
+    if weight_MK.dtype != first.dtype or weight_MK.shape[1:] != (channels,) or not weight_MK.is_contiguous():
+        return f"a weight of {tuple(weight_MK.shape)}: a contiguous matrix of {first.dtype} for {channels} channels is needed"
+    if residual is not None and residual.shape[1] != weight_MK.shape[0]:
+        return f"a residual of {residual.shape[1]} channels for a result of {weight_MK.shape[0]}"
+    return why_no_shift(shift_NC, N, weight_MK.shape[0])
 
 
 def why_not_add(a: Tensor, b: Tensor, shift_NC: Tensor | None = None) -> str | None:
@@ -168,7 +162,7 @@ def why_not_add(a: Tensor, b: Tensor, shift_NC: Tensor | None = None) -> str | N
         return "an addend is not channels-last"
     if a.numel() == 0:
         return "an empty addend"
-    return _why_no_shift(shift_NC, a.shape[0], a.shape[1])
+    return why_no_shift(shift_NC, a.shape[0], a.shape[1])
 
 
 def pointwise(
@@ -250,7 +244,8 @@ def empty_channels_last(source: Tensor, channels: int, dtype: torch.dtype | None
     return torch.empty((N, *voxels, channels), dtype=dtype or source.dtype, device=source.device).movedim(-1, 1)
 
 
-def _why_no_shift(shift_NC: Tensor | None, N: int, channels: int) -> str | None:
+def why_no_shift(shift_NC: Tensor | None, N: int, channels: int) -> str | None:
+    """The reason why a shift per channel cannot be added, or None."""
     if shift_NC is None:
         return None
     if shift_NC.shape not in ((N, channels), (1, channels)) or not shift_NC.is_contiguous():

@@ -111,7 +111,7 @@ def voxtune_upsample_linear(
     else:
         d0 = tl.program_id(1) * WALK - 1
         n_ll, n_lh, n_hl, n_hh = _face(x_ptr + (n * D + tl.maximum(d0, 0)) * plane, ll, lh, hl, hh, keep)
-        for step in range(0, tl.minimum(WALK, D - d0)):
+        for step in range(tl.minimum(WALK, D - d0)):
             d = d0 + step
             depth = d + tl.zeros_like(h)  # as a tile: the interpreter cannot join a tile's mask with a scalar's
             f_ll, f_lh, f_hl, f_hh = _face(x_ptr + (n * D + tl.minimum(d + 1, D - 1)) * plane, ll, lh, hl, hh, keep)
@@ -173,10 +173,8 @@ def why_not(x: Tensor, mode: str) -> str | None:
         return f"{x.dim()} dimensions: an image has 4, a volume 5"
     if x.dtype not in TYPES:
         return f"type {x.dtype} has no kernel"
-    if not x.movedim(1, -1).is_contiguous():
-        return "the source is not channels-last"
-    if x.numel() == 0:
-        return "an empty source"
+    if not x.movedim(1, -1).is_contiguous() or x.numel() == 0:
+        return "the source is not channels-last, or empty"
     if 4 * x.shape[-1] * x.shape[-2] * x.shape[1] >= 2**31:
         return "a plane of the result has 2^31 values or more"
     return None
