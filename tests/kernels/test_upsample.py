@@ -1,0 +1,29 @@
+"""Doubling on the CPU: interpreted against float64, and compiled for real GPUs without one."""
+
+from __future__ import annotations
+
+import pytest
+from small_kernels_runner import BARS, run
+
+
+@pytest.mark.parametrize("what", ["linear", "nearest"])
+def test_against_float64(what):
+    rows = run("numerics", what, "random", interpret=True)
+    assert len(rows) >= 24
+    for row in rows:
+        assert row["error"] < BARS[row["type"]], row
+        assert row["written"] and row["last"], row
+
+
+@pytest.mark.parametrize("what", ["linear", "nearest"])
+def test_whole_numbers_are_exact(what):
+    for row in run("numerics", what, "whole", interpret=True):
+        assert row["exact"], row
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_compiles(arch):
+    for kernel in run("compile", "upsample", arch, interpret=False):
+        assert kernel["spills"] == 0, kernel
+        assert kernel["registers"] <= 144, kernel
+        assert kernel["wide"] >= 8, kernel
