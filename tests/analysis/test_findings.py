@@ -60,7 +60,7 @@ def test_the_ledger_charges_the_module_that_caused_the_copy():
     assert [(r["module"], r["total_ms"]) for r in found.rows] == [
         ("net.norm", 0.020),
         ("net.conv", 0.006),
-        ("(outside any module)", 0.004),
+        ("(module unknown)", 0.004),
     ]
     assert found.extra == pytest.approx({"total_ms": 0.030, "step_ms": 0.100})
     assert found.rows[0]["type"] == "GroupNorm32"

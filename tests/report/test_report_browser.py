@@ -102,7 +102,7 @@ def test_hover_tells_values(open_page, two_page):
     page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 20)
     tip = plot.locator(".tip")
     tip.wait_for(state="visible")
-    assert "train baseline" in tip.inner_text()
+    assert "baseline" in tip.inner_text()
     assert "ms" in tip.inner_text()
 
 
@@ -129,7 +129,7 @@ def test_timeline_names_the_launch_and_zooms(open_page, two_page):
 def test_tabs_show_another_configuration(open_page, two_page):
     page = open_page(two_page).page
     tabs = page.locator("#pipes [role=tab]")
-    assert tabs.all_inner_texts() == ["train baseline", "train tf32"]
+    assert tabs.all_inner_texts() == ["baseline", "tf32"]
     tabs.first.focus()
     page.keyboard.press("ArrowRight")
     assert tabs.nth(1).get_attribute("aria-selected") == "true"

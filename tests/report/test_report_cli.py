@@ -121,6 +121,22 @@ def test_absent_recordings_are_told(capsys, monkeypatch, tmp_path):
         assert "ships no recorded sessions" in capsys.readouterr().err
 
 
+def test_sessions_of_a_folder_stand_in_the_order_of_the_study():
+    from voxtune.cli.report import in_order
+
+    configs = ["bf16+channels_last+compile", "bf16", "tf32+channels_last", "channels_last", "tf32", "baseline"]
+    found = in_order([make(c, launches=20, mode=m) for m in ("sample", "train") for c in configs])
+    assert [s.meta["config"] for s in found[6:]] == [
+        "baseline",
+        "tf32",
+        "channels_last",
+        "tf32+channels_last",
+        "bf16",
+        "bf16+channels_last+compile",
+    ]
+    assert [s.meta["mode"] for s in found] == ["train"] * 6 + ["sample"] * 6
+
+
 def test_study_of_recordings_goes_figure_by_figure(folder, capsys, monkeypatch, tmp_path):
     from voxtune.report import recordings
 

@@ -106,10 +106,10 @@ def test_missing_counters_say_why_and_draw_nothing():
 def test_window_is_shown_beside_the_step(two_sessions):
     document = build(two_sessions, window="seed")
     mix = next(f for f in document.figures() if f.id == "mix-ms")
-    assert mix.labels == [f"train {c}{w}" for c in ("baseline", "tf32") for w in ("", ", seed's window")]
+    assert mix.labels == [f"{c}{w}" for c in ("baseline", "tf32") for w in ("", ", seed's window")]
     assert [b.good for b in document.badges] == [True, False, True, False]
     compared = next(f for f in document.figures() if f.id == "compare-0")
-    assert [s.name for s in compared.series] == ["train baseline", "train tf32"]
+    assert [s.name for s in compared.series] == ["baseline", "tf32"]
 
 
 def test_modes_are_compared_apart():
@@ -117,7 +117,38 @@ def test_modes_are_compared_apart():
     compare = next(s for s in build(made).sections if s.id == "compare")
     assert [p.label for p in compare.panels] == ["training", "sampling"]
     first = next(b for b in compare.panels[0].blocks if isinstance(b, Bars))
-    assert [s.name for s in first.series] == ["train baseline", "train tf32"]
+    assert [s.name for s in first.series] == ["baseline", "tf32"]
+
+
+def test_many_good_badges_are_one_and_modes_are_drawn_apart():
+    made = [make(c, launches=40, mode=m) for m in ("train", "sample") for c in ("baseline", "tf32", "channels_last")]
+    document = build([*made, make("bf16", launches=40, counters=False)])
+    assert [b.label for b in document.headline()] == [
+        "6 of 7 sessions cover the whole step",
+        "train bf16: times cover the step, counters do not",
+    ]
+    assert len(document.badges) == 7
+    figures = {f.id: f for f in document.figures()}
+    assert figures["mix-ms-train"].labels == ["baseline", "tf32", "channels_last", "bf16"]
+    assert figures["mix-ms-sample"].labels == ["baseline", "tf32", "channels_last"]
+    assert figures["mix-ms-sample"].title.endswith(": sampling")
+    assert [f.label for f in document.facts][:2] == ["A training step takes", "A sampling step takes"]
+
+
+def test_counters_on_a_share_of_the_step_say_so():
+    made = make(launches=60)
+    made.meta["tiers"]["full"] = {"done": False, "why": "its time ran out", "time_share": 0.17}
+    figures = {f.id: f for f in build([made]).figures()}
+    assert figures["caches-overall"].title == "Over the counted part of the step"
+    assert "17 %" in figures["caches-overall"].caption
+    assert figures["mix-ms"].caption == ""
+
+
+def test_memory_is_drawn_until_the_host_waits():
+    from voxtune.report.about_step import _until_the_host_waits as drawn
+
+    assert drawn([0.0, 1.0, 2.0, 3.0, 100.0]) == 4
+    assert drawn([0.0, 1.0, 2.0, 3.0]) == 4 and drawn([]) == 0
 
 
 def test_numbers_read_alike_everywhere():

@@ -10,7 +10,7 @@ import numpy as np
 
 from voxtune.analysis.certificate import refusal, window
 from voxtune.analysis.counters import totals
-from voxtune.analysis.frame import family, labels, numbers, ratio, share, steps
+from voxtune.analysis.frame import UNTOLD, family, labels, module_names, numbers, ratio, share, steps
 from voxtune.analysis.step import spread_pct, wall_samples
 from voxtune.analysis.table import Column, Table
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
     from voxtune.profile.session import Session
 
-OUTSIDE = "(outside any module)"
+OUTSIDE = "(outside its modules)"
 RATIOS = ("cycles", "instructions", "ipc", "device_ms")
 
 
 def compare_modules(sessions: Sequence[Session], depth: int | None = 2) -> Table:
     """By module path cut to `depth` parts (None: whole). The first session is what the others are held against."""
-    return _compare(sessions, "module", lambda rows: [_cut(str(m), depth) for m in rows["module"].fillna("")])
+    return _compare(sessions, "module", lambda rows: [_cut(m, depth) for m in module_names(rows)])
 
 
 def compare_classes(sessions: Sequence[Session]) -> Table:
@@ -55,7 +55,7 @@ def _compare(sessions: Sequence[Session], by: str, key: Any) -> Table:
                 Column(f"{name} beyond spread", kind="bool"),
             ]
     rows = []
-    keys = sorted({k for found in times for k in found}, key=lambda k: -max(_mean(f, k) for f in times))
+    keys = sorted({k for found in times for k in found}, key=lambda k: -max(_mean(f, k) or 0.0 for f in times))
     for k in keys:
         rows.append(
             _compare_row(by, k, names, [(_mean(f, k), _spread(f, k, p)) for f, p in zip(times, spreads, strict=True)])
@@ -68,15 +68,19 @@ def _compare(sessions: Sequence[Session], by: str, key: Any) -> Table:
         "Time on the device of a mean step. ± is the larger of a row's own spread over recorded steps and the run's "
         "spread (half of p20 to p80 of whole steps); empty where neither was recorded."
     ]
+    if any(UNTOLD in found for found in times):
+        notes.append(f"{UNTOLD}: a fused kernel does not say which it serves; the other modules of its step are empty.")
     return Table(title, columns, rows, notes)
 
 
-def _compare_row(by: str, key: str, names: list[str], cells: list[tuple[float, float | None]]) -> dict[str, Any]:
+def _compare_row(
+    by: str, key: str, names: list[str], cells: Sequence[tuple[float | None, float | None]]
+) -> dict[str, Any]:
     row: dict[str, Any] = {by: key}
     base, base_spread = cells[0]
     for i, (name, (ms, spread)) in enumerate(zip(names, cells, strict=True)):
         row |= {f"{name} ms": ms, f"{name} ±": spread}
-        if i:
+        if i and ms is not None and base is not None:
             known = [s for s in (spread, base_spread) if s is not None]
             beyond = abs(ms - base) > math.hypot(*known) if len(known) == 2 else None
             row |= {f"{name} difference": ms - base, f"{name} ratio": ratio(ms, base), f"{name} beyond spread": beyond}
@@ -91,13 +95,16 @@ def _by_step(session: Session, key: Any) -> dict[str, np.ndarray[Any, Any]]:
     return {str(k): np.asarray(v, dtype=float) for k, v in zip(wide.index, wide.to_numpy(), strict=True)}
 
 
-def _mean(found: dict[str, np.ndarray[Any, Any]], key: str) -> float:
-    return float(found[key].mean()) if key in found else 0.0
+def _mean(found: dict[str, np.ndarray[Any, Any]], key: str) -> float | None:
+    """None where a compiled step does not say what this module took of it, and for the region itself elsewhere."""
+    if key not in found:
+        return None if UNTOLD in (*found, key) else 0.0
+    return float(found[key].mean())
 
 
 def _spread(found: dict[str, np.ndarray[Any, Any]], key: str, run_pct: float | None) -> float | None:
     if key not in found:
-        return 0.0
+        return None if UNTOLD in (*found, key) else 0.0
     own = float(np.ptp(found[key]) / 2) if len(found[key]) > 1 else None
     run = None if run_pct is None else float(found[key].mean()) * run_pct / 100
     known = [s for s in (own, run) if s is not None]
@@ -110,16 +117,16 @@ def _step_spread(session: Session) -> float | None:
 
 def normalised(sessions: Sequence[Session]) -> Table:
     """Cycles, instructions, IPC (the seed's geometric mean) and kernel time over those of the first session."""
-    reason = refusal(sessions, "few")
     title = "Against the first: whole steps"
-    if reason:
-        return Table(title, _ratio_columns(), refused=reason)
+    reasons = [refusal([sessions[0], s], "few") for s in sessions]
+    if all(reasons[1:]) or reasons[0]:
+        return Table(title, _ratio_columns(), refused=next(filter(None, reasons)))
     found = [totals(s) for s in sessions]
     rows = [
-        {"session": name} | {f"{k}_ratio": ratio(t[k], found[0][k]) for k in RATIOS}
-        for name, t in zip(labels(sessions), found, strict=True)
+        {"session": name} | ({} if reason else {f"{k}_ratio": ratio(t[k], found[0][k]) for k in RATIOS})
+        for name, t, reason in zip(labels(sessions), found, reasons, strict=True)
     ]
-    return Table(title, _ratio_columns(), rows)
+    return Table(title, _ratio_columns(), rows, [f"Refused: {r}" for r in reasons if r])
 
 
 def side_by_side(sessions: Sequence[Session], name: str = "seed") -> Table:
@@ -132,24 +139,24 @@ def side_by_side(sessions: Sequence[Session], name: str = "seed") -> Table:
         *(Column(f"{k}_step", "x baseline", digits=3) for k in RATIOS),
     ]
     # A ratio of whole steps is drawn only between sessions that cover theirs: times by the timeline, the rest by counters.
-    reason = refusal(sessions, "few")
-    untimed = refusal(sessions, "time")
+    reasons = [refusal([sessions[0], s], "few") for s in sessions]
+    untimed = [refusal([sessions[0], s], "time") for s in sessions]
     whole = [totals(s) for s in sessions]
     cut = [totals(window(s, name)) for s in sessions]
     rows = []
-    for label, part, full in zip(labels(sessions), cut, whole, strict=True):
+    for i, (label, part, full) in enumerate(zip(labels(sessions), cut, whole, strict=True)):
         row: dict[str, Any] = {"session": label, "window_time_pct": share(part["device_ms"], full["device_ms"])}
         row |= {f"{k}_window": ratio(part[k], cut[0][k]) for k in RATIOS}
         for k in RATIOS:
-            row[f"{k}_step"] = None if (untimed if k == "device_ms" else reason) else ratio(full[k], whole[0][k])
+            refused = (untimed if k == "device_ms" else reasons)[i]
+            row[f"{k}_step"] = None if refused else ratio(full[k], whole[0][k])
         rows.append(row)
     notes = [
         "A window is no measure of a step: compare the two halves of this table before believing the first.",
         "The seed counted its window from the start of the process, set-up included; a session holds whole steps only, "
         "so this is the same window of a step.",
     ]
-    if reason:
-        notes.append(f"Whole-step ratios refused: {reason}")
+    notes += [f"Whole-step ratios refused: {reason}" for reason in dict.fromkeys(filter(None, reasons))]
     return Table(title, columns, rows, notes)
 
 

@@ -44,6 +44,8 @@ _RULES = tuple(
 
 
 def component_of(op: str, kernel_class: str, module_type: str = "") -> str:
+    if kernel_class == "triton":
+        return "fused (Triton)"
     # The reports call a norm over all channels (one group) layer norm; the module's class says what its author meant.
     if "LayerNorm" in module_type:
         return "layer_norm"

@@ -19,6 +19,8 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 CONVOLUTIONS = ("conv_fprop", "conv_dgrad", "conv_wgrad", "conv_backward")
 MOVEMENT = ("layout", "padding", "cast", "copy")
+# A fused kernel of a compiled step does not say which module it serves.
+UNTOLD = "(module unknown)"
 
 
 def family(kernel_class: str) -> str:
@@ -127,11 +129,19 @@ def short(name: str) -> str:
 
 
 def labels(sessions: Sequence[Session]) -> list[str]:
-    """A name for each session, told apart where two are alike."""
+    """A name for each session: what tells it from the others, with a number where two are alike."""
+    words = [s.name.split(" ") for s in sessions]
+    while len(words) > 1 and min(map(len, words)) > 1 and len({w[0] for w in words}) == 1:
+        words = [w[1:] for w in words]
     names: list[str] = []
-    for session in sessions:
-        name, n = session.name, 2
+    for parts in words:
+        name, n = " ".join(parts), 2
         while name in names:
-            name, n = f"{session.name} ({n})", n + 1
+            name, n = f"{' '.join(parts)} ({n})", n + 1
         names.append(name)
     return names
+
+
+def module_names(rows: pd.DataFrame, own: str = "") -> list[str]:
+    """The module of each launch; `own` for the network's and the step's own lines, which lie outside its modules."""
+    return [str(m) or own for m in rows["module"].fillna(UNTOLD)]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from voxtune.analysis.frame import MOVEMENT, family, kernels, milliseconds, numbers, share, steps
+from voxtune.analysis.frame import MOVEMENT, family, kernels, milliseconds, module_names, numbers, share, steps
 from voxtune.analysis.table import Column, Table
 
 if TYPE_CHECKING:
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
     from voxtune.profile.session import Session
 
-OUTSIDE = "(outside any module)"
-ROOT = "(the network itself)"
+OUTSIDE = "(outside its modules)"
 # Tensor pipes busy below this are rounding, not work.
 TENSOR_PCT = 0.1
 
@@ -34,12 +33,11 @@ def layout_ledger(session: Session) -> Table:
     step = milliseconds(session.launches, count)
     moved = ran.loc[ran["class"].isin(MOVEMENT), ["module", "module_type", "class", "duration_us"]]
     rows: list[dict[str, Any]] = []
-    for module, some in moved.assign(module=moved["module"].fillna("")).groupby("module"):
+    for module, some in moved.assign(module=module_names(moved, OUTSIDE)).groupby("module"):
         time, kinds = numbers(some, "duration_us") / 1e3 / count, some["class"].to_numpy(str)
         parts = {f"{c}_ms": float(np.nansum(time[kinds == c])) for c in MOVEMENT}
         types = [t for t in some["module_type"].dropna().unique() if t]
-        name = str(module) or (ROOT if types else OUTSIDE)
-        cells = {"module": name, "type": ", ".join(sorted(types)), "launches": len(some) / count}
+        cells = {"module": str(module), "type": ", ".join(sorted(types)), "launches": len(some) / count}
         rows.append(cells | parts | {"total_ms": sum(parts.values()), "share": share(sum(parts.values()), step)})
     rows.sort(key=lambda r: -r["total_ms"])
     spent = sum(r["total_ms"] for r in rows)
@@ -65,7 +63,9 @@ def precision_audit(session: Session) -> Table:
         nothing: dict[str, Any] = {"tensor_time_pct": None, "not_measured_pct": 0.0}
         why = "no convolution or product was recorded"
         return Table(f"Precision audit: {session.name}", columns, refused=why, extra=nothing)
-    heavy = heavy.assign(verdict=tensor_use(heavy), module=heavy["module"].fillna(""), phase=heavy["phase"].fillna(""))
+    heavy = heavy.assign(
+        verdict=tensor_use(heavy), module=module_names(heavy, OUTSIDE), phase=heavy["phase"].fillna("")
+    )
     rows = [
         _audit(dict(zip(("module", "phase", "class"), map(str, key), strict=True)), some, count)
         for key, some in heavy.groupby(["module", "phase", "class"])

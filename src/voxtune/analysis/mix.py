@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from voxtune.analysis.frame import family, kernels, mean, numbers, share, short, steps, total
+from voxtune.analysis.frame import family, kernels, mean, module_names, numbers, share, short, steps, total
 from voxtune.analysis.opcodes import group_of, pipe_of
 from voxtune.analysis.table import Column, Table
 
@@ -32,13 +32,16 @@ SEED_GROUPS = {
 def kernel_mix(session: Session, by: tuple[str, ...] = ("class", "phase")) -> Table:
     """Time and launches of a mean step by class and phase (or by any columns); copies and fills included."""
     count, rows = steps(session), session.launches
-    keyed = rows.assign(**{k: rows[k].fillna("") for k in by})
+    words = [module_names(rows) if k == "module" else rows[k].fillna("").tolist() for k in by]
+    times: dict[tuple[Any, ...], list[float]] = {}
+    for key, time in zip(zip(*words, strict=True), numbers(rows, "duration_us"), strict=True):
+        times.setdefault(key, []).append(0.0 if np.isnan(time) else float(time))
     whole = float(np.nansum(numbers(rows, "duration_us")))
     out = []
-    for key, some in keyed.groupby(list(by)):
-        time = float(np.nansum(numbers(some, "duration_us")))
+    for key, found in times.items():
         cells: dict[str, Any] = dict(zip(by, key, strict=True))
-        out.append(cells | {"ms": time / 1e3 / count, "share": share(time, whole), "launches": len(some) / count})
+        spent = {"ms": sum(found) / 1e3 / count, "share": share(sum(found), whole), "launches": len(found) / count}
+        out.append(cells | spent)
     columns = [
         *(Column(k, kind="text") for k in by),
         Column("ms", "ms", better="low", digits=3),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from voxtune.analysis.certificate import refusal
-from voxtune.analysis.frame import Array, family, kernels, milliseconds, numbers, share, short, steps
+from voxtune.analysis.frame import Array, family, kernels, milliseconds, module_names, numbers, share, short, steps
 from voxtune.analysis.table import Column, Table
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def keyed(session: Session, by: str) -> pd.DataFrame:
     if by == "kernel":
         return ran.assign(key=[short(str(n)) for n in ran["name"]])
     assert by == "module", by
-    return ran.assign(key=ran["module"].fillna(""))
+    return ran.assign(key=module_names(ran))
 
 
 def _score(name: str, rows: pd.DataFrame, count: int, step: float, by: str) -> dict[str, Any]:

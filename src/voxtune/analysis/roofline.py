@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from voxtune.analysis.frame import Array, kernels, numbers, share, short, steps
+from voxtune.analysis.frame import Array, kernels, module_names, numbers, share, short, steps
 from voxtune.analysis.ledger import tensor_use
 from voxtune.analysis.table import Column, Table
 
@@ -59,7 +59,7 @@ def roofline(session: Session, by: str = "kernel", top: int = 40) -> Table:
         Column("measured", "%", "percent", "high", 1),
     ]
     ran, count, gpu = kernels(session), steps(session), card_of(session)
-    key = [short(str(n)) for n in ran["name"]] if by == "kernel" else list(ran["module"].fillna(""))
+    key = [short(str(n)) for n in ran["name"]] if by == "kernel" else module_names(ran)
     ran = ran.assign(key=key, flops=flops(ran))
     rows = [_point(str(name), some, count, gpu, by) for name, some in ran.groupby("key")]
     rows.sort(key=lambda r: -r["ms"])

@@ -53,6 +53,7 @@ def study_table(sessions: Sequence[Session]) -> Table:
         Column("window", digits=3, doc="this GPU, launches 11 to 110, plain mean over launches"),
         Column("step_plain", digits=3, doc="this GPU, whole step, plain mean over launches"),
         Column("step", digits=3, doc="this GPU, whole step, weighted by time (or as docs/analysis.md says)"),
+        Column("counted", "%", "percent", "high", 0, "share of kernel time whose counters the step's value stands on"),
     ]
     views = {c: _views(s) for c, s in by_config.items()}
     levels: tuple[Level, ...] = ("few", "full")
@@ -65,15 +66,22 @@ def study_table(sessions: Sequence[Session]) -> Table:
         if config in views:
             # Warps and stalls are of the full counter set, cycles and instructions of the few.
             row |= _measured(quantity, config, views, whole["full" if figure in (12, 13) else "few"])
+            if row["step"] is not None:
+                row["counted"] = counted_pct(by_config[config], quantity.removesuffix("_ratio"))
         rows.append(row)
     # What the seed's metric hides: how much of the pipe's business was matrix products.
     products = {"figure": 10, "quantity": "tensor_pct", "unit": "%"}
-    rows += [products | {"config": c} | _measured("tensor_pct", c, views, whole["few"]) for c in views]
+    for config, session in by_config.items():
+        told = _measured("tensor_pct", config, views, whole["few"])
+        counted = {"counted": counted_pct(session, "tensor_pct")} if told["step"] is not None else {}
+        rows.append(products | {"config": config} | told | counted)
     rows.sort(key=lambda r: r["figure"])
     missing = [c for c in CONFIGS if c not in by_config]
     notes = [seed()["source"], "tensor_pipe_pct is the seed's metric, constants loaded through the pipe included; "]
     notes[-1] += "tensor_pct is matrix products alone."
-    notes += ["A whole step's ratio is empty where a session does not cover its step."]
+    notes += [
+        "A whole step's ratio is empty where a session does not cover its step; a value stands on the counted share."
+    ]
     notes += [f"{c}: {reason}" for c, reason in whole["few"].items() if reason]
     notes += [f"not recorded here: {', '.join(missing)}"] if missing else []
     return Table(
@@ -138,6 +146,25 @@ def measure(session: Session, quantity: str, *, plain: bool) -> float | None:
     if quantity.startswith("convolution_"):
         return seed_shares(opcode_counts(session, _of_family(session, "convolution")))[quantity.split("_")[1]]
     return average(kernels(session), quantity, plain=plain)
+
+
+def counted_pct(session: Session, quantity: str) -> float | None:
+    """Percent of kernel time that has what a quantity is computed from; 100 for what the timeline alone tells."""
+    if quantity.endswith("_share"):
+        return 100.0
+    ran = kernels(session)
+    time = numbers(ran, "duration_us")
+    stem, _, kind = quantity.partition("_")
+    if quantity.startswith("priority_rank_"):
+        have = ~np.isnan(numbers(ran, "est_speedup_pct"))
+    elif stem in ("convolution", "dominant") and kind not in ("cycles", "ipc"):
+        known = set(zip(*(session.opcodes[c] for c in ("name", "grid", "block")), strict=True))
+        have = np.array(
+            [k in known for k in zip(*(ran[c] for c in ("name", "grid", "block")), strict=True)], dtype=bool
+        )
+    else:
+        have = ~np.isnan(numbers(ran, kind if stem == "dominant" else quantity))
+    return share(float(np.nansum(time[have])), float(np.nansum(time)))
 
 
 def _share_of(session: Session, names: list[str]) -> float | None:

@@ -14,14 +14,14 @@ from voxtune.analysis.study import study_table
 from voxtune.errors import InputError
 from voxtune.report.document import Block, Panel, Section, Text
 from voxtune.report.figure import Bars, Series
-from voxtune.report.shape import block, panels, shown
+from voxtune.report.palette import in_sequence
+from voxtune.report.shape import MODES, block, overview, shown
 
 if TYPE_CHECKING:
     from voxtune.analysis.table import Table
     from voxtune.profile.session import Session
 
 ALONE = "Only one session of this kind was given; a comparison needs two."
-MODES = {"train": "training", "sample": "sampling"}
 WORDS = {"cycles": "cycles", "instructions": "instructions", "ipc": "IPC", "device_ms": "kernel time"}
 
 
@@ -65,7 +65,10 @@ def _modules(table: Table, group: Sequence[Session], i: int, top: int = 12) -> B
     if table.refused:
         return None
     rows = [r for r in table.rows if r["module"] != "all"][:top]
-    series = [Series(name=n, values=[r[f"{n} ms"] for r in rows]) for n in labels(group)]
+    series = [
+        Series(name=n, values=[r[f"{n} ms"] for r in rows], colour=in_sequence(place))
+        for place, n in enumerate(labels(group))
+    ]
     title = "Time on the device by module"
     return Bars(id=f"compare-{i}", title=title, labels=[r["module"] for r in rows], series=series, unit="ms")
 
@@ -124,9 +127,5 @@ def advice(names: Sequence[str], sessions: Sequence[Session]) -> Section:
             return [Text(text=" ".join(table.notes))]
         return [block("advice", table, i)]
 
-    return Section(
-        id="advice",
-        title="Advice",
-        lead="What to do next, ranked by what it may gain, each with its evidence.",
-        panels=panels(names, sessions, one),
-    )
+    lead = "What to do next, ranked by what it may gain, each with its evidence."
+    return overview("advice", "Advice", lead, [], names, sessions, one)

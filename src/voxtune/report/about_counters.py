@@ -10,7 +10,7 @@ from voxtune.analysis.mix import SEED_GROUPS, instruction_mix, ipc_stack
 from voxtune.analysis.priority import priority
 from voxtune.report.document import Block, Section
 from voxtune.report.figure import Bars, Series
-from voxtune.report.shape import beside, block, missing, panels, rows_as_bars, shown, stacked
+from voxtune.report.shape import beside, block, counted, missing, overview, rows_as_bars, shown, stacked
 
 if TYPE_CHECKING:
     from voxtune.analysis.table import Table
@@ -28,16 +28,11 @@ def instructions(names: Sequence[str], sessions: Sequence[Session]) -> Section:
 
     def one(session: Session, i: int) -> list[Block]:
         if tables[names[i]].refused:
-            return [missing(session, "full", "Opcodes were")]
+            return [missing(session, "opcodes", "Opcodes were")]
         return [block("instructions", tables[names[i]], i), block("instructions", pipes[names[i]], i, part="pipes")]
 
-    return Section(
-        id="instructions",
-        title="Instruction mix",
-        lead="Warp instructions executed over the whole step, each distinct launch as often as it ran.",
-        blocks=shown(figure),
-        panels=panels(names, sessions, one),
-    )
+    lead = "Warp instructions executed, each distinct launch as often as it ran in the step."
+    return overview("instructions", "Instruction mix", lead, [figure], names, sessions, one, "opcodes")
 
 
 def ipc(names: Sequence[str], sessions: Sequence[Session]) -> Section:
@@ -62,13 +57,8 @@ def ipc(names: Sequence[str], sessions: Sequence[Session]) -> Section:
             part.name = part.name.removesuffix(" ipc")
         return [*shown(_recoloured(figure)), block("ipc", table, i, folded=True)]
 
-    return Section(
-        id="ipc",
-        title="IPC",
-        lead="How many instructions an SM issues a cycle. A high IPC is not speed: layout copies have it too.",
-        blocks=shown(overall if known else None),
-        panels=panels(names, sessions, one),
-    )
+    lead = "How many instructions an SM issues a cycle. A high IPC is not speed: layout copies have it too."
+    return overview("ipc", "IPC", lead, [overall if known else None], names, sessions, one)
 
 
 def _recoloured(figure: Bars | None) -> Bars | None:
@@ -91,7 +81,8 @@ def _counter_section(
 ) -> Section:
     """Sessions beside each other overall, then each session class by class."""
     tables = {n: analyse(s) for n, s in zip(names, sessions, strict=True)}
-    overall = beside(tables, id=f"{id}-overall", title="Over the whole step", row=OVERALL, values=values, unit=unit)
+    heading = _heading(names, sessions)
+    overall = beside(tables, id=f"{id}-overall", title=heading, row=OVERALL, values=values, unit=unit)
 
     def one(session: Session, i: int) -> list[Block]:
         table = tables[names[i]]
@@ -102,11 +93,18 @@ def _counter_section(
             return [missing(session, tier, f"{title}: counters were")]
         return [figure, block(id, table, i, folded=True)]
 
-    return Section(id=id, title=title, lead=lead, blocks=shown(overall), panels=panels(names, sessions, one))
+    return overview(id, title, lead, [overall], names, sessions, one, "full")
+
+
+def _heading(names: Sequence[str], sessions: Sequence[Session]) -> str:
+    return "Over the counted part of the step" if counted(names, sessions, "full") else "Over the whole step"
 
 
 def pipes(names: Sequence[str], sessions: Sequence[Session]) -> Section:
-    lead = "How busy the tensor, FMA and integer pipes were, in percent of their peak over elapsed time."
+    lead = (
+        "How busy the tensor, FMA and integer pipes were, in percent of their peak over elapsed time. The tensor pipes are "
+        "read on every launch."
+    )
     return _counter_section(
         "pipes", "Pipes", lead, counters.UTILISATION, "%", counters.utilisation, names, sessions, "few"
     )
@@ -126,9 +124,8 @@ def warps(names: Sequence[str], sessions: Sequence[Session]) -> Section:
 def stalls(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     tables = {n: counters.stalls(s) for n, s in zip(names, sessions, strict=True)}
     reasons = list(dict.fromkeys(c.name for t in tables.values() for c in t.columns if c.name.startswith("stall_")))[:8]
-    figure = beside(
-        tables, id="stalls-overall", title="Over the whole step", row=OVERALL, values=reasons, unit="warps an issue"
-    )
+    heading = _heading(names, sessions)
+    figure = beside(tables, id="stalls-overall", title=heading, row=OVERALL, values=reasons, unit="warps an issue")
     if figure:
         figure.stacked, figure.caption = True, "The largest eight reasons."
 
@@ -138,13 +135,8 @@ def stalls(names: Sequence[str], sessions: Sequence[Session]) -> Section:
             return [missing(session, "full", "Stall counters were")]
         return [block("stalls", table, i)]
 
-    return Section(
-        id="stalls",
-        title="Stalls",
-        lead="Why warps waited: stalled warps for each instruction issued.",
-        blocks=shown(figure),
-        panels=panels(names, sessions, one),
-    )
+    lead = "Why warps waited: stalled warps for each instruction issued."
+    return overview("stalls", "Stalls", lead, [figure], names, sessions, one, "full")
 
 
 def priorities(names: Sequence[str], sessions: Sequence[Session]) -> Section:
@@ -166,9 +158,5 @@ def priorities(names: Sequence[str], sessions: Sequence[Session]) -> Section:
             block("priority", priority(session, "kernel"), i, part="kernels"),
         ]
 
-    return Section(
-        id="priority",
-        title="Priority scores",
-        lead="The seed's score is duration times estimated speed-up. The honest gain is capped by the kernel's own share.",
-        panels=panels(names, sessions, one),
-    )
+    lead = "The seed's score is duration times estimated speed-up. The honest gain is capped by the kernel's own share."
+    return overview("priority", "Priority scores", lead, [], names, sessions, one)

@@ -13,7 +13,7 @@ from voxtune.analysis.roofline import roofline as roofline_table
 from voxtune.analysis.table import Column, Table
 from voxtune.report.document import Badge, Block, Section, Text
 from voxtune.report.figure import Bars, Point, Roof, Scatter, Series
-from voxtune.report.shape import block, missing, panels, rows_as_bars, shown
+from voxtune.report.shape import block, missing, overview, rows_as_bars, shown
 
 if TYPE_CHECKING:
     from voxtune.profile.session import Session
@@ -28,7 +28,9 @@ def badge(name: str, session: Session) -> Badge:
         reasons = [f"counters on at least {extra['threshold_pct']:g} % of step time, every phase seen, set-up left out"]
         return Badge(label=f"{name}: the whole step is covered", good=True, reasons=reasons)
     if extra["covers_time"]:
-        return Badge(label=f"{name}: times cover the step, counters do not", good=False, reasons=extra["reasons"])
+        why = (session.meta["tiers"].get("few") or {}).get("why")
+        reasons = [*extra["reasons"], *([why] if why else [])]
+        return Badge(label=f"{name}: times cover the step, counters do not", good=False, reasons=reasons)
     return Badge(label=f"{name}: the step is not covered", good=False, reasons=extra["reasons"])
 
 
@@ -36,12 +38,8 @@ def coverage(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     def one(session: Session, i: int) -> list[Block]:
         return [badge(names[i], session), block("coverage", certificate(session), i)]
 
-    return Section(
-        id="coverage",
-        title="Certificate of coverage",
-        lead="What the recording saw of its step. No ratio is drawn between sessions that do not both cover theirs.",
-        panels=panels(names, sessions, one),
-    )
+    lead = "What the recording saw of its step. No ratio is drawn between sessions that do not both cover theirs."
+    return overview("coverage", "Certificate of coverage", lead, [], names, sessions, one)
 
 
 def ledger(names: Sequence[str], sessions: Sequence[Session]) -> Section:
@@ -73,13 +71,8 @@ def ledger(names: Sequence[str], sessions: Sequence[Session]) -> Section:
             part.name = part.name.removesuffix(" ms")
         return [*shown(_recoloured(figure)), block("ledger", tables[i], i)]
 
-    return Section(
-        id="ledger",
-        title="Layout ledger",
-        lead="Layout conversions, padding, casts and copies by kernels: work that computes nothing.",
-        blocks=[overall],
-        panels=panels(names, sessions, one),
-    )
+    lead = "Layout conversions, padding, casts and copies by kernels: work that computes nothing."
+    return overview("ledger", "Layout ledger", lead, [overall], names, sessions, one)
 
 
 def _recoloured(figure: Bars | None) -> Bars | None:
@@ -100,13 +93,9 @@ def precision(names: Sequence[str], sessions: Sequence[Session]) -> Section:
         absent = [missing(session, "few", "Tensor-core counters were")] if shares[i] is None else []
         return [*absent, block("precision", tables[i], i)]
 
-    return Section(
-        id="precision",
-        title="Precision audit",
-        lead="Which convolutions and products really ran on tensor cores. A kernel's name is a claim; a counter is proof.",
-        blocks=shown(figure if any(s is not None for s in shares) else None),
-        panels=panels(names, sessions, one),
-    )
+    lead = "Which convolutions and products really ran on tensor cores. A kernel's name is a claim; a counter is proof."
+    known = [figure] if any(s is not None for s in shares) else []
+    return overview("precision", "Precision audit", lead, known, names, sessions, one)
 
 
 def roofline(names: Sequence[str], sessions: Sequence[Session]) -> Section:
@@ -118,12 +107,8 @@ def roofline(names: Sequence[str], sessions: Sequence[Session]) -> Section:
         tables = [block("roofline", table, i), block("roofline", roofline_table(session, "module"), i, part="modules")]
         return [*shown(figure), *tables]
 
-    return Section(
-        id="roofline",
-        title="Roofline",
-        lead="Arithmetic against bytes moved, both by counters. A point's area is its time in the step.",
-        panels=panels(names, sessions, one),
-    )
+    lead = "Arithmetic against bytes moved, both by counters. A point's area is its time in the step."
+    return overview("roofline", "Roofline", lead, [], names, sessions, one)
 
 
 def _roofline_figure(table: Table, shares: Table, i: int) -> Scatter | None:
@@ -170,12 +155,18 @@ def environment(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     facts = [_flat({k: v for k, v in s.meta.items() if k not in ("format", "version")}) for s in sessions]
     keys = list(dict.fromkeys(k for f in facts for k in f))
     columns = [Column("what", kind="text"), *(Column(n, kind="text") for n in names)]
-    rows: list[dict[str, Any]] = [{"what": k, **{n: f.get(k) for n, f in zip(names, facts, strict=True)}} for k in keys]
+    common = [k for k in keys if len(sessions) > 1 and len({f.get(k) for f in facts}) == 1]
+    shared = [{"what": k, "all sessions": facts[0][k]} for k in common if facts[0][k] is not None]
+    rows: list[dict[str, Any]] = [
+        {"what": k, **{n: f.get(k) for n, f in zip(names, facts, strict=True)}} for k in keys if k not in common
+    ]
+    alike = Table("What all sessions share", [Column("what", kind="text"), Column("all sessions", kind="text")], shared)
+    tables = [block("environment", alike, part="shared")] if shared else []
     return Section(
         id="environment",
         title="Environment",
         lead="Where the recordings come from.",
-        blocks=[block("environment", Table("Provenance", columns, rows)), *_differences(keys, facts)],
+        blocks=[*tables, block("environment", Table("Provenance", columns, rows)), *_differences(keys, facts)],
     )
 
 

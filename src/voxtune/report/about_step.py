@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from voxtune.analysis.components import component_table, transfer_breakdown
 from voxtune.analysis.memory import memory_peak, memory_timeline
 from voxtune.analysis.mix import kernel_mix, kernel_shares
+from voxtune.analysis.overhead import overhead
 from voxtune.analysis.step import gaps, step_totals, transfers
 from voxtune.analysis.table import Table
 from voxtune.report import raw
 from voxtune.report.document import Block, Section
 from voxtune.report.figure import Area, Bars, Series, Tree
-from voxtune.report.shape import PHASES, block, missing, panels, shown, stacked
+from voxtune.report.shape import PHASES, apart, block, missing, overview, stacked
 
 if TYPE_CHECKING:
     from voxtune.profile.session import Session
 
-OUTSIDE = "outside any module"
+OUTSIDE = "(outside its modules)"
 
 
 def step_time(names: Sequence[str], sessions: Sequence[Session]) -> Section:
@@ -27,7 +29,11 @@ def step_time(names: Sequence[str], sessions: Sequence[Session]) -> Section:
         id="time",
         title="Step time",
         lead="Median wall time of a whole step; the whisker is the run-to-run spread, half of p20 to p80 either side.",
-        blocks=[*shown(_walls(table), _busy(table)), block("time", table)],
+        blocks=[
+            *(b for f in (_walls(table), _busy(table)) if f is not None for b in apart(f, names, sessions)),
+            block("time", table),
+            block("time", overhead(sessions), part="overhead"),
+        ],
     )
 
 
@@ -67,13 +73,8 @@ def mix(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     def one(session: Session, i: int) -> list[Block]:
         return [block("mix", tables[names[i]], i), block("mix", kernel_shares(session), i, part="kernels")]
 
-    return Section(
-        id="mix",
-        title="Kernel mix",
-        lead="What the device's time goes to. Copies and fills are included.",
-        blocks=shown(time, part),
-        panels=panels(names, sessions, one),
-    )
+    lead = "What the device's time goes to. Copies and fills are included."
+    return overview("mix", "Kernel mix", lead, [time, part], names, sessions, one)
 
 
 def phases(names: Sequence[str], sessions: Sequence[Session]) -> Section:
@@ -85,13 +86,8 @@ def phases(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     def one(session: Session, i: int) -> list[Block]:
         return [block("phases", kernel_mix(session), i)]
 
-    return Section(
-        id="phases",
-        title="Phases",
-        lead="Forward, backward and optimizer; transfers between host and device stand apart.",
-        blocks=shown(figure),
-        panels=panels(names, sessions, one),
-    )
+    lead = "Forward, backward and optimizer; transfers between host and device stand apart."
+    return overview("phases", "Phases", lead, [figure], names, sessions, one)
 
 
 def modules(names: Sequence[str], sessions: Sequence[Session]) -> Section:
@@ -110,12 +106,8 @@ def modules(names: Sequence[str], sessions: Sequence[Session]) -> Section:
         )
         return [tree, block("modules", table, i)]
 
-    return Section(
-        id="modules",
-        title="Modules",
-        lead="Which part of the network costs what. Each kernel is charged to the module that caused it.",
-        panels=panels(names, sessions, one),
-    )
+    lead = "Which part of the network costs what. Each kernel is charged to the module that caused it."
+    return overview("modules", "Modules", lead, [], names, sessions, one)
 
 
 def timeline(names: Sequence[str], sessions: Sequence[Session]) -> Section:
@@ -125,12 +117,8 @@ def timeline(names: Sequence[str], sessions: Sequence[Session]) -> Section:
             return [missing(session, "census", "The timeline was")]
         return [figure, block("timeline", gaps(session), i, part="gaps"), block("timeline", transfers(session), i)]
 
-    return Section(
-        id="timeline",
-        title="Timeline",
-        lead="Every launch of one step in its order, and the gaps between them.",
-        panels=panels(names, sessions, one),
-    )
+    lead = "Every launch of one step in its order, and the gaps between them."
+    return overview("timeline", "Timeline", lead, [], names, sessions, one)
 
 
 def memory(names: Sequence[str], sessions: Sequence[Session]) -> Section:
@@ -138,17 +126,22 @@ def memory(names: Sequence[str], sessions: Sequence[Session]) -> Section:
         table = memory_timeline(session)
         if table.refused:
             return [missing(session, "memory", "Memory over the step was")]
-        series = [Series(name=c.name, values=table.column(c.name)) for c in table.columns[1:]]
+        end = _until_the_host_waits(table.column("time_ms"))
+        series = [Series(name=c.name, values=table.column(c.name)[:end]) for c in table.columns[1:]]
         title = "Memory over the step, by what holds it"
-        figure = Area(id=f"memory-{i}", title=title, x=table.column("time_ms"), series=series)
+        caption = "By the clock of the host, which allocates ahead of the device and then waits for it."
+        figure = Area(id=f"memory-{i}", title=title, caption=caption, x=table.column("time_ms")[:end], series=series)
         return [figure, block("memory", memory_peak(session), i)]
 
-    return Section(
-        id="memory",
-        title="Memory",
-        lead="What holds the device's memory, over one step.",
-        panels=panels(names, sessions, one),
-    )
+    lead = "What holds the device's memory, over one step."
+    return overview("memory", "Memory", lead, [], names, sessions, one)
+
+
+def _until_the_host_waits(times: list[float]) -> int:
+    """How many moments to draw: a wait longer than all before it, in which nothing changes, would hide the rest."""
+    waits = [(b - a, i + 1) for i, (a, b) in enumerate(pairwise(times))]
+    longest, at = max(waits, default=(0.0, 0))
+    return at if at and longest > times[at - 1] - times[0] and at > len(times) // 2 else len(times)
 
 
 def components(names: Sequence[str], sessions: Sequence[Session]) -> Section:
@@ -163,10 +156,5 @@ def components(names: Sequence[str], sessions: Sequence[Session]) -> Section:
             block("components", transfer_breakdown(session), i, part="parts"),
         ]
 
-    return Section(
-        id="components",
-        title="Components",
-        lead="Seconds and calls by what a network is made of, and the step split into functions, transfers and idle time.",
-        blocks=shown(figure),
-        panels=panels(names, sessions, one),
-    )
+    lead = "Seconds and calls by what a network is made of, and the step split into functions, transfers and idle time."
+    return overview("components", "Components", lead, [figure], names, sessions, one)

@@ -13,8 +13,10 @@ from voxtune.errors import InputError
 from voxtune.report import about_comparison, about_counters, about_findings, about_step
 from voxtune.report.document import Document, Fact, Section
 from voxtune.report.numbers import MISSING, clip, number
+from voxtune.report.shape import MODES
 
 if TYPE_CHECKING:
+    from voxtune.analysis.table import Table
     from voxtune.profile.session import Session
 
 Make = Callable[[Sequence[str], Sequence["Session"]], Section]
@@ -88,9 +90,7 @@ def _environment(sessions: Sequence[Session], key: str) -> list[str]:
 
 def _title(sessions: Sequence[Session]) -> str:
     work = " and ".join(_values(sessions, lambda m: m.get("workload") or m["name"]))
-    modes = " and ".join(
-        _values(sessions, lambda m: {"train": "training", "sample": "sampling"}.get(m["mode"], m["mode"]))
-    )
+    modes = " and ".join(_values(sessions, lambda m: MODES.get(m["mode"], m["mode"])))
     return f"{work}: {modes} step"
 
 
@@ -121,15 +121,14 @@ def _size(size: Any) -> str | None:
 def _facts(sessions: Sequence[Session]) -> list[Fact]:
     """The fastest and the slowest, what one step launches, what counters saw of it, the peak of memory."""
     table = step_totals(sessions)
-    timed = sorted((r for r in table.rows if r["wall_ms"] is not None), key=lambda r: r["wall_ms"])
-    facts = [_wall("Fastest step" if len(timed) > 1 else "Step", timed[0])] if timed else []
-    if len(timed) > 1:
-        facts.append(_wall("Slowest step", timed[-1]))
+    facts = _walls(sessions, table)
     launches = sorted({r["launches"] for r in table.rows})
     facts.append(Fact(label="Launches a step", value=_range(launches, 0)))
-    covered = sorted({round(certify(s).few_time_pct, 1) for s in sessions})
-    share = f"{_range(covered, 1)} %" if covered[-1] else "nothing"
-    facts.append(Fact(label="Counters cover", value=share, note="of step time" if covered[-1] else _why(sessions)))
+    covered = [round(certify(s).few_time_pct, 1) for s in sessions]
+    some = sorted(c for c in covered if c)
+    note = "of step time" if len(some) == len(covered) else f"of step time, in {len(some)} of {len(covered)} sessions"
+    share = f"{_range(some, 1)} %" if some else "nothing"
+    facts.append(Fact(label="Counters cover", value=share, note=note if some else _why(sessions)))
     peaks = sorted({r["peak_gib"] for r in table.rows if r["peak_gib"] is not None})
     facts.append(Fact(label="Peak memory", value=f"{_range([float(p) for p in peaks], 1)} GiB" if peaks else MISSING))
     return facts
@@ -139,6 +138,28 @@ def _why(sessions: Sequence[Session]) -> str:
     """Why there are no counters, as the sessions tell it."""
     reasons = _values(sessions, lambda m: (m["tiers"].get("few") or {}).get("why"))
     return clip(reasons[0], 90) if reasons else "none were recorded"
+
+
+def _walls(sessions: Sequence[Session], table: Table) -> list[Fact]:
+    """The fastest and the slowest step; where training and sampling were recorded, from which to which each takes."""
+    modes: dict[str, list[dict[str, Any]]] = {}
+    for session, row in zip(sessions, table.rows, strict=True):
+        if row["wall_ms"] is not None:
+            modes.setdefault(session.meta["mode"], []).append(row)
+    for rows in modes.values():
+        rows.sort(key=lambda r: r["wall_ms"])
+    if len(modes) > 1:
+        return [
+            Fact(
+                label=f"A {MODES.get(mode, mode)} step takes",
+                value=f"{_range([rows[0]['wall_ms'], rows[-1]['wall_ms']], 1)} ms",
+                note=f"least with {rows[0]['session'].removeprefix(f'{mode} ')}",
+            )
+            for mode, rows in modes.items()
+        ]
+    timed = next(iter(modes.values()), [])
+    facts = [_wall("Fastest step" if len(timed) > 1 else "Step", timed[0])] if timed else []
+    return [*facts, _wall("Slowest step", timed[-1])] if len(timed) > 1 else facts
 
 
 def _wall(label: str, row: dict[str, Any]) -> Fact:

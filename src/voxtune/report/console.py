@@ -32,7 +32,7 @@ def print_document(document: Document, console: Console, *, rows: int = ROWS) ->
     console.print(Line(document.subtitle, style="dim"))
     for fact in document.facts:
         console.print(Line(f"  {fact.label}: {fact.value}" + (f" ({fact.note})" if fact.note else "")))
-    for badge in document.badges:
+    for badge in document.headline():
         _print_badge(badge, console)
     for section in document.sections:
         _print_section(section, console, rows)

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from voxtune.analysis.table import Table
 from voxtune.report.figure import Figure
 
+# More badges than this hide what they say.
+MANY = 4
+
 
 @dataclass(kw_only=True)
 class Text:
@@ -76,6 +79,15 @@ class Document:
     facts: list[Fact]
     badges: list[Badge]
     sections: list[Section]
+
+    def headline(self) -> list[Badge]:
+        """The badges as they are seen first: many good ones in one, bad ones each on its own."""
+        good = [b for b in self.badges if b.good]
+        if len(good) <= MANY:
+            return self.badges
+        label = f"{len(good)} of {len(self.badges)} sessions cover the whole step"
+        bad = [b for b in self.badges if not b.good]
+        return [Badge(label=label, good=True, reasons=[b.label for b in good]), *bad]
 
     def all_blocks(self) -> Iterator[Block]:
         for section in self.sections:

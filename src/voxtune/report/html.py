@@ -34,7 +34,7 @@ def render_html(document: Document) -> str:
         style=_asset("page.css"),
         early=early,
         contents="\n".join(f'<li><a href="#{s.id}">{escape(s.title)}</a></li>' for s in document.sections),
-        headline=_facts(document.facts) + _badges(document.badges),
+        headline=_facts(document.facts) + _badges(document.headline()),
         sections="\n".join(_section(s) for s in document.sections),
         data=embed(_data(document)),
         library=library,

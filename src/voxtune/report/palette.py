@@ -83,6 +83,19 @@ MEMORY = {
     "other": UNKNOWN,
 }
 
+# Components of the 2D reports: the colours of the classes that compute them.
+COMPONENTS = {
+    "conv": CLASSES["convolution"],
+    "group_norm": CLASSES["norm"],
+    "layer_norm": CLASSES["norm"],
+    "softmax": CLASSES["attention"],
+    "linear": "#4db3c2",
+    "fused (Triton)": CLASSES["triton"],
+    "add": CLASSES["elementwise"],
+    "mul": "#c99a1f",
+    "silu": "#9a7400",
+}
+
 # Okabe and Ito's eight, in the order in which they are told apart most easily beside each other.
 SEQUENCE = (
     "#0072b2",
@@ -97,12 +110,17 @@ SEQUENCE = (
     "#00798c",
 )
 
-NAMED = {**INSTRUCTIONS, **MEMORY, **PRECISIONS, **PHASES, **CLASSES}
+NAMED = {**INSTRUCTIONS, **MEMORY, **COMPONENTS, **PRECISIONS, **PHASES, **CLASSES}
 
 
 def colour(name: str, position: int = 0) -> str:
     """The colour of a named thing; a name without one takes its place in the sequence."""
-    return NAMED.get(name) or SEQUENCE[position % len(SEQUENCE)]
+    return NAMED.get(name) or in_sequence(position)
+
+
+def in_sequence(position: int) -> str:
+    """For things beside each other whose names may mean something else, such as configurations."""
+    return SEQUENCE[position % len(SEQUENCE)]
 
 
 def on_dark(value: str) -> str:

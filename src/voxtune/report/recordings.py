@@ -17,8 +17,13 @@ def root() -> Path:
     return Path(str(resources.files("voxtune"))) / "recordings"
 
 
-def recorded_sessions() -> list[Path]:
-    """The folders of the shipped sessions."""
+def recorded_root() -> Path:
+    """The folder that holds the shipped sessions."""
     if not any(root().glob("**/session.json")):
         raise InputError(ABSENT)
-    return find_sessions(root())
+    return root()
+
+
+def recorded_sessions() -> list[Path]:
+    """The folders of the shipped sessions."""
+    return find_sessions(recorded_root())

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from voxtune.profile.classify import CLASSES
-from voxtune.report.document import Block, Panel, TableBlock, Text
+from voxtune.report.document import Block, Panel, Section, TableBlock, Text
 from voxtune.report.figure import Bars, Figure, Series
 
 if TYPE_CHECKING:
     from voxtune.analysis.table import Table
     from voxtune.profile.session import Session
 
+MODES = {"train": "training", "sample": "sampling"}
 PHASES = ("forward", "backward", "optimizer", "transfer", "other")
 # Work first, what surrounds it after: the order in which stacked bars and their keys read best.
 ORDER = (
@@ -122,7 +123,7 @@ def rows_as_bars(
     if table.refused or not rows:
         return None
     series = [Series(name=label(v), values=[r[v] for r in rows]) for v in values]
-    labels = [str(r[key] or "outside any module") for r in rows]
+    labels = [str(r[key] or "(outside its modules)") for r in rows]
     return Bars(
         id=id, title=title, caption=caption, labels=labels, series=series, unit=unit, digits=digits, stacked=stacked
     )
@@ -143,9 +144,64 @@ def panels(
     return [Panel(label=n, blocks=make(s, i)) for i, (n, s) in enumerate(zip(names, sessions, strict=True))]
 
 
+def apart(figure: Bars, names: Sequence[str], sessions: Sequence[Session], tier: str | None = None) -> list[Block]:
+    """One figure a mode: a training step beside a sampling step only hides the shorter one. `tier`: what it stands on."""
+    modes = list(dict.fromkeys(str(s.meta["mode"]) for s in sessions))
+    if len(modes) < 2:
+        figure.caption = f"{figure.caption} {counted(names, sessions, tier)}".strip()
+        return [figure]
+    out: list[Block] = []
+    for mode in modes:
+        rows = [i for i, s in enumerate(sessions) if s.meta["mode"] == mode]
+        series = [
+            Series(
+                name=s.name,
+                values=[s.values[i] for i in rows],
+                low=s.low and [s.low[i] for i in rows],
+                high=s.high and [s.high[i] for i in rows],
+                colour=s.colour,
+            )
+            for s in figure.series
+        ]
+        if all(v is None for s in series for v in s.values):
+            continue
+        title = f"{figure.title}: {MODES.get(mode, mode)}"
+        labels = [names[i].removeprefix(f"{mode} ") for i in rows]
+        told = {**vars(figure), "id": f"{figure.id}-{mode}", "title": title, "labels": labels, "series": series}
+        caption = f"{figure.caption} {counted(labels, [sessions[i] for i in rows], tier)}".strip()
+        out.append(Bars(**told | {"caption": caption}))
+    return out
+
+
+def overview(
+    id: str,
+    title: str,
+    lead: str,
+    figures: Sequence[Bars | None],
+    names: Sequence[str],
+    sessions: Sequence[Session],
+    one: Callable[[Session, int], list[Block]],
+    tier: str | None = None,
+) -> Section:
+    """The shape of most sections: all sessions in one figure a mode, then what `one` shows for each session."""
+    blocks = [b for f in figures if f is not None for b in apart(f, names, sessions, tier)]
+    return Section(id=id, title=title, lead=lead, blocks=blocks, panels=panels(names, sessions, one))
+
+
+def counted(names: Sequence[str], sessions: Sequence[Session], tier: str | None) -> str:
+    """The share of kernel time behind a tier's figure, session by session; nothing to say where it is the whole."""
+    shares = [(s.meta["tiers"].get(tier) or {}).get("time_share") for s in sessions]
+    known = [(n, float(share)) for n, share in zip(names, shares, strict=True) if share]
+    if all(share >= 0.99 for _, share in known):
+        return ""
+    told = ", ".join(f"{name} {100 * share:.0f} %" for name, share in known)
+    return f"Counted is a share of kernel time: {told}."
+
+
 def missing(session: Session, tier: str, what: str) -> Text:
     """Says that something was not recorded, and why."""
-    state = session.meta["tiers"].get(tier) or {}
+    tiers = session.meta["tiers"]
+    state = tiers.get(tier) or tiers.get("full") or {}
     why = state.get("why") if isinstance(state, dict) else None
     reason = f": {why}" if why else " in this session"
     return Text(text=f"{what} not recorded{reason}. Missing is not zero; nothing is drawn.", tone="missing")
