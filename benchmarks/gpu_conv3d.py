@@ -1,12 +1,14 @@
-"""3x3x3 convolutions of a network's every shape: this project's kernel, each candidate tile, against cuDNN.
+"""3x3x3 convolutions of a network's every shape: this project's kernels, each candidate tile, against cuDNN.
 
 Candidates compile in parallel processes first. Each must give exactly the right integers before it is timed. Shapes go costliest
-first until the time is up; the best tiles are printed as the table of kernels/conv3d_tiles.py.
+first until the time is up; the best tiles are printed as the table of kernels/conv3d_tiles.py. Kernels that wait for barriers are
+first tried in a process of their own, which is ended if it hangs.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -22,13 +24,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from voxtune.kernels import conv3d as kernels
+from voxtune.kernels import conv3d_halo
 from voxtune.kernels.compiled import compiled
 from voxtune.kernels.conv3d_tiles import Tile, shape_of_tile, shared_memory
 from voxtune.workloads.med_ddpm import BRATS, WHOLE_HEAD, MedDDPMUNet
 
 NETWORKS = {"whole-head": (WHOLE_HEAD, (128, 128, 128)), "brats": (BRATS, (144, 192, 192))}
+DEVICE = "cuda"
 SHARED_LIMIT = 232448  # bytes a program may have, with some of them for barriers
-Shape = tuple[int, int, int, int, int]  # I, O, D, H, W
+Shape = tuple[int, int, int, int, int]  # C, K, D, H, W
 
 
 def shapes_of(network: str) -> dict[Shape, int]:
@@ -53,50 +57,65 @@ def shapes_of(network: str) -> dict[Shape, int]:
 
 
 def flops(shape: Shape) -> int:
-    I, O, D, H, W = shape
-    return 2 * 27 * I * O * D * H * W
+    C, K, D, H, W = shape
+    return 2 * 27 * C * K * D * H * W
+
+
+# Each line: (voxels a plane, output channels, warps, stages of the inner and of the outer loop).
+LARGE = [(256, 64, 8, 4, 2), (256, 64, 8, 3, 2), (128, 64, 4, 3, 2), (128, 64, 4, 2, 2), (128, 64, 4, 4, 3)]
+LARGE += [(128, 128, 8, 4, 3), (128, 128, 8, 3, 2)]
+SMALL = [(128, 64, 4, 3, 2), (128, 64, 4, 4, 3), (64, 64, 4, 4, 3), (64, 128, 4, 4, 3), (128, 128, 8, 4, 3)]
+# With the halo in shared memory: (h, w, output channels, warps, stages of x and of the weights).
+HALO = [(16, 16, 64, 8, 4, 3), (16, 16, 64, 8, 2, 3), (32, 8, 64, 8, 4, 3), (8, 32, 64, 8, 2, 3), (4, 64, 64, 8, 2, 3)]
+HALO += [(8, 16, 64, 4, 2, 3), (16, 8, 64, 4, 2, 3), (4, 32, 64, 4, 2, 3)]
+HALO += [(8, 16, 128, 8, 4, 3), (8, 16, 128, 8, 2, 3), (16, 8, 128, 8, 4, 3)]
 
 
 def candidates(shape: Shape) -> list[Tile]:
     """The tiles worth a try: those that fit, waste little and fill the device."""
-    _, O, D, H, W = shape
+    _, K, D, H, W = shape
     found = []
-    # (voxels a plane, output channels, warps, stages of the inner and the outer loop)
-    large = [(256, 64, 8, 4, 2), (256, 64, 8, 3, 2), (128, 64, 4, 3, 2), (128, 64, 4, 2, 2), (128, 64, 4, 4, 3)]
-    large += [(128, 128, 8, 4, 3), (128, 128, 8, 3, 2)]
-    small = [(128, 64, 4, 3, 2), (128, 64, 4, 4, 3), (64, 64, 4, 4, 3), (64, 128, 4, 4, 3), (128, 128, 8, 4, 3)]
+    for h, w, k, warps, inner, outer in HALO:
+        tile = Tile(h=h, w=w, k=k, warps=warps, inner_stages=inner, outer_stages=outer, halo=True)
+        if k <= K and shared_memory(tile) <= SHARED_LIMIT - 1024 and programs_of(tile, shape) >= 64:
+            found.append(tile)
     big = D * H * W > 32**3
-    for voxels, o, warps, inner, outer in large if big else small:
+    for voxels, k, warps, inner, outer in LARGE if big else SMALL:
         for (h, w), swap in itertools.product(shape_of_tile(voxels, H, W)[: 2 if big else 1], (True, False)):
-            programs = -(-W // w) * -(-H // h) * -(-D // 2) * -(-O // o)
+            tile = Tile(h=h, w=w, k=k, swap=swap, warps=warps, inner_stages=inner, outer_stages=outer)
+            if k > K or shared_memory(tile) > SHARED_LIMIT - 1024:
+                continue
+            programs = programs_of(tile, shape)
             for split in (1, 2, 3, 4, 6, 9, 12, 18):
-                filled = programs >= 64 if split == 1 else 100 <= programs * split <= 500
-                tile = Tile(
-                    h=h, w=w, o=o, swap=swap, warps=warps, inner_stages=inner, outer_stages=outer, split=split
-                )
-                if o <= O and filled and shared_memory(tile) <= SHARED_LIMIT - 1024:
-                    found.append(tile)
+                if programs >= 64 if split == 1 else 100 <= programs * split <= 500:
+                    found.append(replace(tile, split=split))
     return found
 
 
+def programs_of(tile: Tile, shape: Shape) -> int:
+    _, K, D, H, W = shape
+    return -(-W // tile.w) * -(-H // tile.h) * -(-D // 2) * -(-K // tile.k)
+
+
 def label(tile: Tile) -> str:
-    roles = "swap" if tile.swap else "plain"
-    return f"{tile.h}x{tile.w} o{tile.o} {roles} w{tile.warps} s{tile.inner_stages}/{tile.outer_stages} k{tile.split}"
+    roles = "halo" if tile.halo else "swap" if tile.swap else "plain"
+    return f"{tile.h}x{tile.w} k{tile.k} {roles} w{tile.warps} s{tile.inner_stages}/{tile.outer_stages} x{tile.split}"
 
 
 def channels_last(x: Tensor) -> Tensor:
     return x.to(memory_format=torch.channels_last_3d)
 
 
-def compile_on_device(job: tuple[Tile, str]) -> str:
+def compile_on_device(job: tuple[Tile, int, str], every: bool = False) -> str:
     """In a process of its own: launch on a few voxels, which leaves the compiled kernels in Triton's cache."""
-    tile, dtype = job
-    x = torch.zeros(1, 4, 4, 8, 64, device="cuda", dtype=getattr(torch, dtype)).movedim(-1, 1)
-    residual = torch.zeros(1, 4, 4, 8, tile.o, device="cuda", dtype=x.dtype).movedim(-1, 1)
-    packed = torch.zeros(27, tile.o, 64, device="cuda", dtype=x.dtype)
-    shift = torch.zeros(1, tile.o, device="cuda", dtype=x.dtype)
+    tile, C, dtype = job
+    x = torch.zeros(1, 4, 4, 8, C, device=DEVICE, dtype=getattr(torch, dtype)).movedim(-1, 1)
+    residual = torch.zeros(1, 4, 4, 8, tile.k, device=DEVICE, dtype=x.dtype).movedim(-1, 1)
+    packed = torch.zeros(27, tile.k, C, device=DEVICE, dtype=x.dtype)
+    shift = torch.zeros(1, tile.k, device=DEVICE, dtype=x.dtype)
+    others = ((None, None, False), (shift, residual, True))
     try:
-        for epilogue in ((None, None, False), (shift, None, True), (shift, residual, True)):
+        for epilogue in others if every else ((shift, None, True),):
             kernels.convolve(x, packed, tile, *epilogue)
         torch.cuda.synchronize()
     except Exception as error:
@@ -104,17 +123,47 @@ def compile_on_device(job: tuple[Tile, str]) -> str:
     return ""
 
 
-def compile_dry(job: tuple[Tile, str]) -> tuple[str, dict]:
+def trial(tile: Tile, dtype: str) -> None:
+    """Right on a small odd volume, or an exception."""
+    problem = Problem((128, tile.k + 64, 5, 19, 37), getattr(torch, dtype))
+    assert problem.proves(tile), "wrong"
+    y, _ = problem.run(tile, residual=True)
+    assert problem.error(y, shift=True, residual=True) < 1e-2, "wrong epilogue"
+    assert problem.error_of_statistics(tile) < 1e-3, "wrong statistics"
+
+
+def survivors(dtype: str) -> set[tuple[int, int]]:
+    """(output channels, warps) of the halo tiles that neither hang nor err."""
+    kinds = {(t[2], t[3]): t for t in HALO}
+    tries = {}
+    for kind, (h, w, k, warps, inner, outer) in kinds.items():
+        tile = Tile(h=h, w=w, k=k, warps=warps, inner_stages=inner, outer_stages=outer, halo=True)
+        tries[kind] = get_context("spawn").Process(target=trial, args=(tile, dtype))
+        tries[kind].start()
+    until = time.monotonic() + 60
+    for process in tries.values():
+        process.join(max(0.0, until - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+    for kind, process in tries.items():
+        print(f"halo {kind}: {'right' if process.exitcode == 0 else f'FAILED, exit {process.exitcode}'}", flush=True)
+    return {kind for kind, process in tries.items() if process.exitcode == 0}
+
+
+def compile_dry(job: tuple[Tile, int, str]) -> tuple[str, dict]:
     """Registers, spills and shared memory without a GPU."""
-    tile, dtype = job
-    signature, constants = kernels.arguments(tile, dtype="bf16" if dtype == "bfloat16" else "fp16")
+    tile, C, dtype = job
+    kind = "bf16" if dtype == "bfloat16" else "fp16"
+    kernel, arguments = kernels.voxtune_conv3d, kernels.arguments(tile, dtype=kind)
+    if tile.halo:
+        kernel, arguments = conv3d_halo.voxtune_conv3d_halo, conv3d_halo.arguments(tile, C, dtype=kind)
     try:
-        made = compiled(kernels.voxtune_conv3d, signature, constants, arch=90, warps=tile.warps)
+        made = compiled(kernel, *arguments, arch=90, warps=tile.warps)
     except Exception as error:
         return label(tile), {"error": repr(error)[:200]}
     found = {"registers": made.registers, "spills": made.spills, "shared": made.shared}
-    found["waits"] = made.count("wgmma.wait_group")
-    return label(tile), {**found, "wgmma": made.count("wgmma.mma_async")}
+    return label(tile), {**found, "serialised": made.serialised, "wgmma": made.ptx.count("wgmma.mma_async")}
 
 
 def measure(function, calls: int, replays: int) -> list[float]:
@@ -139,21 +188,29 @@ class Problem:
     """One shape's inputs: random numbers to time, integers to prove."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype):
-        I, O, D, H, W = self.shape = shape
+        C, K, D, H, W = self.shape = shape
         torch.manual_seed(0)
 
         def make(high: int | None, *size: int) -> Tensor:
-            x = torch.randn(size, device="cuda") if high is None else torch.randint(-high, high + 1, size, device="cuda")
+            x = (
+                torch.randn(size, device=DEVICE)
+                if high is None
+                else torch.randint(-high, high + 1, size, device=DEVICE)
+            )
             x = x.to(dtype)
             return channels_last(x) if x.dim() == 5 and size[2:] != (3, 3, 3) else x
 
-        self.x, self.residual = make(None, 1, I, D, H, W), make(None, 1, O, D, H, W)
-        self.weight = (make(None, O, I, 3, 3, 3) / (27 * I) ** 0.5).to(dtype)
-        self.shift = make(None, 1, O)
-        self.x_whole, self.weight_whole = make(2, 1, I, D, H, W), make(1, O, I, 3, 3, 3)
+        self.x, self.residual = make(None, 1, C, D, H, W), make(None, 1, K, D, H, W)
+        self.weight = (make(None, K, C, 3, 3, 3) / (27 * C) ** 0.5).to(dtype)
+        self.shift = make(None, 1, K)
+        self.x_whole, self.weight_whole = make(2, 1, C, D, H, W), make(1, K, C, 3, 3, 3)
         self.packed, self.packed_whole = kernels.pack(self.weight), kernels.pack(self.weight_whole)
-        # Sums of small integers are exact in float32 whatever the order, so each candidate must give this, bit for bit.
-        self.truth_whole = F.conv3d(self.x_whole.float(), self.weight_whole.float(), padding=1).to(dtype)
+        self.weight_last = channels_last(self.weight)
+
+    @functools.cached_property
+    def truth_whole(self) -> Tensor:
+        """Sums of small integers are exact in float32 whatever the order: each candidate must give this, bit for bit."""
+        return F.conv3d(self.x_whole.float(), self.weight_whole.float(), padding=1).to(self.x.dtype)
 
     def proves(self, tile: Tile) -> bool:
         y, _ = kernels.convolve(self.x_whole, self.packed_whole, tile, torch.zeros_like(self.shift), None, True)
@@ -186,12 +243,6 @@ class Problem:
     def cudnn(self) -> Tensor:
         return F.conv3d(self.x, self.weight_last, padding=1)
 
-    @property
-    def weight_last(self) -> Tensor:
-        if not hasattr(self, "_weight_last"):
-            self._weight_last = channels_last(self.weight)
-        return self._weight_last
-
 
 def search(problem: Problem, tiles: list[Tile], deadline: float) -> list[tuple[float, Tile]]:
     """(ms, tile) of those that are right, fastest first."""
@@ -216,7 +267,7 @@ def search(problem: Problem, tiles: list[Tile], deadline: float) -> list[tuple[f
 def rows_of(problem: Problem, timed: list[tuple[float, Tile]]) -> list[dict]:
     """cuDNN and the best tile, with and without an epilogue, measured with care."""
     # The two fastest again, longer: their order after a few runs is partly noise.
-    finals = [(sorted(measure(lambda t=t: problem.run(t), 4, 12))[5], t) for _, t in timed[:3]]
+    finals = [(sorted(measure(lambda t=t: problem.run(t), 4, 12))[5], t) for _, t in timed[:2]]
     best = min(finals, key=lambda pair: pair[0])[1]
     methods = {
         "cudnn": (problem.cudnn, False, False),
@@ -239,70 +290,92 @@ def rows_of(problem: Problem, timed: list[tuple[float, Tile]]) -> list[dict]:
 
 def line(shape: Shape, rows: list[dict]) -> str:
     cudnn, bare, shifted, full = rows
-    I, O, D, H, W = shape
-    fields = [f"{I:>3}->{O:<3} {D}x{H}x{W}".ljust(22)]
+    C, K, D, H, W = shape
+    fields = [f"{C:>3}->{K:<3} {D}x{H}x{W}".ljust(22)]
     fields += [f"{r['us']:8.1f} us {r['tflop_s']:4.0f}" for r in (cudnn, bare, shifted, full)]
     errors = f"{cudnn['error']:.1e} {bare['error']:.1e} {shifted['statistics_error']:.0e}"
     return " | ".join([*fields, label(Tile(**bare["tile"])), errors])
 
 
-def dry(jobs: list[tuple[Tile, str]], workers: int) -> None:
+def dry(jobs: list[tuple[Tile, int, str]], workers: int) -> None:
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         for name, found in pool.map(compile_dry, jobs):
-            bad = found.get("spills", 1) or found["shared"] > SHARED_LIMIT
+            bad = found.get("spills", 99) > 16 or found["shared"] > SHARED_LIMIT or found["serialised"]
             print(f"{'BAD ' if bad else ''}{name}: {json.dumps(found)}", flush=True)
+
+
+def compile_all(pool: ProcessPoolExecutor, jobs: list, every: bool) -> None:
+    for done in as_completed([pool.submit(compile_on_device, job, every) for job in jobs]):
+        if done.result():
+            print(f"  {done.result()}", flush=True)
+
+
+def compare(arguments: argparse.Namespace, tried: dict[Shape, list[Tile]], jobs: list, often: dict[Shape, int]) -> None:
+    began = time.monotonic()
+    dtype = getattr(torch, arguments.dtype)
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.allow_tf32 = False
+    timed: dict[Shape, list[tuple[float, Tile]]] = {}
+    right = survivors(arguments.dtype)
+    jobs = [job for job in jobs if not job[0].halo or (job[0].k, job[0].warps) in right]
+    with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
+        compile_all(pool, jobs, every=False)
+        print(f"compiled {len(jobs)} after {time.monotonic() - began:.0f} s", flush=True)
+        for shape, found in tried.items():
+            if time.monotonic() - began > arguments.seconds * 0.8:
+                print(f"out of time before {shape}")
+                break
+            sound = [t for t in found if not t.halo or (t.k, t.warps) in right]
+            timed[shape] = search(Problem(shape, dtype), sound, began + arguments.seconds * 0.8)
+            print(shape, [(round(ms * 1e3, 1), label(t)) for ms, t in timed[shape][:3]], flush=True)
+        print(f"searched after {time.monotonic() - began:.0f} s", flush=True)
+        compile_all(pool, [(t, s[0], arguments.dtype) for s, ts in timed.items() for _, t in ts[:2]], every=True)
+    rows, lines, table = [], [], []
+    for shape, best in timed.items():
+        if not best or time.monotonic() - began > arguments.seconds * 1.1:
+            print(f"no rows for {shape}")
+            continue
+        made = rows_of(Problem(shape, dtype), best)
+        rows += [{**r, "times_in_network": often[shape]} for r in made]
+        lines.append(line(shape, made))
+        table.append(f"    {shape}: {Tile(**made[1]['tile'])},")
+    write(arguments.out, rows, network=arguments.network)
+    print(
+        f"\n{'shape':22} | cuDNN us TFLOP/s | ours | +shift+statistics | +residual | tile | errors: cuDNN, ours, statistics"
+    )
+    print("\n".join(lines))
+    for name in ("cudnn", "voxtune", "voxtune shift+statistics"):
+        total = sum(r["us"] * r["times_in_network"] for r in rows if r["name"] == name)
+        print(f"all of a forward pass, {name}: {total / 1e3:.2f} ms")
+    print("\nTABLE = {\n" + "\n".join(table) + "\n}")
+    print(f"{time.monotonic() - began:.0f} s")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--network", choices=NETWORKS, default="whole-head")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
-    parser.add_argument("--seconds", type=float, default=200, help="stop the search after this long")
+    parser.add_argument("--seconds", type=float, default=200, help="how long the whole may take, about")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 2)
     parser.add_argument("--shapes", type=int, default=99, help="only so many, costliest first")
     parser.add_argument("--dry", action="store_true", help="no GPU: compile the candidates for sm_90 and report")
     parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "conv3d.json")
     arguments = parser.parse_args()
-    began = time.monotonic()
-    deadline = began + arguments.seconds
-    shapes = dict(list(shapes_of(arguments.network).items())[: arguments.shapes])
-    tried = {shape: candidates(shape) for shape in shapes}
-    # The number of splits is no constant of the kernel, only whether there are any.
-    distinct = dict.fromkeys(replace(t, split=min(t.split, 2)) for found in tried.values() for t in found)
-    jobs = [(tile, arguments.dtype) for tile in distinct]
-    print(f"{len(shapes)} shapes, {len(jobs)} kernels", flush=True)
+    often = dict(list(shapes_of(arguments.network).items())[: arguments.shapes])
+    tried = {shape: candidates(shape) for shape in often}
+    # Of the splits only whether there are any is a constant of the kernel; of the channels, none without halo.
+    jobs = list(
+        dict.fromkeys(
+            (replace(tile, split=min(tile.split, 2)), shape[0] if tile.halo else 64, arguments.dtype)
+            for shape, found in tried.items()
+            for tile in found
+        )
+    )
+    print(f"{len(often)} shapes, {len(jobs)} kernels", flush=True)
     if arguments.dry:
         dry(jobs, arguments.workers)
-        return
-    with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(compile_on_device, job) for job in jobs]):
-            if done.result():
-                print(f"  {done.result()}", flush=True)
-    print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
-    torch.backends.cudnn.benchmark = True
-    torch.backends.cudnn.allow_tf32 = False
-    rows, lines, table = [], [], []
-    for shape, times in shapes.items():
-        if time.monotonic() > deadline:
-            print(f"out of time before {shape}")
-            break
-        problem = Problem(shape, getattr(torch, arguments.dtype))
-        timed = search(problem, tried[shape], deadline)
-        if not timed:
-            print(f"nothing right for {shape}")
-            continue
-        found = rows_of(problem, timed)
-        rows += [{**r, "times_in_network": times} for r in found]
-        lines.append(line(shape, found))
-        print(lines[-1], flush=True)
-        table.append(f"    {shape}: {Tile(**found[1]['tile'])},")
-        write(arguments.out, rows, network=arguments.network)
-    total = {name: sum(r["us"] * r["times_in_network"] for r in rows if r["name"] == name) for name in ("cudnn", "voxtune")}
-    print(f"\n{'shape':22} | cuDNN us TFLOP/s | voxtune | +shift+statistics | +residual | tile | errors: cuDNN, ours, statistics")
-    print("\n".join(lines))
-    print("all 3x3x3 of a forward pass, ms:", {name: round(us / 1e3, 2) for name, us in total.items()})
-    print("\nTABLE = {\n" + "\n".join(table) + "\n}")
-    print(f"{time.monotonic() - began:.0f} s")
+    else:
+        compare(arguments, tried, jobs, often)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+
+TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,31 +23,35 @@ class Compiled:
     spills: int  # bytes of stack
     shared: int  # bytes of shared memory
     ptx: str
+    sass: str
 
-    def count(self, instruction: str) -> int:
-        return self.ptx.count(instruction)
+    @property
+    def serialised(self) -> bool:
+        """The assembler put waits between matrix products that the kernel has in flight together."""
+        return self.sass.count("WARPGROUP.DEPBAR") > self.ptx.count("wgmma.wait_group")
 
 
 def compiled(kernel, signature: dict[str, str], constants: dict[str, object], *, arch: int, warps: int) -> Compiled:
     """`signature` has the types of the run-time arguments; all others are in `constants`."""
     types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=types, constexprs=constants)
+    form = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = form(fn=kernel, signature=types, constexprs=constants)
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
-    registers, stack = resources(made.asm["cubin"])
+    usage, sass = (dump(made.asm["cubin"], what) for what in ("--dump-resource-usage", "--dump-sass"))
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
     return Compiled(
-        name=made.metadata.name, registers=registers, spills=stack, shared=made.metadata.shared, ptx=made.asm["ptx"]
+        name=made.metadata.name,
+        registers=int(found[1]),
+        spills=int(found[2]),
+        shared=made.metadata.shared,
+        ptx=made.asm["ptx"],
+        sass=sass,
     )
 
 
-def resources(cubin: bytes) -> tuple[int, int]:
-    """(registers a thread, bytes of stack a thread), as cuobjdump says."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+def dump(cubin: bytes, what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found, text
-    return int(found[1]), int(found[2])
+        return subprocess.run([TOOL, what, file.name], capture_output=True, text=True, check=True).stdout

@@ -12,7 +12,7 @@ step go to different accumulators: two on the same one would wait for each other
 3. Small volumes fill too few multiprocessors: there several programs share the taps of a tile, write float32 partial sums, and a
    second kernel adds these in a fixed order and does the epilogue.
 
-Legend: N batch, D H W voxels, V = D*H*W, I input channels, O output channels, P tiles (or stretches) of voxels.
+Legend: N batch, D H W voxels, V = D*H*W, C input channels, K output channels, P tiles (or stretches) of voxels.
 """
 
 from __future__ import annotations
@@ -52,57 +52,54 @@ def conv3d_reference(
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A convolution's weight (O, I, 3, 3, 3) as (27, O, I): one contiguous matrix a tap."""
+    """A convolution's weight (K, C, 3, 3, 3) as (27, K, C): one contiguous matrix a tap."""
     return weight.permute(2, 3, 4, 0, 1).reshape(27, *weight.shape[:2]).contiguous()
 
 
 def unpack(packed: Tensor) -> Tensor:
     """The inverse of `pack`."""
-    _, O, I = packed.shape
-    return packed.view(3, 3, 3, O, I).permute(3, 4, 0, 1, 2)
+    _, K, C = packed.shape
+    return packed.view(3, 3, 3, K, C).permute(3, 4, 0, 1, 2)
 
 
 @triton.jit
 def _product(accumulator, x, w, SWAP: tl.constexpr):
     """One tap: x (voxels, channels), w (output channels, channels). SWAP makes output channels the rows of the product."""
-    if SWAP:
-        return tl.dot(w, x.T, accumulator)
-    else:
-        return tl.dot(x, w.T, accumulator)
+    return tl.dot(w, x.T, accumulator) if SWAP else tl.dot(x, w.T, accumulator)
 
 
 # Sizes are not specialised: one compiled kernel serves every volume and every number of channels.
-@triton.jit(do_not_specialize=["N", "D", "H", "W", "I", "O", "splits", "shift_stride"])
-def voxtune_conv3d(
-    x_desc,  # (N, D, H, W, I), tiles of (1, 1, TH, TW, TI)
-    w_desc,  # (27 * O, I), tiles of (TO, TI)
-    y_desc,  # (N, D, H, W, O), or float32 (splits * N, D, H, W, O); tiles of (1, 1, TH, TW, TO)
-    r_desc,  # (N, D, H, W, O) or None
-    shift_ptr,  # (N, O) or (1, O), of any float type, or None
-    statistics_ptr,  # (N, P, 3, O) float32 or None
+@triton.jit(do_not_specialize=["N", "D", "H", "W", "C", "K", "splits", "shift_stride"])
+def voxtune_conv3d(  # noqa: PLR0915
+    x_desc,  # (N, D, H, W, C), tiles of (1, 1, TH, TW, TC)
+    w_desc,  # (27 * K, C), tiles of (TK, TC)
+    y_desc,  # (N, D, H, W, K), or float32 (splits * N, D, H, W, K); tiles of (1, 1, TH, TW, TK)
+    r_desc,  # (N, D, H, W, K) or None
+    shift_ptr,  # (N, K) or (1, K), of any float type, or None
+    statistics_ptr,  # (N, P, 3, K) float32 or None
     N,
     D,
     H,
     W,
-    I,
-    O,
+    C,
+    K,
     splits,
-    shift_stride,  # O, or 0 when one shift serves the batch
+    shift_stride,  # K, or 0 when one shift serves the batch
     TH: tl.constexpr,
     TW: tl.constexpr,
-    TO: tl.constexpr,
-    TI: tl.constexpr,
+    TK: tl.constexpr,
+    TC: tl.constexpr,
     SWAP: tl.constexpr,
     INNER_STAGES: tl.constexpr,
     OUTER_STAGES: tl.constexpr,
 ):
     VOXELS: tl.constexpr = TH * TW
-    SHAPE: tl.constexpr = (TO, VOXELS) if SWAP else (VOXELS, TO)
-    chunks = (I + TI - 1) // TI
-    columns = (O + TO - 1) // TO
+    SHAPE: tl.constexpr = (TK, VOXELS) if SWAP else (VOXELS, TK)
+    chunks = (C + TC - 1) // TC
+    columns = (K + TK - 1) // TK
     # Neighbours in the grid share input: output channels first, then along w, h, d.
     tile, split = tl.program_id(0) // columns, tl.program_id(1)
-    o0 = tl.program_id(0) % columns * TO
+    k0 = tl.program_id(0) % columns * TK
     across, down = (W + TW - 1) // TW, (H + TH - 1) // TH
     P = across * down * ((D + 1) // 2)
     n, p = tile // P, tile % P
@@ -117,33 +114,38 @@ def voxtune_conv3d(
     inner = 18 * chunks
     for step in tl.range(tl.minimum(first, inner), tl.minimum(last, inner), num_stages=INNER_STAGES):
         tap = step // chunks
-        i0 = step % chunks * TI
-        x = x_desc.load([n, d0 + tap // 9, h0 + tap // 3 % 3 - 1, w0 + tap % 3 - 1, i0]).reshape(VOXELS, TI)
-        lower = _product(lower, x, w_desc.load([(tap + 9) * O + o0, i0]), SWAP)
-        upper = _product(upper, x, w_desc.load([tap * O + o0, i0]), SWAP)
+        c0 = step % chunks * TC
+        x = x_desc.load([n, d0 + tap // 9, h0 + tap // 3 % 3 - 1, w0 + tap % 3 - 1, c0]).reshape(VOXELS, TC)
+        # All loads before the products: one barrier a step.
+        w_lower = w_desc.load([(tap + 9) * K + k0, c0])
+        w_upper = w_desc.load([tap * K + k0, c0])
+        lower = _product(lower, x, w_lower, SWAP)
+        upper = _product(upper, x, w_upper, SWAP)
     # The outer planes d0 - 1 and d0 + 2, each seen by one output plane.
     for step in tl.range(tl.maximum(first, inner) - inner, tl.maximum(last, inner) - inner, num_stages=OUTER_STAGES):
         tap = step // chunks
-        i0 = step % chunks * TI
+        c0 = step % chunks * TC
         h, w = h0 + tap // 3 - 1, w0 + tap % 3 - 1
-        below = x_desc.load([n, d0 - 1, h, w, i0]).reshape(VOXELS, TI)
-        above = x_desc.load([n, d0 + 2, h, w, i0]).reshape(VOXELS, TI)
-        lower = _product(lower, below, w_desc.load([tap * O + o0, i0]), SWAP)
-        upper = _product(upper, above, w_desc.load([(tap + 18) * O + o0, i0]), SWAP)
+        below = x_desc.load([n, d0 - 1, h, w, c0]).reshape(VOXELS, TC)
+        above = x_desc.load([n, d0 + 2, h, w, c0]).reshape(VOXELS, TC)
+        w_lower = w_desc.load([tap * K + k0, c0])
+        w_upper = w_desc.load([(tap + 18) * K + k0, c0])
+        lower = _product(lower, below, w_lower, SWAP)
+        upper = _product(upper, above, w_upper, SWAP)
 
     if SWAP:
         lower, upper = lower.T, upper.T
-    o = o0 + tl.arange(0, TO)
+    k = k0 + tl.arange(0, TK)
     if shift_ptr is not None:
-        shift = tl.load(shift_ptr + n * shift_stride + o, mask=o < O, other=0.0).to(tl.float32)
+        shift = tl.load(shift_ptr + n * shift_stride + k, mask=k < K, other=0.0).to(tl.float32)
         lower += shift[None, :]
         upper += shift[None, :]
     if r_desc is not None:
-        lower += r_desc.load([n, d0, h0, w0, o0]).reshape(VOXELS, TO).to(tl.float32)
-        upper += r_desc.load([n, d0 + 1, h0, w0, o0]).reshape(VOXELS, TO).to(tl.float32)
+        lower += r_desc.load([n, d0, h0, w0, k0]).reshape(VOXELS, TK).to(tl.float32)
+        upper += r_desc.load([n, d0 + 1, h0, w0, k0]).reshape(VOXELS, TK).to(tl.float32)
     y_lower, y_upper = lower.to(y_desc.dtype), upper.to(y_desc.dtype)
-    y_desc.store([split * N + n, d0, h0, w0, o0], y_lower.reshape(1, 1, TH, TW, TO))
-    y_desc.store([split * N + n, d0 + 1, h0, w0, o0], y_upper.reshape(1, 1, TH, TW, TO))
+    y_desc.store([split * N + n, d0, h0, w0, k0], y_lower.reshape(1, 1, TH, TW, TK))
+    y_desc.store([split * N + n, d0 + 1, h0, w0, k0], y_upper.reshape(1, 1, TH, TW, TK))
     if statistics_ptr is not None:
         v = tl.arange(0, VOXELS)
         inside = ((h0 + v // TW < H) & (w0 + v % TW < W))[:, None]
@@ -154,38 +156,38 @@ def voxtune_conv3d(
         mean = (tl.sum(lower, axis=0) + tl.sum(upper, axis=0)) / count
         lower = tl.where(inside, lower - mean[None, :], 0.0)
         upper = tl.where(inside & both, upper - mean[None, :], 0.0)
-        at = statistics_ptr + tile.to(tl.int64) * 3 * O + o
-        tl.store(at, tl.zeros_like(mean) + count, mask=o < O)
-        tl.store(at + O, mean, mask=o < O)
-        tl.store(at + 2 * O, tl.sum(lower * lower, axis=0) + tl.sum(upper * upper, axis=0), mask=o < O)
+        at = statistics_ptr + tile.to(tl.int64) * 3 * K + k
+        tl.store(at, tl.zeros_like(mean) + count, mask=k < K)
+        tl.store(at + K, mean, mask=k < K)
+        tl.store(at + 2 * K, tl.sum(lower * lower, axis=0) + tl.sum(upper * upper, axis=0), mask=k < K)
 
 
 @triton.jit(do_not_specialize=["N", "V", "splits", "shift_stride"])
 def voxtune_conv3d_join(
-    partial_ptr,  # (splits, N, V, O) float32
-    y_ptr,  # (N, V, O)
-    r_ptr,  # (N, V, O) or None
-    shift_ptr,  # (N, O) or (1, O) or None
-    statistics_ptr,  # (N, P, 3, O) float32 or None
+    partial_ptr,  # (splits, N, V, K) float32
+    y_ptr,  # (N, V, K)
+    r_ptr,  # (N, V, K) or None
+    shift_ptr,  # (N, K) or (1, K) or None
+    statistics_ptr,  # (N, P, 3, K) float32 or None
     N,
     V,
-    O,
+    K,
     splits,
     shift_stride,
     BLOCK_V: tl.constexpr,
-    BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     p, n = tl.program_id(0), tl.program_id(2)
     v = p * BLOCK_V + tl.arange(0, BLOCK_V)
-    o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
-    keep = (v < V)[:, None] & (o < O)[None, :]
-    at = (n.to(tl.int64) * V + v)[:, None] * O + o[None, :]
-    y = tl.zeros((BLOCK_V, BLOCK_O), tl.float32)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    keep = (v < V)[:, None] & (k < K)[None, :]
+    at = (n.to(tl.int64) * V + v)[:, None] * K + k[None, :]
+    y = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
     for split in range(splits):
         row = (n + split * N).to(tl.int64) * V + v
-        y += tl.load(partial_ptr + row[:, None] * O + o[None, :], mask=keep, other=0.0)
+        y += tl.load(partial_ptr + row[:, None] * K + k[None, :], mask=keep, other=0.0)
     if shift_ptr is not None:
-        y += tl.load(shift_ptr + n * shift_stride + o, mask=o < O, other=0.0).to(tl.float32)[None, :]
+        y += tl.load(shift_ptr + n * shift_stride + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
     if r_ptr is not None:
         y += tl.load(r_ptr + at, mask=keep, other=0.0).to(tl.float32)
     stored = y.to(y_ptr.dtype.element_ty)
@@ -195,13 +197,13 @@ def voxtune_conv3d_join(
         y = tl.where(keep, stored.to(tl.float32), 0.0)
         mean = tl.sum(y, axis=0) / count
         away = tl.where(keep, y - mean[None, :], 0.0)
-        to = statistics_ptr + (n * tl.num_programs(0) + p).to(tl.int64) * 3 * O + o
-        tl.store(to, tl.zeros_like(mean) + count, mask=o < O)
-        tl.store(to + O, mean, mask=o < O)
-        tl.store(to + 2 * O, tl.sum(away * away, axis=0), mask=o < O)
+        to = statistics_ptr + (n * tl.num_programs(0) + p).to(tl.int64) * 3 * K + k
+        tl.store(to, tl.zeros_like(mean) + count, mask=k < K)
+        tl.store(to + K, mean, mask=k < K)
+        tl.store(to + 2 * K, tl.sum(away * away, axis=0), mask=k < K)
 
 
-def why_not(
+def why_not(  # noqa: PLR0911
     x: Tensor,
     weight_shape: tuple[int, ...],
     stride: tuple[int, ...] = (1, 1, 1),
@@ -232,10 +234,10 @@ def conv3d(
     residual: Tensor | None = None,
     statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """conv(x) + shift + residual, channels-last, and its statistics (N, P, 3, O) if asked; `why_not` must be None."""
+    """conv(x) + shift + residual, channels-last, and its statistics (N, P, 3, K) if asked; `why_not` must be None."""
     assert (reason := why_not(x, (packed.shape[1], packed.shape[2], 3, 3, 3))) is None, reason
-    N, I, D, H, W = x.shape
-    return convolve(x, packed, tiles(N, D, H, W, I, packed.shape[1]), shift_NC, residual, statistics)
+    N, C, D, H, W = x.shape
+    return convolve(x, packed, tiles(N, D, H, W, C, packed.shape[1]), shift_NC, residual, statistics)
 
 
 def convolve(
@@ -247,68 +249,71 @@ def convolve(
     statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """conv3d with a given tile."""
-    N, I, D, H, W = x.shape
-    O = packed.shape[1]
-    device = x.device
-    y_NDHWO = torch.empty((N, D, H, W, O), dtype=x.dtype, device=device)
-    r_NDHWO = None if residual is None else residual.movedim(1, -1)
-    assert r_NDHWO is None or r_NDHWO.is_contiguous(), "the residual is not channels-last"
-    assert packed.is_contiguous() and (shift_NC is None or shift_NC.is_contiguous())
-    shift_stride = 0 if shift_NC is None or shift_NC.shape[0] == 1 else O
-    split = tile.split > 1
-    target = torch.empty((tile.split * N, D, H, W, O), dtype=torch.float32, device=device) if split else y_NDHWO
+    N, C, D, H, W = x.shape
+    K, V = packed.shape[1], D * H * W
+    x_NDHWC = x.movedim(1, -1)
+    r_NDHWK = None if residual is None else residual.movedim(1, -1)
+    assert x_NDHWC.is_contiguous() and packed.is_contiguous(), "the source or the weights are not contiguous"
+    assert r_NDHWK is None or r_NDHWK.is_contiguous(), "the residual is not channels-last"
+    assert shift_NC is None or shift_NC.is_contiguous(), "the shift is not contiguous"
+    shift_stride = 0 if shift_NC is None or shift_NC.shape[0] == 1 else K
+    y_NDHWK = torch.empty((N, D, H, W, K), dtype=x.dtype, device=x.device)
     P = triton.cdiv(W, tile.w) * triton.cdiv(H, tile.h) * triton.cdiv(D, 2)
-    if split:
-        join_v, join_o = join_block(N, D * H * W, O)
-        partials = triton.cdiv(D * H * W, join_v)
-    else:
-        partials = P
-    found = torch.empty((N, partials, 3, O), dtype=torch.float32, device=device) if statistics else None
+    join_v, join_k = join_block(N, V, K)
+    stretches = P if tile.split == 1 else triton.cdiv(V, join_v)
+    found = torch.empty((N, stretches, 3, K), dtype=torch.float32, device=x.device) if statistics else None
+    if tile.halo:
+        from voxtune.kernels import conv3d_halo
+
+        conv3d_halo.launch(x_NDHWC, packed, y_NDHWK, r_NDHWK, shift_NC, found, tile, shift_stride)
+        return y_NDHWK.movedim(-1, 1), found
+    whole = tile.split == 1
+    target = y_NDHWK if whole else y_NDHWK.new_empty((tile.split * N, D, H, W, K), dtype=torch.float32)
     box = [1, 1, tile.h, tile.w]
-    voxtune_conv3d[(P * N * triton.cdiv(O, tile.o), tile.split)](
-        TensorDescriptor.from_tensor(x.movedim(1, -1), [*box, tile.i]),
-        TensorDescriptor.from_tensor(packed.view(27 * O, I), [tile.o, tile.i]),
-        TensorDescriptor.from_tensor(target, [*box, tile.o]),
-        None if split or r_NDHWO is None else TensorDescriptor.from_tensor(r_NDHWO, [*box, tile.o]),
-        None if split else shift_NC,
-        None if split else found,
+    voxtune_conv3d[(P * N * triton.cdiv(K, tile.k), tile.split)](
+        TensorDescriptor.from_tensor(x_NDHWC, [*box, tile.c]),
+        TensorDescriptor.from_tensor(packed.view(27 * K, C), [tile.k, tile.c]),
+        TensorDescriptor.from_tensor(target, [*box, tile.k]),
+        TensorDescriptor.from_tensor(r_NDHWK, [*box, tile.k]) if whole and r_NDHWK is not None else None,
+        shift_NC if whole else None,
+        found if whole else None,
         N,
         D,
         H,
         W,
-        I,
-        O,
+        C,
+        K,
         tile.split,
         shift_stride,
         **tile.constants(),
         num_warps=tile.warps,
     )
-    if split:
-        voxtune_conv3d_join[(partials, triton.cdiv(O, join_o), N)](
+    if not whole:
+        voxtune_conv3d_join[(stretches, triton.cdiv(K, join_k), N)](
             target,
-            y_NDHWO,
-            r_NDHWO,
+            y_NDHWK,
+            r_NDHWK,
             shift_NC,
             found,
             N,
-            D * H * W,
-            O,
+            V,
+            K,
             tile.split,
             shift_stride,
             BLOCK_V=join_v,
-            BLOCK_O=join_o,
+            BLOCK_K=join_k,
             num_warps=4,
         )
-    return y_NDHWO.movedim(-1, 1), found
+    return y_NDHWK.movedim(-1, 1), found
 
 
-def join_block(N: int, V: int, O: int) -> tuple[int, int]:
+def join_block(N: int, V: int, K: int) -> tuple[int, int]:
     """(voxels, channels) a program of the join adds up: small enough that few voxels still fill the device."""
-    block_o = min(64, O & -O)
+    block_k = min(64, K & -K)
     block_v = 32
-    while block_v < 256 and N * (V // block_v) * (O // block_o) > 1024:
+    while block_v < 256 and N * (V // block_v) * (K // block_k) > 1024:
         block_v *= 2
-    return block_v, block_o
+    return block_v, block_k
 
 
 def arguments(tile: Tile, *, dtype: str, epilogue: bool = True) -> tuple[dict[str, str], dict]:
@@ -316,12 +321,12 @@ def arguments(tile: Tile, *, dtype: str, epilogue: bool = True) -> tuple[dict[st
     box = f"1,1,{tile.h},{tile.w}"
     whole = epilogue and tile.split == 1
     signature = {
-        "x_desc": f"tensordesc<{dtype}[{box},{tile.i}]>",
-        "w_desc": f"tensordesc<{dtype}[{tile.o},{tile.i}]>",
-        "y_desc": f"tensordesc<{dtype if tile.split == 1 else 'fp32'}[{box},{tile.o}]>",
+        "x_desc": f"tensordesc<{dtype}[{box},{tile.c}]>",
+        "w_desc": f"tensordesc<{dtype}[{tile.k},{tile.c}]>",
+        "y_desc": f"tensordesc<{dtype if tile.split == 1 else 'fp32'}[{box},{tile.k}]>",
     }
     if whole:
         signature |= {"r_desc": signature["y_desc"], "shift_ptr": "*fp32", "statistics_ptr": "*fp32"}
-    signature |= dict.fromkeys(("N", "D", "H", "W", "I", "O", "splits", "shift_stride"), "i32")
+    signature |= dict.fromkeys(("N", "D", "H", "W", "C", "K", "splits", "shift_stride"), "i32")
     absent = {} if whole else dict.fromkeys(("r_desc", "shift_ptr", "statistics_ptr"))
     return signature, {**tile.constants(), **absent}

@@ -7,25 +7,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """What a program of voxtune_conv3d computes: two planes of h x w voxels, o output channels, i input channels a step."""
+    """What a program of voxtune_conv3d computes: two planes of h x w voxels, k output channels, by c input channels a step."""
 
     h: int
     w: int
-    o: int = 64
-    i: int = 64
+    k: int = 64
+    c: int = 64
     swap: bool = True  # output channels, not voxels, are the rows of the product
     warps: int = 4
-    inner_stages: int = 3
+    inner_stages: int = 3  # tiles in flight: of the inner input planes, and of the outer ones
     outer_stages: int = 2
     split: int = 1  # programs that share the taps of a tile
+    halo: bool = False  # by conv3d_halo.py; then tiles in flight of x (2 or 4), and of weights (3)
 
     def constants(self) -> dict[str, int | bool]:
         """The kernel's compile-time arguments."""
         return {
             "TH": self.h,
             "TW": self.w,
-            "TO": self.o,
-            "TI": self.i,
+            "TK": self.k,
+            "TC": self.c,
             "SWAP": self.swap,
             "INNER_STAGES": self.inner_stages,
             "OUTER_STAGES": self.outer_stages,
@@ -34,7 +35,9 @@ class Tile:
 
 def shared_memory(tile: Tile) -> int:
     """Bytes that the tile's loads in flight take; the kernel adds some for barriers."""
-    x, w = tile.h * tile.w * tile.i * 2, tile.o * tile.i * 2
+    x, w = tile.h * tile.w * tile.c * 2, tile.k * tile.c * 2
+    if tile.halo:
+        return tile.inner_stages * (tile.h + 2) * tile.w * tile.c * 2 + tile.outer_stages * 3 * w
     return max(tile.inner_stages * (x + 2 * w), tile.outer_stages * (2 * x + 2 * w))
 
 
@@ -49,6 +52,6 @@ def shape_of_tile(voxels: int, H: int, W: int) -> list[tuple[int, int]]:
     return sorted(shapes, key=computed)
 
 
-def tiles(N: int, D: int, H: int, W: int, I: int, O: int) -> Tile:
+def tiles(N: int, D: int, H: int, W: int, C: int, K: int) -> Tile:
     h, w = shape_of_tile(128, H, W)[0]
     return Tile(h=h, w=w)
