@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "data": set(),
     "kernels": set(),
     "quality": set(),
-    "plan": {"workloads", "kernels", "quality"},
+    "plan": {"workloads", "diffusion", "kernels", "quality"},
     "runtime": {"workloads", "diffusion", "data"},
     "profile": {"workloads", "diffusion", "runtime"},
     "analysis": {"profile", "workloads"},

@@ -16,6 +16,7 @@ from voxtune.errors import InputError
 VERBS = (
     "demo",
     "sample",
+    "tune",
     "train",
     "import",
     "info",

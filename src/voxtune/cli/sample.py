@@ -22,6 +22,9 @@ def command(
     batch: Annotated[int, typer.Option(min=1, help="Volumes computed together.")] = 1,
     fit: Annotated[str, typer.Option(help="How a mask goes to the model's grid: auto, pad or resample.")] = "auto",
     size: Annotated[str | None, typer.Option(help="Another grid than the model's, as depth,height,width.")] = None,
+    plan: Annotated[
+        str, typer.Option(help="auto (the fastest known that gives the same answer), baseline, or a plan's file.")
+    ] = "auto",
     picture: Annotated[bool, typer.Option("--picture", help="Also write a PNG of mask and volume.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace volumes that exist.")] = False,
     device: DeviceOption = "auto",
@@ -30,6 +33,7 @@ def command(
 ) -> None:
     """Draw MRI volumes from masks, on each mask's own grid and geometry."""
     from voxtune.errors import InputError
+    from voxtune.optimizing import optimize
     from voxtune.runtime.generate import generate, prepare
     from voxtune.runtime.storage import load
 
@@ -43,6 +47,8 @@ def command(
         output.say(f"{request.path.name}: {request.placement.describe()}")
         for warning in request.warnings:
             output.warn(warning)
+    if plan != "baseline":
+        loaded = optimize(loaded, plan=plan, search=False, say=output.say)
     total = steps or loaded.default_steps
     used = sampler or loaded.config.sampling.sampler
     output.say(f"drawing {len(requests) * count} volume(s) with {used}, {total} steps, seed {seed}, on {loaded.device}")

@@ -1,0 +1,303 @@
+"""One denoising step of the published networks on a GPU: as their users run them today, and by this project's plans.
+
+All rows of a run are measured in it, each network built anew and let go after, with the error against float64 beside the
+time (for large sizes against float32: the row says so). `--part breakdown` lists the kernels of one planned step, so that
+what is left to win is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from results_file import RESULTS, row, show, write
+from torch import Tensor, nn
+
+from voxtune.plan.api import FUSED
+from voxtune.plan.build import build
+from voxtune.plan.plan import Plan
+from voxtune.precision import tf32_allowed
+from voxtune.workloads import build as build_network
+from voxtune.workloads import workload
+
+WHOLE = ("bf16", *FUSED, "edges", "conv3d", "cuda_graph")
+Step = Callable[[], Tensor]
+
+
+def network(name: str) -> nn.Module:
+    """Weights of a trained network's size everywhere: zero-initialised layers would hide every error and draw less power."""
+    torch.manual_seed(0)
+    if name == "monai":
+        from monai.networks.nets import DiffusionModelUNet
+
+        net: nn.Module = DiffusionModelUNet(
+            spatial_dims=3,
+            in_channels=3,
+            out_channels=1,
+            channels=(64, 64, 128, 192, 256),
+            attention_levels=(False, False, False, True, True),
+            num_res_blocks=1,
+            num_head_channels=64,
+            norm_num_groups=32,
+        )
+    else:
+        net = build_network(workload(name).network)
+    for parameter in net.parameters():
+        if parameter.dim() > 1 and not parameter.any():
+            nn.init.normal_(parameter, std=0.02)
+    return net.eval()
+
+
+def inputs(name: str, size: tuple[int, ...]) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    t = torch.tensor([120])
+    if name == "monai":
+        return torch.randn(1, 3, *size, generator=generator), t
+    config = workload(name).network
+    x = torch.randn(1, config.out_channels, *size, generator=generator)
+    return x, t, torch.randn(1, config.mask_channels, *size, generator=generator).sign()
+
+
+def lasting(net: nn.Module) -> nn.Module:
+    for parameter in net.parameters():
+        if parameter.dim() == 5:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last_3d)
+    return net
+
+
+def moved(xs: tuple[Tensor, ...], dtype: torch.dtype = torch.float32, last: bool = False) -> tuple[Tensor, ...]:
+    def one(x: Tensor) -> Tensor:
+        x = x.cuda().to(dtype) if x.is_floating_point() else x.cuda()
+        return x.contiguous(memory_format=torch.channels_last_3d) if last and x.dim() == 5 else x
+
+    return tuple(one(x) for x in xs)
+
+
+def plain(net: nn.Module, xs: tuple[Tensor, ...], *, tf32: bool = False, last: bool = False) -> Step:
+    net, xs = (lasting(net) if last else net).cuda(), moved(xs, last=last)
+
+    def step() -> Tensor:
+        with tf32_allowed(tf32):
+            return net(*xs)
+
+    return step
+
+
+def autocast(net: nn.Module, xs: tuple[Tensor, ...]) -> Step:
+    net, xs = net.cuda(), moved(xs)
+
+    def step() -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return net(*xs)
+
+    return step
+
+
+def compiled(net: nn.Module, xs: tuple[Tensor, ...]) -> Step:
+    """What a good engineer does today: BF16 weights, channels-last, torch.compile."""
+    torch._dynamo.reset()
+    net, xs = lasting(net.to(torch.bfloat16)).cuda(), moved(xs, torch.bfloat16, last=True)
+    fast = torch.compile(net, dynamic=False)
+    return lambda: fast(*xs)
+
+
+def compiled_autocast(net: nn.Module, xs: tuple[Tensor, ...]) -> Step:
+    """The same for networks that do not take BF16 weights."""
+    torch._dynamo.reset()
+    net, xs = lasting(net).cuda(), moved(xs, last=True)
+    fast = torch.compile(net, dynamic=False)
+
+    def step() -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return fast(*xs)
+
+    return step
+
+
+def planned(*names: str) -> Callable[[nn.Module, tuple[Tensor, ...]], Step]:
+    def make(net: nn.Module, xs: tuple[Tensor, ...]) -> Step:
+        net, xs = net.cuda(), moved(xs)
+        fast = build(net, xs, None, Plan.of(*names))
+        told = {k: v for k, v in fast.notes.items() if v != "in force"}
+        print("   ", "; ".join(f"{k}: {v}" for k, v in told.items()), flush=True)
+        return lambda: fast(*xs)
+
+    return make
+
+
+ROWS: dict[str, Callable[[nn.Module, tuple[Tensor, ...]], Step]] = {
+    "baseline_fp32": plain,
+    "tf32": lambda n, x: plain(n, x, tf32=True),
+    "channels_last": lambda n, x: plain(n, x, last=True),
+    "tf32_channels_last": lambda n, x: plain(n, x, tf32=True, last=True),
+    "tf32_channels_last_voxtune_norms": planned("tf32", "channels_last", "cleanup", "fuse_norm"),
+    "bf16_autocast": autocast,
+    "torch_compile_bf16": compiled,
+    "torch_compile_bf16_autocast": compiled_autocast,
+    "voxtune_cudnn": planned("bf16", *FUSED, "cuda_graph"),
+    "voxtune": planned(*WHOLE),
+}
+PARTS: dict[str, tuple[str, tuple[int, ...], tuple[str, ...]]] = {
+    "whole_head": (
+        "med-ddpm",
+        (128, 128, 128),
+        tuple(r for r in ROWS if r != "torch_compile_bf16_autocast"),
+    ),
+    "brats": ("med-ddpm-brats", (144, 192, 192), ("torch_compile_bf16", "voxtune")),
+    "whole_head_256": ("med-ddpm", (256, 256, 256), ("torch_compile_bf16", "voxtune")),
+    "monai": ("monai", (128, 128, 128), ("bf16_autocast", "torch_compile_bf16_autocast", "voxtune_cudnn", "voxtune")),
+}
+
+
+def timed(step: Step, seconds: float) -> list[float]:
+    times: list[float] = []
+    until = time.monotonic() + seconds
+    while len(times) < 5 or (time.monotonic() < until and len(times) < 60):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return times
+
+
+def reference(net: nn.Module, xs: tuple[Tensor, ...], wide: bool) -> Tensor:
+    dtype = torch.float64 if wide else torch.float32
+    began = time.monotonic()
+    with tf32_allowed(False):
+        y = copy.deepcopy(net).to("cuda", dtype)(*moved(xs, dtype)).cpu()
+    print(f"    reference in {dtype}: {time.monotonic() - began:.1f} s", flush=True)
+    return y
+
+
+@torch.no_grad()
+def measure(part: str, wanted: list[str] | None, seconds: float) -> list[dict]:
+    name, size, names = PARTS[part]
+    master, xs = network(name), inputs(name, size)
+    wide = part in ("whole_head", "monai")
+    truth = reference(master, xs, wide).double()
+    rows = []
+    for label in names:
+        if wanted and label not in wanted:
+            continue
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        began = time.monotonic()
+        try:
+            step = ROWS[label](copy.deepcopy(master), xs)
+            y = step().double().cpu()
+            torch.cuda.synchronize()
+            first = time.monotonic() - began
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            times = timed(step, seconds)
+            torch.cuda.empty_cache()
+            # A recorded graph keeps its memory without allocating: what stays reserved is its peak.
+            peak = max(torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()) / 2**30
+        except Exception as error:
+            print(f"{label}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            continue
+        error = float((y - truth).norm() / truth.norm())
+        made = row(label if part == "whole_head" else f"{part}_{label}", list(size), times, peak, error)
+        rows.append(made | {"first_s": round(first, 2), "error_against": "float64" if wide else "float32"})
+        show(rows[-1:])
+        step = None  # type: ignore[assignment]
+    return rows
+
+
+COLD = """
+import time; began = time.monotonic()
+import torch, sys
+sys.path.insert(0, {here!r})
+import gpu_unet3d_sample as bench
+from voxtune.plan import optimize
+net = bench.network("med-ddpm").cuda()
+xs = bench.moved(bench.inputs("med-ddpm", (128, 128, 128)))
+ready = time.monotonic()
+with torch.no_grad():
+    fast = optimize(net, xs)
+    fast(*xs)
+torch.cuda.synchronize()
+print("COLD", ready - began, time.monotonic() - ready, "+".join(fast.plan.names))
+"""
+
+
+def cold_start() -> dict[str, float]:
+    """Seconds from `optimize` to the first step in a new process: with no cache at all, then with what that one left."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        told = {"VOXTUNE_CACHE": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
+        for name in ("cold", "warm"):
+            code = COLD.format(here=str(Path(__file__).parent))
+            done = subprocess.run(
+                [sys.executable, "-c", code], check=False, env={**os.environ, **told}, capture_output=True, text=True
+            )
+            line = next((x for x in done.stdout.splitlines() if x.startswith("COLD")), None)
+            if line is None:
+                print(done.stderr[-2000:])
+                continue
+            _, load, first, plan = line.split()
+            found |= {f"{name}_first_step_s": round(float(first), 2), f"{name}_load_s": round(float(load), 2)}
+            print(name, "first step", first, "s after loading in", load, "s:", plan, flush=True)
+    return found
+
+
+@torch.no_grad()
+def breakdown(top: int = 40) -> list[dict]:
+    """GPU time of each kernel of one planned step, by torch.profiler, without the graph."""
+    net, xs = network("med-ddpm").cuda(), moved(inputs("med-ddpm", (128, 128, 128)))
+    fast = build(net, xs, None, Plan.of(*(n for n in WHOLE if n != "cuda_graph")))
+    for _ in range(2):
+        fast(*xs)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], record_shapes=True) as taken:
+        fast(*xs)
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {}
+    for event in taken.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found.setdefault(event.name[:90], []).append(event.time_range.elapsed_us() / 1e3)
+    ranked = sorted(found.items(), key=lambda item: -sum(item[1]))
+    total = sum(sum(t) for t in found.values())
+    print(f"{total:.2f} ms in {sum(len(t) for t in found.values())} kernels")
+    for name, times in ranked[:top]:
+        print(f"{sum(times):8.3f} ms {len(times):4d} x  max {max(times):7.3f}  {name}")
+    return [{"kernel": n, "ms": round(sum(t), 4), "count": len(t)} for n, t in ranked]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--part", default="whole_head,brats,whole_head_256,monai,cold")
+    parser.add_argument("--rows", help="only these, by comma")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of timing for each row")
+    parser.add_argument("-o", "--out", type=Path, default=RESULTS / "h200" / "unet3d_sample.json")
+    asked = parser.parse_args()
+    rows: list[dict] = []
+    more: dict[str, object] = {}
+    for part in asked.part.split(","):
+        print(f"{part}:", flush=True)
+        if part == "cold":
+            more |= cold_start()
+        elif part == "breakdown":
+            more["breakdown"] = breakdown()
+        else:
+            rows += measure(part, asked.rows.split(",") if asked.rows else None, asked.seconds)
+        write(asked.out, rows, **more)
+    show(rows)
+    print(json.dumps({k: v for k, v in more.items() if k != "breakdown"}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""voxtune tune: find the fastest plan that gives the same answer, on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, choose_device, parse_size
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="A model folder, a published .pt checkpoint, or a workload's name.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Plan file; it is kept in the cache for --plan auto in any case.")
+    ] = None,
+    shape: Annotated[str | None, typer.Option(help="Sides, such as 128,128,128; else the model's own.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Volumes at a time.")] = 1,
+    device: DeviceOption = "auto",
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Measure passes on this machine, gate each against the network itself, keep what is faster and the same."""
+    from voxtune.plan.cache import remember
+    from voxtune.plan.tune import tune
+    from voxtune.tuning import example_inputs, tuning_target, walk
+
+    output = Output(json=json, quiet=quiet)
+    loaded = tuning_target(model, choose_device(device))
+    sides = parse_size(shape) if shape else None
+    args = example_inputs(loaded, sides, batch)
+    output.say(f"tuning {model} at {'x'.join(map(str, args[0].shape[2:]))}, batch {batch}, on {loaded.device}")
+    found = tune(loaded.network, args, trajectory=walk(loaded, args), say=output.say)
+    remember(found.plan)
+    if out is not None:
+        found.plan.save(out)
+        output.say(f"wrote {out}")
+    output.say("best: " + (" + ".join(found.plan.names) or "nothing rewritten"))
+    output.result(found.plan.to_json())

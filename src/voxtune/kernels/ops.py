@@ -1,0 +1,160 @@
+"""The kernels as PyTorch operators (`torch.ops.voxtune.*`), so that captured graphs can hold them.
+
+On a GPU (or under Triton's interpreter) an operator runs its kernel; elsewhere its plain reference, so that a rewritten graph
+gives the same answer on a CPU. Sources that are not channels-last are copied into that form first: kernels read no other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+from torch import Tensor, library
+from torch.utils.weak import WeakIdKeyDictionary
+
+from voxtune.kernels import conv3d as _conv3d
+from voxtune.kernels import edge_conv as _edge
+from voxtune.kernels import group_norm as _norm
+from voxtune.kernels import pointwise as _pointwise
+from voxtune.kernels import upsample as _upsample
+
+log = logging.getLogger("voxtune")
+_told: set[str] = set()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _runs_kernel(x: Tensor, reason: str | None, name: str) -> bool:
+    """Whether the kernel runs; a fallback on a GPU is told once with its reason."""
+    if not (x.is_cuda or INTERPRETED):
+        return False
+    if reason is not None and (key := f"{name}: {reason}") not in _told:
+        _told.add(key)
+        log.info("%s falls back to plain PyTorch: %s", name, reason)
+    return reason is None
+
+
+def _lasting(x: Tensor) -> Tensor:
+    """Channels-last, whatever the number of sides; no copy where it is so already."""
+    moved = x.movedim(1, -1)
+    return x if moved.is_contiguous() else moved.contiguous().movedim(-1, 1)
+
+
+def _new(x: Tensor, channels: int, sides: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    N, _, *own = x.shape
+    return x.new_empty((N, *(sides or own), channels), dtype=dtype or x.dtype).movedim(-1, 1)
+
+
+@library.custom_op("voxtune::group_norm_silu", mutates_args=())
+def group_norm_silu(
+    sources: list[Tensor],
+    weight: Tensor,
+    bias: Tensor,
+    groups: int,
+    eps: float,
+    shift: Tensor | None,
+    silu: bool,
+    statistics: list[Tensor],
+) -> Tensor:
+    lasting = tuple(_lasting(s) for s in sources)
+    known = [s if s.numel() else None for s in statistics] or None
+    if _runs_kernel(lasting[0], _norm.why_not(lasting, groups), "group_norm_silu"):
+        return _norm.group_norm_silu(lasting, weight, bias, groups, eps, shift, silu, statistics=known)
+    return _lasting(_norm.group_norm_silu_reference(lasting, weight, bias, groups, eps, shift, silu))
+
+
+@group_norm_silu.register_fake
+def _(sources, weight, bias, groups, eps, shift, silu, statistics):
+    return _new(sources[0], sum(s.shape[1] for s in sources))
+
+
+@library.custom_op("voxtune::conv3d", mutates_args=())
+def conv3d(
+    x: Tensor, packed: Tensor, shift: Tensor | None, residual: Tensor | None, statistics: bool
+) -> tuple[Tensor, Tensor]:
+    x = _lasting(x)
+    residual = None if residual is None else _lasting(residual)
+    reason = _conv3d.why_not(x, (*packed.shape[1:], 3, 3, 3))
+    run = _conv3d.conv3d if _runs_kernel(x, reason, "conv3d") else _conv3d.conv3d_reference
+    y, sums = run(x, packed, shift, residual, statistics)
+    return _lasting(y), x.new_empty(0, dtype=torch.float32) if sums is None else sums
+
+
+@conv3d.register_fake
+def _(x, packed, shift, residual, statistics):
+    return _new(x, packed.shape[1]), x.new_empty(0, dtype=torch.float32)
+
+
+@library.custom_op("voxtune::pointwise", mutates_args=())
+def pointwise(sources: list[Tensor], weight: Tensor, shift: Tensor | None, residual: Tensor | None) -> Tensor:
+    lasting = tuple(_lasting(s) for s in sources)
+    residual = None if residual is None else _lasting(residual)
+    if _runs_kernel(lasting[0], _pointwise.why_not(lasting, weight, shift, residual), "pointwise"):
+        return _pointwise.pointwise(lasting, weight, shift, residual)
+    return _lasting(_pointwise.pointwise_reference(lasting, weight, shift, residual))
+
+
+@pointwise.register_fake
+def _(sources, weight, shift, residual):
+    return _new(sources[0], weight.shape[0])
+
+
+@library.custom_op("voxtune::add", mutates_args=())
+def add(a: Tensor, b: Tensor, shift: Tensor | None) -> Tensor:
+    a, b = _lasting(a), _lasting(b)
+    if _runs_kernel(a, _pointwise.why_not_add(a, b, shift), "add"):
+        return _pointwise.add(a, b, shift)
+    return _lasting(_pointwise.add_reference(a, b, shift))
+
+
+@add.register_fake
+def _(a, b, shift):
+    return _new(a, a.shape[1])
+
+
+@library.custom_op("voxtune::upsample", mutates_args=())
+def upsample(x: Tensor, mode: str) -> Tensor:
+    x = _lasting(x)
+    if _runs_kernel(x, _upsample.why_not(x, mode), "upsample"):
+        return _upsample.upsample(x, mode)
+    return _lasting(_upsample.upsample_reference(x, mode))
+
+
+@upsample.register_fake
+def _(x, mode):
+    return _new(x, x.shape[1], tuple(2 * s for s in x.shape[2:]))
+
+
+# Weights in the form that the edge kernels read, made at the first call.
+_packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+@library.custom_op("voxtune::stem", mutates_args=())
+def stem(sources: list[Tensor], weight: Tensor, shift: Tensor | None) -> Tensor:
+    if weight not in _packed:
+        _packed[weight] = _edge.pack_stem(weight, tuple(s.shape[1] for s in sources), weight.dtype)
+    packed = _packed[weight]
+    if _runs_kernel(sources[0], _edge.why_not_stem(tuple(sources), packed, shift), "stem"):
+        return _edge.stem(tuple(sources), packed, shift)
+    return _lasting(_edge.stem_reference(tuple(sources), weight, shift))
+
+
+@stem.register_fake
+def _(sources, weight, shift):
+    return _new(sources[0], weight.shape[0], dtype=weight.dtype)
+
+
+@library.custom_op("voxtune::head", mutates_args=())
+def head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    x = _lasting(x)
+    if weight not in _packed:
+        _packed[weight] = _edge.pack_head(weight, weight.dtype)
+    packed = _packed[weight]
+    if _runs_kernel(x, _edge.why_not_head(x, packed), "head"):
+        return _edge.head(x, packed, bias)
+    return _lasting(_edge.head_reference(x, weight, None if bias is None else bias.to(weight.dtype)))
+
+
+@head.register_fake
+def _(x, weight, bias):
+    return _new(x, weight.shape[0])

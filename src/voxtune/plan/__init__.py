@@ -1,0 +1,9 @@
+"""Plans: a network rewritten by named passes, measured and gated."""
+
+from voxtune.plan.api import optimize
+from voxtune.plan.gate import Gate, Verdict
+from voxtune.plan.plan import Plan, Step
+from voxtune.plan.run import Optimized
+from voxtune.plan.tune import Tuned, tune
+
+__all__ = ["Gate", "Optimized", "Plan", "Step", "Tuned", "Verdict", "optimize", "tune"]

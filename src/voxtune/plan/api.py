@@ -1,0 +1,171 @@
+"""`optimize`: a network, example inputs and a plan in; a faster network that passed the gate out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from voxtune.errors import InputError
+from voxtune.plan.build import build
+from voxtune.plan.cache import remember, remembered
+from voxtune.plan.gate import Inputs, Trajectory
+from voxtune.plan.hazards import refuses_half
+from voxtune.plan.identity import identity, unlike
+from voxtune.plan.plan import Plan
+from voxtune.plan.run import Optimized
+from voxtune.plan.tune import Tuned, gate_for, judge, precision_of, tune
+
+log = logging.getLogger("voxtune")
+
+BASELINE = Plan.of("strict")
+FUSED = (
+    "channels_last",
+    "cleanup",
+    "sdpa",
+    "time",
+    "fuse_norm",
+    "epilogue",
+    "pointwise",
+    "upsample",
+    "cudnn_benchmark",
+)
+# What a GPU is given without a search, the fastest first; the first that the gate lets through is taken.
+READY = (
+    Plan.of("bf16", *FUSED, "edges", "conv3d", "cuda_graph"),
+    Plan.of("bf16", *FUSED, "cuda_graph"),
+    Plan.of("bf16", *FUSED),
+    Plan.of("tf32", *FUSED),
+    Plan.of("tf32"),
+)
+
+
+def optimize(
+    model: nn.Module,
+    example_inputs: Sequence[Any] | torch.Tensor,
+    plan: str | Path | Plan = "auto",
+    *,
+    example_kwargs: dict[str, Any] | None = None,
+    trajectory: Trajectory | None = None,
+    cache: bool = True,
+    search: bool = True,
+    say: Callable[[str], None] = lambda _line: None,
+) -> Optimized:
+    """The network rewritten by a plan, gated against itself. Inference only.
+
+    `plan` is "auto" (the cached one; else on a GPU the fastest known that passes the gate, on a CPU the fastest of those
+    measured), "baseline" (float32, nothing rewritten), a Plan, or a plan's file. A plan whose evidence is of another model,
+    shape, card or version is gated again, and refused with an InputError if it fails. Without `search`, "auto" on a CPU is
+    the cached plan or the baseline, and measures nothing.
+    """
+    args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
+    with torch.inference_mode(False):
+        plainly = lambda x: x.clone() if x.is_inference() else x  # noqa: E731
+        inputs: Inputs = tree_map_only(torch.Tensor, plainly, (args, example_kwargs or {}))
+        return _optimize(model, inputs, plan, trajectory, cache=cache, search=search, say=say)
+
+
+def _optimize(
+    model: nn.Module,
+    inputs: Inputs,
+    plan: str | Path | Plan,
+    trajectory: Trajectory | None,
+    *,
+    cache: bool,
+    search: bool,
+    say: Callable[[str], None],
+) -> Optimized:
+    args = inputs[0]
+    if not any(isinstance(a, torch.Tensor) for a in (*args, *inputs[1].values())):
+        raise InputError("example_inputs hold no tensor")
+    if model.training:
+        raise InputError("the network is in training mode: call .eval() first; a plan is for inference")
+    if isinstance(plan, Plan):
+        return _given(model, inputs, plan, "the plan", trajectory)
+    if str(plan) == "baseline":
+        return build(model, *inputs, BASELINE)
+    if str(plan) != "auto":
+        path = Path(plan)
+        return _given(model, inputs, Plan.load(path), str(path), trajectory)
+    return _auto(model, inputs, trajectory, cache=cache, search=search, say=say)
+
+
+def _given(model: nn.Module, inputs: Inputs, plan: Plan, where: str, trajectory: Trajectory | None) -> Optimized:
+    here = identity(model, inputs)
+    # Evidence counts only where it was measured, and only if it says that the plan passed.
+    reason = unlike(plan.made_for, here) if plan.evidence.get("gate") else "it carries no evidence"
+    network = build(model, *inputs, plan)
+    if reason is None:
+        return network
+    log.info("%s is gated again: %s", where, reason)
+    half = refuses_half(network.signature.device) if precision_of(plan) in ("bf16", "fp16") else None
+    if half is not None:
+        raise InputError(f"{where}: refused: {half}")
+    verdict = judge(model, inputs, network, gate_for(model, inputs, trajectory))
+    if not verdict.passed:
+        raise InputError(f"{where}: refused by the gate: {verdict.reason}; use --plan auto, or tune one here")
+    network.plan = Plan(plan.steps, here, {"gate": verdict.figures})
+    return network
+
+
+def _auto(
+    model: nn.Module,
+    inputs: Inputs,
+    trajectory: Trajectory | None,
+    *,
+    cache: bool,
+    search: bool,
+    say: Callable[[str], None],
+) -> Optimized:
+    here = identity(model, inputs)
+    known = remembered(here) if cache else None
+    if known is not None:
+        return build(model, *inputs, known)
+    if next(model.parameters()).device.type == "cuda":
+        network = _ready(model, inputs, here, trajectory, say)
+    elif search:
+        network = _tuned(model, inputs, trajectory, say)
+    else:
+        say("no plan was tuned for this model and size on this CPU: it runs as it is; `voxtune tune` finds one, once")
+        return build(model, *inputs, BASELINE)
+    if cache:
+        remember(network.plan)
+    return network
+
+
+def _tuned(model: nn.Module, inputs: Inputs, trajectory: Trajectory | None, say: Callable[[str], None]) -> Optimized:
+    found: Tuned = tune(model, *inputs, trajectory=trajectory, say=say)
+    assert found.network is not None
+    found.network.plan = found.plan
+    return found.network
+
+
+def _ready(
+    model: nn.Module, inputs: Inputs, here: dict[str, Any], trajectory: Trajectory | None, say: Callable[[str], None]
+) -> Optimized:
+    gate = gate_for(model, inputs, trajectory)
+    half = refuses_half(next(model.parameters()).device)
+    for plan in READY:
+        names = "+".join(plan.names)
+        if half is not None and precision_of(plan) in ("bf16", "fp16"):
+            say(f"{names}: {half}")
+            continue
+        try:
+            network = build(model, *inputs, plan)
+            verdict = judge(model, inputs, network, gate)
+        except Exception as error:  # a kernel that fails here costs this plan; the next one is slower and plainer
+            first = str(error).splitlines()[0][:200] if str(error) else ""
+            log.warning("plan %s failed: %s: %s", names, type(error).__name__, first)
+            continue
+        if verdict.passed:
+            network.plan = Plan(plan.steps, here, {"gate": verdict.figures})
+            return network
+        log.warning("plan %s refused: %s", names, verdict.reason)
+    network = build(model, *inputs, BASELINE)
+    network.plan = Plan(BASELINE.steps, here, {})
+    return network

@@ -1,0 +1,75 @@
+"""`torch.compile(model, backend="voxtune")`: the same passes under the name that PyTorch users know."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from voxtune.plan.api import BASELINE, READY
+from voxtune.plan.build import build
+from voxtune.plan.gate import Gate
+from voxtune.plan.plan import Plan
+from voxtune.plan.tune import judge
+
+log = logging.getLogger("voxtune")
+CPU_READY = (Plan.of("cleanup", "sdpa", "time", "channels_last"),)
+
+
+def voxtune(
+    graph: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Dynamo's graph with its weights made constants, rewritten and gated; as it came where gradients are asked for.
+
+    `options={"plan": "plan.json"}` names a plan; otherwise the first of the ready ones that passes the gate.
+    """
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
+        log.warning("gradients are asked for: the graph runs as it came; call it under torch.no_grad()")
+        return graph.forward
+    frozen, places = _freeze(graph, example_inputs)
+    inputs = tuple(example_inputs[i] for i in places)
+    device = next((x.device for x in inputs if isinstance(x, Tensor)), torch.device("cpu"))
+    told = (options or {}).get("plan")
+    plans = (Plan.load(told),) if told else READY if device.type == "cuda" else CPU_READY
+    gate = Gate(frozen, [(inputs, {})])
+    for plan in plans:
+        try:
+            network = build(frozen, inputs, {}, plan)
+            verdict = judge(frozen, (inputs, {}), network, gate)
+        except Exception as error:  # the graph as it came is always there
+            log.warning("plan %s failed: %s: %s", "+".join(plan.names), type(error).__name__, str(error)[:200])
+            continue
+        if verdict.passed:
+            return lambda *given: network(*(given[i] for i in places))
+        log.warning("plan %s refused: %s", "+".join(plan.names), verdict.reason)
+    last = build(frozen, inputs, {}, BASELINE)
+    return lambda *given: last(*(given[i] for i in places))
+
+
+class _Frozen(nn.Module):
+    """The graph with its weights held, called with the rest."""
+
+    def __init__(self, graph: fx.GraphModule, weights: dict[int, Tensor], places: list[int], count: int):
+        super().__init__()
+        self.graph, self.places, self.count = graph, places, count
+        self.held = {i: f"weight_{i}" for i in weights}
+        for i, weight in weights.items():
+            self.register_buffer(self.held[i], weight.detach())
+
+    def forward(self, *inputs: Any) -> Any:
+        given = dict(zip(self.places, inputs, strict=True))
+        return self.graph(*(getattr(self, self.held[i]) if i in self.held else given[i] for i in range(self.count)))
+
+
+def _freeze(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[nn.Module, list[int]]:
+    """Dynamo hands weights in as inputs: those that are parameters or buffers of the caller become constants."""
+    weights = {
+        i: x
+        for i, (node, x) in enumerate(zip(graph.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
+        if isinstance(x, nn.Parameter) or (isinstance(x, Tensor) and "_buffers_" in str(node.target))
+    }
+    places = [i for i in range(len(example_inputs)) if i not in weights]
+    return _Frozen(graph, weights, places, len(example_inputs)).eval(), places

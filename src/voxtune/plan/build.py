@@ -1,0 +1,107 @@
+"""From a network and a plan to the rewritten network, with a record of what each pass did or why it did not apply."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from voxtune.plan.graph import Captured, capture
+from voxtune.plan.passes import PASSES, Context
+from voxtune.plan.plan import Plan
+from voxtune.plan.run import Optimized, Runner, Signature
+
+log = logging.getLogger("voxtune")
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Built:
+    """What the passes made: `notes` has a line a pass, `graph` is None where the network could not be captured."""
+
+    graph: Captured | None
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+def context_of(plan: Plan, device: torch.device, *, twin: bool = False) -> Context:
+    dtype = next((HALF[n] for n in plan.names if n in HALF), torch.float32)
+    lasting = "channels_last" in plan.names
+    return Context(device=device, dtype=dtype, channels_last=lasting, passes=plan.names, twin=twin)
+
+
+def rewrite(captured: Captured, plan: Plan, context: Context) -> dict[str, str]:
+    """Runs the plan's passes in the house's order; gives a line for each."""
+    notes = {}
+    for one in PASSES:
+        if one.name not in plan.names:
+            continue
+        reason = one.why_not(context)
+        if reason is not None:
+            notes[one.name] = f"does not apply: {reason}"
+        elif one.rewrite is None:
+            notes[one.name] = "in force"
+        else:
+            outcome = one.rewrite(captured, context, plan.options(one.name))
+            notes[one.name] = f"applied {outcome.applied} x" if outcome.applied else f"no effect: {outcome.reason}"
+            if outcome.applied and outcome.notes:
+                notes[one.name] += " (" + "; ".join(outcome.notes) + ")"
+    return notes
+
+
+def build(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None, plan: Plan, *, twin: bool = False
+) -> Optimized:
+    """The network rewritten for these inputs' shapes, types and device. Neither gated nor measured here.
+
+    A `twin` applies every rewriting there is, kernel or not: for the gate, which asks if the graph is still the same.
+    """
+    kwargs = kwargs or {}
+    signature = Signature.of(args, kwargs)
+    context = context_of(plan, signature.device, twin=twin)
+    rewriting = [p for p in PASSES if p.rewrite is not None and p.name in plan.names and p.why_not(context) is None]
+    inner: nn.Module
+    if rewriting:
+        try:
+            captured = capture(model, args, kwargs)
+        except Exception as error:  # torch.export raises of many families for what it cannot capture
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            return _uncaptured(model, plan, context, signature, f"{type(error).__name__}: {first[:200]}")
+        notes = rewrite(captured, plan, context)
+        inner = captured.module
+    else:
+        notes = rewrite(Captured(None, ()), plan, context)  # type: ignore[arg-type]
+        inner = model
+    return Optimized(model, Runner(inner, _in_force(plan, notes), context), plan, notes, signature)
+
+
+def _uncaptured(model: nn.Module, plan: Plan, context: Context, signature: Signature, why: str) -> Optimized:
+    """A network that is no static graph still has what needs no graph: its layout, its type, TF32."""
+    notes = {p.name: "no effect: the network could not be captured" for p in PASSES if p.name in plan.names}
+    log.warning("the network could not be captured as a graph (%s): only passes on whole modules apply", why)
+    network = model
+    casting = context.dtype if context.dtype != torch.float32 else None
+    if context.channels_last:
+        network = copy.deepcopy(model)
+        for parameter in network.parameters():
+            if parameter.dim() in (4, 5):
+                form = torch.channels_last if parameter.dim() == 4 else torch.channels_last_3d
+                parameter.data = parameter.data.contiguous(memory_format=form)
+        notes["channels_last"] = "applied to the weights"
+    for name in ("strict", "tf32", "cudnn_benchmark", "compile", "cuda_graph"):
+        if name in plan.names:
+            reason = next(p for p in PASSES if p.name == name).why_not(context)
+            notes[name] = "in force" if reason is None else f"does not apply: {reason}"
+    if casting is not None:
+        notes["bf16" if casting == torch.bfloat16 else "fp16"] = "by autocast"
+    notes["capture"] = f"failed: {why}"
+    runner = Runner(network, _in_force(plan, notes), context, autocast=casting)
+    return Optimized(model, runner, plan, notes, signature)
+
+
+def _in_force(plan: Plan, notes: dict[str, str]) -> frozenset[str]:
+    return frozenset(n for n in plan.names if notes.get(n) == "in force")

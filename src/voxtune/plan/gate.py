@@ -1,0 +1,204 @@
+"""The gate: is a rewritten network the same network? What fails is refused, with the figures.
+
+Three questions, each against the network as its owner wrote it:
+1. structure: the rewritten graph computed in float32 (no half precision, no TF32, no compiler) against float64. A pass that
+   forgot a norm or took a wrong epsilon shows here, where rounding cannot hide it.
+2. numerics: the plan as it will run, on several inputs and time steps, against float64. It may err at most 1.5 x as much as
+   plain PyTorch errs in the same precision (autocast for half precision).
+3. trajectory: whole samplings with the same noise, against float32: relative error by the same rule, PSNR, worst voxel. Small
+   errors grow along the way by chance, so several are walked, and the plain network's worst is the measure.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from voxtune.precision import tf32_allowed
+from voxtune.quality.compare import Difference, difference
+
+log = logging.getLogger("voxtune")
+FACTOR = 1.5
+# Float32: other orders of summation differ by a few units in the last place, and these add up over a deep network.
+FLOAT32_FACTOR, FLOAT32_FLOOR = 4.0, 1e-5
+SEEDS = (0, 1, 2)
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+Call = Callable[..., Any]
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+# A whole sampling with a network, from the noise of a seed.
+Trajectory = Callable[[Call, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`figures` are the errors, and the limits they were held to."""
+
+    passed: bool
+    reason: str | None
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def error(self) -> float:
+        return float(self.figures.get("relative", math.nan))
+
+
+class Gate:
+    """References and yardsticks of one network and its inputs, computed when first asked for."""
+
+    def __init__(
+        self, model: nn.Module, inputs: Sequence[Inputs], trajectory: Trajectory | None = None, factor: float = FACTOR
+    ):
+        assert inputs, "a gate needs inputs"
+        self.model, self.inputs, self.trajectory, self.factor = model, list(inputs), trajectory, factor
+        self._references: list[Tensor] | None = None
+        self.reference_type = "float64"
+        self._paths: list[Tensor] | None = None
+        self._yardsticks: dict[str, tuple[float, float]] = {}
+
+    @property
+    def references(self) -> list[Tensor]:
+        """The network itself in float64; in float32 where it insists on that type inside."""
+        if self._references is None:
+            wide = copy.deepcopy(self.model).double()
+            try:
+                self._references = [_output(wide, _widened(i)).cpu() for i in self.inputs]
+            except RuntimeError as error:
+                log.info("no float64 reference (%s): float32 it is", str(error).splitlines()[0])
+                self.reference_type = "float32"
+                with tf32_allowed(False):
+                    self._references = [_output(self.model, i).cpu() for i in self.inputs]
+        return self._references
+
+    @property
+    def paths(self) -> list[Tensor]:
+        """The final volumes of the network itself, in float32."""
+        if self._paths is None:
+            assert self.trajectory is not None
+            with torch.no_grad(), tf32_allowed(False):
+                self._paths = [self.trajectory(self.model, seed).float().cpu() for seed in SEEDS]
+        return self._paths
+
+    def judge(self, candidate: Call, precision: str, structure: Call | None = None) -> Verdict:
+        """`structure` is the same rewriting computed in float32; leave it out where nothing was rewritten."""
+        figures: dict[str, Any] = {"precision": precision}
+        try:
+            return self._judge(candidate, precision, structure, figures)
+        except torch.OutOfMemoryError as error:
+            return Verdict(False, f"out of memory: {str(error).splitlines()[0]}", figures)
+
+    def _judge(self, candidate: Call, precision: str, structure: Call | None, figures: dict[str, Any]) -> Verdict:
+        if structure is not None:
+            error = self._error(structure)
+            limit = max(FLOAT32_FLOOR, FLOAT32_FACTOR * self.yardstick("fp32")[0])
+            figures |= {"structure": error, "structure_limit": limit}
+            if not error <= limit:
+                return Verdict(False, f"rewritten in float32 it errs {error:.1e}, more than {limit:.1e}", figures)
+        per_input = [difference(_output(candidate, i), r) for i, r in zip(self.inputs, self.references, strict=True)]
+        worst = max(per_input, key=lambda d: d.relative)
+        plain, plain_path = self.yardstick(precision)
+        limit = self._limit(precision, plain)
+        figures |= {"relative": worst.relative, "limit": limit, "plain": plain, "inputs": len(per_input)}
+        figures["reference"] = self.reference_type
+        if not worst.relative <= limit:
+            return Verdict(False, f"it errs {worst.relative:.1e}, more than {limit:.1e}", figures)
+        if self.trajectory is not None:
+            ways = self._follow(candidate)
+            reached = sorted(ways, key=lambda d: d.relative)[len(ways) // 2]
+            limit = self._limit(precision, plain_path)
+            figures["trajectory"] = {**reached.describe(), "limit": limit, "plain": plain_path}
+            if not reached.relative <= limit:
+                why = f"its sampled volume lies {reached.relative:.1e} from the reference's, more than {limit:.1e}"
+                return Verdict(False, f"{why} (PSNR {reached.psnr:.1f} dB, worst voxel {reached.worst:.2g})", figures)
+        return Verdict(True, None, figures)
+
+    def yardstick(self, precision: str) -> tuple[float, float]:
+        """What plain PyTorch errs in this precision: on single steps, and along the trajectory."""
+        if precision not in self._yardsticks:
+            device = next(x.device for x in _tensors(self.inputs[0]))
+
+            def plain(*args: Any, **kwargs: Any) -> Any:
+                with tf32_allowed(precision == "tf32"), _autocast(device, precision):
+                    return self.model(*args, **kwargs)
+
+            path = max(d.relative for d in self._follow(plain)) if self.trajectory is not None else 0.0
+            self._yardsticks[precision] = (self._error(plain), path)
+        return self._yardsticks[precision]
+
+    def _limit(self, precision: str, plain: float) -> float:
+        if precision == "fp32":
+            return max(FLOAT32_FLOOR, FLOAT32_FACTOR * plain)
+        return max(FLOAT32_FLOOR, self.factor * plain)
+
+    def _error(self, call: Call) -> float:
+        pairs = zip(self.inputs, self.references, strict=True)
+        return max(difference(_output(call, i), r).relative for i, r in pairs)
+
+    def _follow(self, call: Call) -> list[Difference]:
+        assert self.trajectory is not None
+        with torch.no_grad():
+            ends = [self.trajectory(call, seed).float().cpu() for seed in SEEDS]
+        return [difference(end, truth) for end, truth in zip(ends, self.paths, strict=True)]
+
+
+def _autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    return torch.autocast(device.type, HALF[precision]) if precision in HALF else nullcontext()
+
+
+def _output(call: Call, inputs: Inputs) -> Tensor:
+    """The network's volume: its output, or the first tensor of it (diffusers wraps it in a small class)."""
+    with torch.no_grad():
+        found = call(*inputs[0], **inputs[1])
+    return volume_of(found).detach()
+
+
+def volume_of(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
+        return output
+    values: Iterable[Any] = output.values() if isinstance(output, dict) else tree_flatten(output)[0]
+    return next(v for v in values if isinstance(v, Tensor))
+
+
+def _tensors(inputs: Inputs) -> list[Tensor]:
+    return [x for x in tree_flatten(inputs)[0] if isinstance(x, Tensor)]
+
+
+def _widened(inputs: Inputs) -> Inputs:
+    return tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, inputs)
+
+
+def vary(inputs: Inputs, count: int = 3, seed: int = 0) -> list[Inputs]:
+    """The inputs themselves, then with other noise in the first volume and other time steps."""
+    made = [inputs]
+    leaves, structure = tree_flatten(inputs)
+    generator = torch.Generator().manual_seed(seed)
+    for k in range(1, count):
+        volume = next((i for i, x in enumerate(leaves) if is_volume(x)), None)
+        changed = [
+            _redrawn(x, generator) if i == volume else x * (count - 1 - k) // (count - 1) if is_time(x) else x
+            for i, x in enumerate(leaves)
+        ]
+        made.append(tree_unflatten(changed, structure))
+    return made
+
+
+def _redrawn(x: Tensor, generator: torch.Generator) -> Tensor:
+    noise = torch.randn(x.shape, generator=generator)
+    return (noise * x.float().std().cpu() + x.float().mean().cpu()).to(x.device, x.dtype)
+
+
+def is_volume(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.dim() >= 4
+
+
+def is_time(x: Any) -> bool:
+    return isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool and x.dim() <= 1

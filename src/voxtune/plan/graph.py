@@ -1,0 +1,202 @@
+"""The captured graph that passes work on, and the few moves they make in it.
+
+A network is captured by torch.export into operators of PyTorch (aten) with its weights as constants. Export keeps composite
+operators whole (group_norm, silu, conv3d, einsum), whatever classes the owner wrote them with: so passes match what is
+computed, not names.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Captured:
+    """A graph, the tensors it was captured with (flat, in the order of its placeholders), and where they live."""
+
+    module: fx.GraphModule
+    inputs: tuple[Any, ...]
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def device(self) -> torch.device:
+        return next(x.device for x in self.inputs if isinstance(x, Tensor))
+
+    def nodes(self, *targets: Any) -> list[fx.Node]:
+        return [n for n in self.graph.nodes if n.op == "call_function" and n.target in targets]
+
+    def placeholders(self) -> list[fx.Node]:
+        return [n for n in self.graph.nodes if n.op == "placeholder"]
+
+    def constant(self, node: Any) -> Tensor | None:
+        """The tensor behind a node that is a weight."""
+        if not isinstance(node, fx.Node) or node.op != "get_attr":
+            return None
+        found: Any = self.module
+        for part in str(node.target).split("."):
+            found = getattr(found, part)
+        return found if isinstance(found, Tensor) else None
+
+    def add_constant(self, value: Tensor, like: str = "constant") -> fx.Node:
+        """A weight of our own making, at the head of the graph."""
+        name, number = f"_{like}", 0
+        while hasattr(self.module, f"{name}_{number}"):
+            number += 1
+        self.module.register_buffer(f"{name}_{number}", value.detach(), persistent=False)
+        first = next(n for n in self.graph.nodes if n.op != "placeholder")
+        with self.graph.inserting_before(first):
+            node = self.graph.get_attr(f"{name}_{number}")
+        node.meta["val"] = value.detach()
+        return node
+
+    def insert(self, before: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        with self.graph.inserting_before(before):
+            return self.graph.call_function(target, args, kwargs)
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """`new` for `old` everywhere; what only `old` needed goes when the pass is over."""
+        new.meta.setdefault("val", old.meta.get("val"))
+        old.replace_all_uses_with(new)
+
+    def refresh(self) -> None:
+        """Drops what nobody uses, and learns every node's shape, type and strides anew without computing."""
+        self.graph.eliminate_dead_code()
+        self.module.delete_all_unused_submodules()
+        self.graph.lint()
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) else x for x in self.inputs]
+        FakeTensorProp(self.module, mode).propagate_dont_convert_inputs(*fakes)
+        self.module.recompile()
+
+
+def capture(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Captured:
+    """Raises what torch.export raises for a network that is no static graph."""
+    with torch.no_grad():
+        program = torch.export.export(model, tuple(args), kwargs or {}, strict=False)
+    wanted = {"check_guards": False} if "check_guards" in inspect.signature(program.module).parameters else {}
+    module = program.module(**wanted)
+    assert isinstance(module, fx.GraphModule)
+    flat = tuple(torch.utils._pytree.tree_leaves((tuple(args), kwargs or {})))
+    captured = Captured(module, flat)
+    placeholders = captured.placeholders()
+    assert len(placeholders) == len(flat), "one placeholder for each input"
+    _write_nothing_in_place(captured)
+    return captured
+
+
+OUT_OF_PLACE = {
+    aten.silu_.default: aten.silu.default,
+    aten.relu_.default: aten.relu.default,
+    aten.add_.Tensor: aten.add.Tensor,
+    aten.mul_.Tensor: aten.mul.Tensor,
+    aten.div_.Tensor: aten.div.Tensor,
+}
+
+
+class WritesInPlaceError(RuntimeError):
+    """The network overwrites a tensor that it still looks at; passes that move operators would change what it sees."""
+
+
+def _write_nothing_in_place(captured: Captured) -> None:
+    """Operators in place become ones out of place where nobody looks at what they overwrote; any other is refused."""
+    seen: set[fx.Node] = set()
+    for node in captured.graph.nodes:
+        schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+        if schema is not None and schema.is_mutable:
+            source = node.args[0]
+            # What was overwritten may be read before, by operators that keep no view of it, and never after.
+            private = source.op == "call_function" and not _views(source)
+            if (
+                node.target not in OUT_OF_PLACE
+                or not private
+                or not all(u is node or (u in seen and not _views(u)) for u in source.users)
+            ):
+                raise WritesInPlaceError(f"{node.target} overwrites {source}, which is looked at elsewhere")
+            node.target = OUT_OF_PLACE[node.target]
+        seen.add(node)
+    captured.module.recompile()
+
+
+def _views(node: fx.Node) -> bool:
+    """Whether a node's result shares memory with its input."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or any(r.alias_info is not None for r in schema.returns)
+
+
+def value(node: Any) -> Tensor | None:
+    """What is known of a node's tensor (a fake one), or None."""
+    found = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return found if isinstance(found, Tensor | FakeTensor) else None
+
+
+def shape(node: Any) -> tuple[int, ...]:
+    found = value(node)
+    return () if found is None else tuple(int(s) for s in found.shape)
+
+
+def is_call(node: Any, *targets: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def sole_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """An argument of an aten call by its name in the schema, given by place, by name or by default."""
+    for place, wanted in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if wanted.name == name:
+            if place < len(node.args) and not wanted.kwarg_only:
+                return node.args[place]
+            return node.kwargs.get(name, wanted.default_value if wanted.has_default_value() else None)
+    raise KeyError(f"{node.target} has no argument {name}")
+
+
+def channel_sources(node: Any) -> list[Any]:
+    """The two volumes that a concatenation on channels joins; else the node itself."""
+    if is_call(node, aten.cat.default):
+        parts: list[Any] = list(node.args[0])
+        joined = argument(node, "dim") in (1, 1 - len(shape(node)))
+        if joined and len(parts) == 2 and all(len(shape(p)) == len(shape(node)) for p in parts):
+            return parts
+    return [node]
+
+
+def depends_on(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """The roots and all that is computed from them."""
+    found = set(roots)
+    for node in graph.nodes:
+        if any(i in found for i in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def volume_inputs(captured: Captured) -> list[fx.Node]:
+    """The placeholders that are images: floating point with a batch, channels and at least two sides."""
+    return [
+        node
+        for node, x in zip(captured.placeholders(), captured.inputs, strict=True)
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dim() >= 4
+    ]
+
+
+def peel(node: Any, *targets: Any) -> Iterator[Any]:
+    """The node, then what stands behind each of these one-input operators."""
+    while True:
+        yield node
+        if not is_call(node, *targets):
+            return
+        node = node.args[0]

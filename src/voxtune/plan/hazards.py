@@ -1,0 +1,77 @@
+"""What is known to go wrong here before anything is measured: compilers that are missing, versions with wrong answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch.nn import functional as F
+
+
+def why_no_compiler(device: torch.device) -> str | None:
+    """Why torch.compile cannot make code for this device, or None."""
+    if device.type == "cpu":
+        compiler = os.environ.get("CXX", "g++")
+        if shutil.which(compiler) is None and shutil.which("clang++") is None:
+            return f"torch.compile needs a C++ compiler on a CPU; {compiler} was not found"
+        return None
+    if importlib.util.find_spec("triton") is None:
+        return "torch.compile needs Triton on a GPU: pip install triton"
+    # Triton makes a small C file of each launcher.
+    if not any(shutil.which(c) for c in (os.environ.get("CC", "cc"), "gcc", "clang")):
+        return "torch.compile needs a C compiler for Triton's launchers; none was found"
+    return None
+
+
+@dataclass(frozen=True)
+class Hazard:
+    name: str
+    found: str
+    follows: str
+
+
+@cache
+def hazards(device_type: str) -> tuple[Hazard, ...]:
+    """Known defects of the versions at hand (pytorch#163539: BF16 conv3d of cuDNN 9.8 to 9.10; pytorch#166122: conv3d
+    without cuDNN in torch 2.9), and one convolution computed both ways."""
+    found = []
+    if device_type == "cuda":
+        version = torch.backends.cudnn.version() or 0
+        if 90800 <= version < 91100:
+            found.append(Hazard("cudnn", str(version), "its BF16 conv3d may be wrong: half precision is refused"))
+        if torch.__version__.startswith("2.9."):
+            found.append(
+                Hazard("torch", torch.__version__, "its conv3d may run without cuDNN: expect slow convolutions")
+            )
+    wrong = _wrong_convolution(device_type)
+    if wrong is not None:
+        found.append(
+            Hazard("conv3d", f"relative error {wrong:.1e}", "BF16 conv3d is wrong here: half precision is refused")
+        )
+    return tuple(found)
+
+
+def refuses_half(device: torch.device) -> str | None:
+    found = [h for h in hazards(device.type) if "half precision is refused" in h.follows]
+    return f"{found[0].name} {found[0].found}: {found[0].follows}" if found else None
+
+
+def _wrong_convolution(device_type: str) -> float | None:
+    """Relative error of a BF16 convolution with integer values, which must be exact; None when it is."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-2, 3, (1, 16, 5, 8, 8), generator=generator).float()
+    w = torch.randint(-1, 2, (16, 16, 3, 3, 3), generator=generator).float()
+    with torch.no_grad():
+        # Integers up to 256 are exact in BF16; a larger sum is rounded once, here as there: any other error is a defect.
+        right = F.conv3d(x.double(), w.double(), padding=1).bfloat16().double()
+        for form in (torch.contiguous_format, torch.channels_last_3d):
+            xs, ws = (v.to(device_type, torch.bfloat16).contiguous(memory_format=form) for v in (x, w))
+            got = F.conv3d(xs, ws, padding=1).double().cpu()
+            error = float((got - right).norm() / right.norm())
+            if error > 1e-6:
+                return error
+    return None

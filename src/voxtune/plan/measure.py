@@ -1,0 +1,64 @@
+"""Times and memory of one call: medians after warm-up, the peak of what PyTorch holds."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """`first_s` is the first call: compilation, algorithm search, recording of a graph. `peak_gib` is None on a CPU."""
+
+    p20_ms: float
+    p50_ms: float
+    p80_ms: float
+    first_s: float
+    peak_gib: float | None
+
+
+def measure(call: Callable[[], Any], device: torch.device, *, repeats: int = 10, seconds: float = 3.0) -> Timing:
+    """At least three runs, at most `repeats`, about `seconds` in all."""
+    gpu = device.type == "cuda"
+    if gpu:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    began = time.perf_counter()
+    call()
+    if gpu:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    first = time.perf_counter() - began
+    times: list[float] = []
+    until = time.perf_counter() + seconds
+    while len(times) < 3 or (len(times) < repeats and time.perf_counter() < until):
+        times.append(_once(call, device, gpu))
+    peak = torch.cuda.max_memory_allocated(device) / 2**30 if gpu else None
+    p20, p50, p80 = quantiles(times)
+    return Timing(p20, p50, p80, first, peak)
+
+
+def _once(call: Callable[[], Any], device: torch.device, gpu: bool) -> float:
+    if not gpu:
+        began = time.perf_counter()
+        call()
+        return (time.perf_counter() - began) * 1e3
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize(device)
+    return float(start.elapsed_time(end))
+
+
+def quantiles(times: list[float]) -> tuple[float, float, float]:
+    if len(times) < 2:
+        return times[0], times[0], times[0]
+    cuts = statistics.quantiles(times, n=10, method="inclusive")
+    return cuts[1], statistics.median(times), cuts[7]

@@ -1,0 +1,175 @@
+"""sdpa: softmax(q k) v written out becomes one fused attention. The matrix of weights (L x L) is never stored.
+
+Matched as einsum - scale - softmax - einsum (or the same by matmul / bmm), whatever the order of the axes; factors on q,
+on k and on their product are gathered into one scale."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from voxtune.plan.graph import Captured, argument, aten, is_call, shape, sole_user
+from voxtune.plan.passes.base import Context, Outcome
+
+SOFTMAX = (aten.softmax.int, aten._softmax.default)
+CASTS = (aten.to.dtype, aten._to_copy.default)
+PRODUCTS = (aten.matmul.default, aten.bmm.default)
+
+
+@dataclass
+class Product:
+    """A batched product as an einsum: `letters` of both inputs and of the output."""
+
+    left: Any
+    right: Any
+    letters: tuple[str, str, str]
+
+
+def sdpa(captured: Captured, _context: Context, _options: dict[str, Any]) -> Outcome:
+    count = 0
+    for softmax in captured.nodes(*SOFTMAX):
+        count += _fuse(captured, softmax)
+    captured.refresh()
+    return Outcome(count, None if count else "no softmax between two products")
+
+
+def _fuse(captured: Captured, softmax: fx.Node) -> int:
+    rank = len(shape(softmax))
+    if rank < 3 or argument(softmax, "dim") not in (-1, rank - 1):
+        return 0
+    scores, scale = _scaled(softmax.args[0])
+    first = _product(scores)
+    after = sole_user(softmax)
+    weights = softmax
+    while after is not None and is_call(after, *CASTS):
+        weights, after = after, sole_user(after)
+    second = _product(after)
+    if first is None or second is None or after is None or second.left is not weights:
+        return 0
+    plan = _axes(first, second)
+    if plan is None or len(scores.users) != 1:
+        return 0
+    q, q_scale = _scaled(first.left)
+    k, k_scale = _scaled(first.right)
+    made = _attention(captured, after, (q, k, second.right), plan, scale * q_scale * k_scale)
+    captured.replace(after, made)
+    return 1
+
+
+def _scaled(node: Any) -> tuple[Any, float]:
+    """What stands behind multiplications by numbers and casts, and their product."""
+    scale = 1.0
+    while True:
+        if is_call(node, aten.mul.Tensor, aten.mul.Scalar) and isinstance(node.args[1], int | float):
+            scale *= node.args[1]
+        elif is_call(node, aten.div.Tensor, aten.div.Scalar) and isinstance(node.args[1], int | float):
+            scale /= node.args[1]
+        elif not is_call(node, *CASTS):
+            return node, scale
+        node = node.args[0]
+
+
+def _product(node: Any) -> Product | None:
+    if is_call(node, aten.einsum.default):
+        equation, operands = node.args[0], node.args[1]
+        inputs, _, output = equation.replace(" ", "").partition("->")
+        if len(operands) != 2 or not output or "." in equation:
+            return None
+        left, right = inputs.split(",")
+        return Product(operands[0], operands[1], (left, right, output))
+    if is_call(node, *PRODUCTS):
+        rank = len(shape(node))
+        if rank not in (3, 4) or len(shape(node.args[0])) != rank or len(shape(node.args[1])) != rank:
+            return None
+        batch = "ab"[: rank - 2]
+        return Product(node.args[0], node.args[1], (batch + "xy", batch + "yz", batch + "xz"))
+    return None
+
+
+@dataclass
+class _Axes:
+    """Where each operand's axes go to reach (batch..., length, width), and where the result's go back."""
+
+    q: list[int]
+    k: list[int]
+    v: list[int]
+    back: list[int]
+    batch: int
+
+
+def _axes(first: Product, second: Product) -> _Axes | None:
+    left, right, scores = first.letters
+    weights, values, output = second.letters
+    if len(scores) != len(weights) or len(set(scores)) != len(scores):
+        return None
+    # The second product's letters in the first one's names.
+    names = dict(zip(weights, scores, strict=True))
+    width = next((c for c in values if c not in names), None)
+    if width is None or any(c not in names and c != width for c in output + values):
+        return None
+    names[width] = "*"
+    values, output = ("".join(names[c] for c in text) for text in (values, output))
+    key = scores[-1]
+    query = next((c for c in scores if c in left and c not in right), None)
+    inner = [c for c in left if c in right and c not in scores]
+    batch = [c for c in scores if c in left and c in right]
+    if query is None or len(inner) != 1 or key not in right or key in left:
+        return None
+    fits = sorted(values) == sorted([*batch, key, "*"]) and sorted(output) == sorted([*batch, query, "*"])
+    if not fits or len(batch) not in (1, 2) or len(left) != len(scores) or len(right) != len(scores):
+        return None
+    return _Axes(
+        q=[left.index(c) for c in (*batch, query, *inner)],
+        k=[right.index(c) for c in (*batch, key, *inner)],
+        v=[values.index(c) for c in (*batch, key, "*")],
+        back=[[*batch, query, "*"].index(c) for c in output],
+        batch=len(batch),
+    )
+
+
+def _attention(captured: Captured, before: fx.Node, qkv: tuple[Any, Any, Any], axes: _Axes, scale: float) -> fx.Node:
+    def arranged(node: Any, order: list[int]) -> fx.Node:
+        moved = captured.insert(before, aten.permute.default, node, order)
+        return captured.insert(before, aten.unsqueeze.default, moved, 1) if axes.batch == 1 else moved
+
+    q, k, v = (arranged(n, o) for n, o in zip(qkv, (axes.q, axes.k, axes.v), strict=True))
+    y = captured.insert(before, aten.scaled_dot_product_attention.default, q, k, v, scale=scale)
+    if axes.batch == 1:
+        y = captured.insert(before, aten.squeeze.dim, y, 1)
+    return captured.insert(before, aten.permute.default, y, axes.back)
+
+
+def merge_linears(captured: Captured, _context: Context, _options: dict[str, Any]) -> Outcome:
+    """time: every block's own projection of the same time embedding, as one product whose columns they share."""
+    groups: dict[fx.Node, list[fx.Node]] = {}
+    for node in captured.nodes(aten.linear.default):
+        source = node.args[0]
+        plain = captured.constant(node.args[1]) is not None and captured.constant(argument(node, "bias")) is not None
+        if plain and isinstance(source, fx.Node) and len(shape(source)) == 2:
+            groups.setdefault(source, []).append(node)
+    count = 0
+    for source, linears in groups.items():
+        if len(linears) > 1:
+            _merge(captured, source, linears)
+            count += len(linears)
+    captured.refresh()
+    return Outcome(count, None if count else "no two projections of one embedding")
+
+
+def _merge(captured: Captured, source: fx.Node, linears: list[fx.Node]) -> None:
+    weights = [captured.constant(n.args[1]) for n in linears]
+    biases = [captured.constant(argument(n, "bias")) for n in linears]
+    sizes = [shape(n)[1] for n in linears]
+    weight = captured.add_constant(torch.cat([w for w in weights if w is not None]), "time_weight")
+    bias = captured.add_constant(torch.cat([b for b in biases if b is not None]), "time_bias")
+    anchor = source.next
+    while anchor.op in ("placeholder", "get_attr"):
+        anchor = anchor.next
+    whole = captured.insert(anchor, aten.linear.default, source, weight, bias)
+    parts = captured.insert(anchor, aten.split_with_sizes.default, whole, sizes, 1)
+    for place, node in enumerate(linears):
+        captured.replace(node, captured.insert(anchor, operator.getitem, parts, place))

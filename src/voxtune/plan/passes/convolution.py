@@ -1,0 +1,255 @@
+"""Convolutions by kernels of our own, and what is done to their output in the same pass over it.
+
+conv3d:    3x3x3 stride 1: + bias, + time embedding, + residual, and the sums that the next norm needs.
+pointwise: 1x1x1: over two sources without their concatenation; + bias, + residual.
+edges:     the stem (few channels in) and the head (few channels out).
+epilogue:  for the convolutions that stay with cuDNN: bias into the next norm, or bias and residual in one pass."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from voxtune.plan.graph import Captured, argument, aten, channel_sources, is_call, shape, sole_user, value
+from voxtune.plan.passes.base import Context, Outcome
+from voxtune.plan.passes.norm import per_channel
+
+CONVOLUTIONS = (aten.conv2d.default, aten.conv3d.default)
+# Channels up to which a side is an edge of the network.
+FEW = 8
+
+
+def _register() -> None:
+    from voxtune.kernels import ops  # noqa: F401  registers the operators where Triton is
+
+
+def is_plain(node: fx.Node, kernel: int) -> bool:
+    """Stride 1, no groups, no dilation, padded so that the size stays."""
+    weight = shape(argument(node, "weight"))
+    sides = len(weight) - 2
+    return (
+        weight[2:] == (kernel,) * sides
+        and argument(node, "groups") == 1
+        and _all(argument(node, "stride"), 1)
+        and _all(argument(node, "dilation"), 1)
+        and (_all(argument(node, "padding"), kernel // 2))
+    )
+
+
+def _all(found: Any, wanted: int) -> bool:
+    return found == wanted if isinstance(found, int) else all(f == wanted for f in found)
+
+
+def weights(captured: Captured, node: fx.Node) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias if both are constants (or there is no bias)."""
+    weight, bias = captured.constant(argument(node, "weight")), argument(node, "bias")
+    if weight is None or (bias is not None and captured.constant(bias) is None):
+        return None
+    return weight, captured.constant(bias)
+
+
+class Join:
+    """What follows a convolution and can be done as its output is written: an addend per channel, then a residual."""
+
+    def __init__(self, captured: Captured, node: fx.Node, bias: Tensor | None):
+        self.captured, self.last = captured, node
+        self.addends: list[fx.Node] = []
+        self.residual: fx.Node | None = None
+        self.bias = bias
+        while self._take_one():
+            pass
+
+    def _take_one(self) -> bool:
+        user = sole_user(self.last)
+        if user is None or not is_call(user, aten.add.Tensor) or argument(user, "alpha") != 1:
+            return False
+        other = user.args[1] if user.args[0] is self.last else user.args[0]
+        if not isinstance(other, fx.Node) or other is self.last:
+            return False
+        if per_channel(other, shape(user)):
+            self.addends.append(other)
+        elif self.residual is None and shape(other) == shape(user) == shape(self.last):
+            self.residual = other
+        else:
+            return False
+        self.last = user
+        return True
+
+    def shift(self) -> fx.Node | None:
+        """Bias and addends as one (N or 1, C), in the addends' own type."""
+        total: fx.Node | None = None
+        if self.bias is not None:
+            total = self.captured.add_constant(self.bias[None].float(), "bias")
+        for addend in self.addends:
+            flat = self.captured.insert(self.last, aten.reshape.default, addend, list(shape(addend)[:2]))
+            total = flat if total is None else self.captured.insert(self.last, aten.add.Tensor, total, flat)
+        return total
+
+
+def conv3d(captured: Captured, _context: Context, options: dict[str, Any]) -> Outcome:
+    from voxtune.kernels import conv3d as kernel
+
+    _register()
+
+    left = {tuple(s) for s in options.get("except", ())}
+    count, skipped = 0, list[str]()
+    for node in captured.nodes(aten.conv3d.default):
+        found = weights(captured, node)
+        if found is None or not is_plain(node, 3):
+            continue
+        odd = [c for c in found[0].shape[:2] if c % 16]
+        reason = f"{odd[0]} channels, not a multiple of 16" if odd else None
+        if reason or (found[0].shape[1], found[0].shape[0], *shape(node)[2:]) in left:
+            skipped.append(reason or "left to cuDNN by the plan")
+            continue
+        _own_conv3d(captured, node, kernel.pack(found[0]), found[1])
+        count += 1
+    captured.refresh()
+    return Outcome(count, None if count else (skipped or ["no 3x3x3 convolution"])[0], notes=sorted(set(skipped)))
+
+
+def _own_conv3d(captured: Captured, node: fx.Node, packed: Tensor, bias: Tensor | None) -> None:
+    join = Join(captured, node, bias)
+    shift = join.shift()
+    norms = [u for u in join.last.users if is_call(u, torch.ops.voxtune.group_norm_silu.default)]
+    both = captured.insert(
+        join.last,
+        torch.ops.voxtune.conv3d.default,
+        node.args[0],
+        captured.add_constant(packed, "packed"),
+        shift,
+        join.residual,
+        bool(norms),
+    )
+    y = captured.insert(join.last, operator.getitem, both, 0)
+    if norms:
+        statistics = captured.insert(join.last, operator.getitem, both, 1)
+        for norm in norms:
+            _give_statistics(captured, norm, join.last, statistics)
+    y.meta["val"] = value(join.last)
+    captured.replace(join.last, y)
+
+
+def _give_statistics(captured: Captured, norm: fx.Node, source: fx.Node, statistics: fx.Node) -> None:
+    """One entry for each of the norm's sources; an empty tensor says that the norm counts for itself."""
+    sources, known = list(norm.args[0]), list(norm.args[7])  # type: ignore[arg-type]
+    if not known:
+        empty = captured.add_constant(torch.empty(0, device=captured.device), "unknown")
+        known = [empty] * len(sources)
+    known = [statistics if s is source else k for s, k in zip(sources, known, strict=True)]
+    norm.args = (*norm.args[:7], known)
+
+
+def pointwise(captured: Captured, _context: Context, _options: dict[str, Any]) -> Outcome:
+    _register()
+    count = 0
+    for node in captured.nodes(*CONVOLUTIONS):
+        found = weights(captured, node)
+        if found is None or not is_plain(node, 1):
+            continue
+        join = Join(captured, node, found[1])
+        new = captured.insert(
+            join.last,
+            torch.ops.voxtune.pointwise.default,
+            channel_sources(node.args[0]),
+            captured.add_constant(found[0].flatten(1).contiguous(), "matrix"),
+            join.shift(),
+            join.residual,
+        )
+        captured.replace(join.last, new)
+        count += 1
+    captured.refresh()
+    return Outcome(count, None if count else "no 1x1 convolution of stride 1")
+
+
+def edges(captured: Captured, _context: Context, _options: dict[str, Any]) -> Outcome:
+    _register()
+    count = 0
+    for node in captured.nodes(*CONVOLUTIONS):
+        found = weights(captured, node)
+        if found is None or not is_plain(node, 3):
+            continue
+        weight, bias = found
+        source = node.args[0]
+        if weight.shape[1] <= FEW < weight.shape[0]:
+            sources = channel_sources(source)
+            shift = None if bias is None else captured.add_constant(bias[None].float(), "bias")
+            new = captured.insert(node, torch.ops.voxtune.stem.default, sources, argument(node, "weight"), shift)
+        elif weight.shape[0] <= FEW < weight.shape[1]:
+            shift = None if bias is None else captured.add_constant(bias.float(), "bias")
+            new = captured.insert(node, torch.ops.voxtune.head.default, source, argument(node, "weight"), shift)
+        else:
+            continue
+        captured.replace(node, new)
+        count += 1
+    captured.refresh()
+    return Outcome(count, None if count else f"no 3x3 convolution with {FEW} channels or fewer on a side")
+
+
+def epilogue(captured: Captured, _context: Context, _options: dict[str, Any]) -> Outcome:
+    _register()
+    count = 0
+    for node in captured.nodes(*CONVOLUTIONS):
+        found = weights(captured, node)
+        if found is None:
+            continue
+        count += _into_norm(captured, node, found[1]) or _into_join(captured, node, found[1])
+    captured.refresh()
+    return Outcome(count, None if count else "no convolution with a bias or a residual")
+
+
+def _without_bias(node: fx.Node) -> None:
+    node.args = (*node.args[:2], None, *node.args[3:])
+
+
+def _into_norm(captured: Captured, node: fx.Node, bias: Tensor | None) -> bool:
+    """A bias that only a norm sees becomes part of the norm's shift."""
+    norm = sole_user(node)
+    if bias is None or norm is None or not is_call(norm, torch.ops.voxtune.group_norm_silu.default):
+        return False
+    if list(norm.args[0]) != [node]:  # type: ignore[arg-type]
+        return False
+    total = captured.add_constant(bias[None].float(), "bias")
+    shift = norm.args[5]
+    if isinstance(shift, fx.Node):
+        total = captured.insert(norm, aten.add.Tensor, shift, total)
+    norm.args = (*norm.args[:5], total, *norm.args[6:])
+    _without_bias(node)
+    return True
+
+
+def _into_join(captured: Captured, node: fx.Node, bias: Tensor | None) -> bool:
+    join = Join(captured, node, bias)
+    if join.residual is None:
+        return False
+    shift = join.shift()
+    new = captured.insert(join.last, torch.ops.voxtune.add.default, node, join.residual, shift)
+    captured.replace(join.last, new)
+    _without_bias(node)
+    return True
+
+
+UPSAMPLES = {
+    aten.upsample_trilinear3d.vec: "linear",
+    aten.upsample_bilinear2d.vec: "linear",
+    aten.upsample_nearest3d.vec: "nearest",
+    aten.upsample_nearest2d.vec: "nearest",
+}
+
+
+def upsample(captured: Captured, _context: Context, _options: dict[str, Any]) -> Outcome:
+    _register()
+    count = 0
+    for node in captured.nodes(*UPSAMPLES):
+        mode = UPSAMPLES[node.target]  # type: ignore[index]
+        before, after = shape(node.args[0]), shape(node)
+        aligned = mode == "linear" and argument(node, "align_corners")
+        if aligned or after[2:] != tuple(2 * s for s in before[2:]):
+            continue
+        captured.replace(node, captured.insert(node, torch.ops.voxtune.upsample.default, node.args[0], mode))
+        count += 1
+    captured.refresh()
+    return Outcome(count, None if count else "no upsampling by two")

@@ -1,0 +1,113 @@
+"""bf16, fp16: weights and volumes in half precision; float32 where it matters.
+
+Where it matters: the time embedding and all that depends on no volume, the statistics and the affine part of fused norms,
+sums inside products (the hardware's own), and the network's input and output as their owner sees them. Changes numerics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from voxtune.plan.graph import Captured, argument, aten, depends_on, is_call, value, volume_inputs
+from voxtune.plan.passes.base import Context, Outcome
+
+# Operators that refuse inputs of two types: all theirs become half.
+SAME_TYPE = {
+    aten.conv2d.default,
+    aten.conv3d.default,
+    aten.conv_transpose2d.input,
+    aten.conv_transpose3d.input,
+    aten.linear.default,
+    aten.matmul.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.addmm.default,
+    aten.einsum.default,
+    aten.group_norm.default,
+    aten.layer_norm.default,
+    aten.scaled_dot_product_attention.default,
+    aten.cat.default,
+    aten.add.Tensor,
+    aten.mul.Tensor,
+    aten.sub.Tensor,
+}
+# Arguments of our operators that stay float32, by place.
+STAY = {
+    "group_norm_silu": (1, 2, 5, 7),
+    "conv3d": (2,),
+    "pointwise": (2,),
+    "add": (2,),
+    "stem": (0, 2),
+    "head": (2,),
+}
+
+
+def half(captured: Captured, context: Context, _options: dict[str, Any]) -> Outcome:
+    dtype = context.dtype
+    assert dtype in (torch.bfloat16, torch.float16), "the plan names the type"
+    outputs = {n: value(n) for n in _outputs(captured)}
+    volumes = depends_on(captured.graph, volume_inputs(captured))
+    caster = _Caster(captured, dtype)
+    for node in list(captured.graph.nodes):
+        if node in volumes and node.op == "call_function":
+            caster.harmonise(node)
+    output = next(n for n in captured.graph.nodes if n.op == "output")
+    for node, before in outputs.items():
+        if node in volumes and before is not None and before.is_floating_point():
+            back = captured.insert(output, aten.to.dtype, node, before.dtype)
+            output.replace_input_with(node, back)
+    captured.refresh()
+    return Outcome(caster.count)
+
+
+def _outputs(captured: Captured) -> list[fx.Node]:
+    return list(next(n for n in captured.graph.nodes if n.op == "output").all_input_nodes)
+
+
+class _Caster:
+    """Casts each float32 input of an operator once, as late as it is first needed; weights for good."""
+
+    def __init__(self, captured: Captured, dtype: torch.dtype):
+        self.captured, self.dtype = captured, dtype
+        self.cast: dict[fx.Node, fx.Node] = {}
+        self.halves: set[fx.Node] = set()
+        self.count = 0
+
+    def harmonise(self, node: fx.Node) -> None:
+        ours = getattr(node.target, "namespace", "") == "voxtune"
+        wanted = node.target in SAME_TYPE or ours
+        if is_call(node, aten.to.dtype, aten._to_copy.default):
+            # A cast that protected statistics or a softmax stays; what needs one type asks for half again.
+            if value(node) is not None and value(node).dtype == self.dtype:  # type: ignore[union-attr]
+                self.halves.add(node)
+            return
+        if wanted:
+            stay = STAY.get(node.target._schema.name.split("::")[1], ()) if ours else ()  # type: ignore[union-attr]
+            node.args = tuple(a if i in stay else self._half(a) for i, a in enumerate(node.args))
+            self.halves.add(node)
+            return
+        told = node.kwargs.get("dtype") or (argument(node, "dtype") if is_call(node, aten.softmax.int) else None)
+        if told != torch.float32 and any(i in self.halves for i in node.all_input_nodes):
+            self.halves.add(node)
+
+    def _half(self, given: Any) -> Any:
+        if isinstance(given, list | tuple):
+            return type(given)(self._half(a) for a in given)
+        found = value(given)
+        if found is None or found.dtype not in (torch.float32, torch.float64) or given in self.halves:
+            return given
+        if given not in self.cast:
+            self.cast[given] = self._convert(given)
+            self.count += 1
+        return self.cast[given]
+
+    def _convert(self, node: fx.Node) -> fx.Node:
+        weight = self.captured.constant(node)
+        if weight is not None:
+            return self.captured.add_constant(weight.to(self.dtype), "half")
+        after = node.next
+        while after.op in ("placeholder", "get_attr"):
+            after = after.next
+        return self.captured.insert(after, aten.to.dtype, node, self.dtype)

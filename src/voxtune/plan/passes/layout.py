@@ -1,0 +1,47 @@
+"""channels_last: every volume with its channels innermost (the seed's OPT2). Exact: it moves numbers, it does not change them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from voxtune.plan.graph import Captured, aten, value, volume_inputs
+from voxtune.plan.passes.base import Context, Outcome
+
+CONVOLUTIONS = (
+    aten.conv2d.default,
+    aten.conv3d.default,
+    aten.conv_transpose2d.input,
+    aten.conv_transpose3d.input,
+    aten.convolution.default,
+)
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def channels_last(captured: Captured, _context: Context, _options: dict[str, Any]) -> Outcome:
+    count = 0
+    for node in captured.nodes(*CONVOLUTIONS):
+        weight = captured.constant(node.args[1])
+        if weight is not None and weight.dim() in FORMATS:
+            new = captured.add_constant(lasting(weight), "weight")
+            node.args = (node.args[0], new, *node.args[2:])
+            count += 1
+    for node in volume_inputs(captured):
+        found = value(node)
+        assert found is not None
+        # The stem's own kernel reads its sources as they come.
+        users = [u for u in node.users if not (u.op == "call_function" and str(u.target) == "voxtune.stem.default")]
+        if not users or found.dim() not in FORMATS:
+            continue
+        anchor = next(n for n in captured.graph.nodes if n.op == "call_function")
+        moved = captured.insert(anchor, aten.contiguous.default, node, memory_format=FORMATS[found.dim()])
+        for user in users:
+            user.replace_input_with(node, moved)
+    captured.refresh()
+    return Outcome(count, None if count else "no 2D or 3D convolution")
+
+
+def lasting(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=FORMATS[x.dim()]) if x.dim() in FORMATS else x

@@ -1,0 +1,149 @@
+"""A rewritten network at work: numeric flags, torch.compile, CUDA graph; and the refusal of what it was not made for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from voxtune.plan.passes.base import Context
+from voxtune.plan.plan import Plan
+from voxtune.precision import tf32_allowed
+
+log = logging.getLogger("voxtune")
+# Runs before a CUDA graph is recorded: kernels compile and cuDNN chooses in them.
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The form of a call: its structure, and each tensor's shape, type and device; other values as they are."""
+
+    structure: str
+    leaves: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> Signature:
+        leaves, structure = tree_flatten((tuple(args), kwargs))
+        return cls(str(structure), tuple(_form(leaf) for leaf in leaves))
+
+    @property
+    def device(self) -> torch.device:
+        for leaf in self.leaves:
+            if isinstance(leaf, tuple):
+                return torch.device(leaf[2])
+        raise ValueError("no tensor among the inputs")
+
+    def unlike(self, other: Signature) -> str | None:
+        if self.structure != other.structure or len(self.leaves) != len(other.leaves):
+            return "the inputs are arranged otherwise"
+        for place, (mine, theirs) in enumerate(zip(self.leaves, other.leaves, strict=True)):
+            if mine != theirs:
+                return f"input {place} is {_tell(theirs)}, the plan was made for {_tell(mine)}"
+        return None
+
+
+def _form(leaf: Any) -> Any:
+    return (tuple(leaf.shape), str(leaf.dtype), str(leaf.device)) if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def _tell(form: Any) -> str:
+    return f"{form[1].removeprefix('torch.')} {list(form[0])} on {form[2]}" if isinstance(form, tuple) else str(form)
+
+
+class Runner:
+    """Calls the inner network under the plan's flags; compiled, or as a CUDA graph, if the plan says so."""
+
+    def __init__(
+        self, inner: nn.Module, in_force: frozenset[str], context: Context, *, autocast: torch.dtype | None = None
+    ):
+        self.inner, self.in_force, self.context, self.autocast = inner, in_force, context, autocast
+        self.call: Any = torch.compile(inner, dynamic=False) if "compile" in in_force else inner
+        self.graph: _Graph | None = None
+
+    @contextmanager
+    def flags(self) -> Iterator[None]:
+        # Half precision leaves TF32 to the time embedding's float32 products, where it has nothing to gain.
+        benchmark = torch.backends.cudnn.benchmark
+        try:
+            torch.backends.cudnn.benchmark = "cudnn_benchmark" in self.in_force or benchmark
+            # Tensors made in inference mode could not be written to outside it: a graph's own tensors must be of neither.
+            with tf32_allowed("tf32" in self.in_force), torch.inference_mode(False), torch.no_grad():
+                yield
+        finally:
+            torch.backends.cudnn.benchmark = benchmark
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.flags():
+            if "cuda_graph" not in self.in_force:
+                return self._plain(*args, **kwargs)
+            if self.graph is None:
+                self.graph = _Graph(self._plain, args, kwargs)
+            return self.graph(args, kwargs)
+
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        casting = torch.autocast(self.context.device.type, self.autocast) if self.autocast else nullcontext()
+        with casting:
+            return self.call(*args, **kwargs)
+
+
+class _Graph:
+    """A call recorded once and replayed: inputs are copied into its own tensors, outputs out of them."""
+
+    def __init__(self, call: Any, args: Sequence[Any], kwargs: dict[str, Any]):
+        keep = lambda x: x.detach().clone(memory_format=torch.preserve_format)  # noqa: E731
+        self.args, self.kwargs = tree_map_only(Tensor, keep, (tuple(args), kwargs))
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                call(*self.args, **self.kwargs)
+        torch.cuda.current_stream().wait_stream(side)
+        # What the warm-up held is of no use to the graph, which allocates in a pool of its own.
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        self.recorded = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.recorded):
+            self.output = call(*self.args, **self.kwargs)
+
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        own, _ = tree_flatten((self.args, self.kwargs))
+        given, _ = tree_flatten((tuple(args), kwargs))
+        for mine, theirs in zip(own, given, strict=True):
+            if isinstance(mine, Tensor):
+                mine.copy_(theirs)
+        self.recorded.replay()
+        return tree_map_only(Tensor, lambda x: x.clone(memory_format=torch.preserve_format), self.output)
+
+
+class Optimized(nn.Module):
+    """A network rewritten by a plan. `notes` says what each pass did. Inference only.
+
+    Called with anything but what it was made for (other shapes, types, device; in training mode), it runs the network it
+    was made from, and says so once. Its weights are those of the moment it was made.
+    """
+
+    def __init__(self, original: nn.Module, runner: Runner, plan: Plan, notes: dict[str, str], signature: Signature):
+        super().__init__()
+        self.original = original
+        self.runner, self.plan, self.notes, self.signature = runner, plan, notes, signature
+        self._told: set[str] = set()
+        self.eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training:
+            reason: str | None = "it is in training mode"
+        else:
+            reason = self.signature.unlike(Signature.of(args, kwargs))
+        if reason is None:
+            return self.runner(*args, **kwargs)
+        if reason not in self._told:
+            self._told.add(reason)
+            log.warning("the plan is not used: %s; the network runs as its owner wrote it", reason)
+        return self.original(*args, **kwargs)

@@ -1,0 +1,208 @@
+"""The tuner: climbs a ladder of passes, measures and gates every rung, and keeps what is faster and the same.
+
+A rung adds passes to the best plan so far. It stays if its step is faster than that plan's and the gate lets it through;
+otherwise its row says by how much it lost, or which figure refused it, and the climb goes on without it.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from voxtune.errors import InputError
+from voxtune.plan.build import build
+from voxtune.plan.gate import Gate, Inputs, Trajectory, Verdict, vary, volume_of
+from voxtune.plan.hazards import refuses_half
+from voxtune.plan.identity import identity
+from voxtune.plan.measure import Timing, measure
+from voxtune.plan.plan import Plan, Step
+from voxtune.plan.run import Optimized
+from voxtune.plan.trajectory import trajectory_of
+
+Say = Callable[[str], None]
+# A rung has to win by more than the measurement's own spread.
+WORTH = 0.995
+# What does not rewrite the graph is left out of the float32 twin that the gate's first question is asked of.
+NOT_STRUCTURE = ("bf16", "fp16", "tf32", "compile", "cuda_graph", "cudnn_benchmark")
+
+
+@dataclass(frozen=True)
+class Rung:
+    """`add` goes onto the best plan so far; `apart` starts from nothing instead, as a rival."""
+
+    name: str
+    add: tuple[str, ...]
+    apart: bool = False
+    drop: tuple[str, ...] = ()
+
+
+GPU_LADDER = (
+    Rung("tf32", ("tf32",)),
+    Rung("channels_last", ("strict", "channels_last"), apart=True),
+    Rung("tf32 + channels_last", ("tf32", "channels_last"), apart=True),
+    Rung("bf16", ("bf16",), apart=True),
+    Rung("bf16 + torch.compile", ("bf16", "channels_last", "cleanup", "compile"), apart=True),
+    Rung("fused norms", ("bf16", "channels_last", "cleanup", "sdpa", "time", "fuse_norm"), apart=True),
+    Rung("cuDNN autotuning", ("cudnn_benchmark",)),
+    Rung("bias, residual, 1x1, upsampling", ("epilogue", "pointwise", "upsample")),
+    Rung("stem and head", ("edges",)),
+    Rung("own convolutions", ("conv3d",)),
+    Rung("CUDA graph", ("cuda_graph",)),
+)
+CPU_LADDER = (
+    Rung("sharing and sdpa", ("cleanup", "sdpa", "time")),
+    Rung("channels_last", ("channels_last",)),
+    Rung("torch.compile", ("cleanup", "compile"), apart=True),
+    Rung("channels_last + torch.compile", ("cleanup", "sdpa", "time", "channels_last", "compile"), apart=True),
+    Rung("bf16", ("cleanup", "sdpa", "time", "bf16", "channels_last"), apart=True),
+)
+
+
+@dataclass
+class Row:
+    """One line of the waterfall."""
+
+    name: str
+    passes: tuple[str, ...]
+    timing: Timing | None = None
+    verdict: Verdict | None = None
+    kept: bool = False
+    why: str = ""
+
+    def describe(self) -> dict[str, Any]:
+        told: dict[str, Any] = {"name": self.name, "passes": list(self.passes), "kept": self.kept}
+        if self.timing is not None:
+            told |= {k: None if v is None else round(v, 4) for k, v in asdict(self.timing).items()}
+        if self.verdict is not None:
+            told |= {"error": self.verdict.error, "passed": self.verdict.passed}
+        return told | ({"why": self.why} if self.why else {})
+
+
+@dataclass
+class Tuned:
+    """The best plan with its evidence, and every row that was measured, the losers too."""
+
+    plan: Plan
+    rows: list[Row] = field(default_factory=list)
+    network: Optimized | None = None
+
+
+def precision_of(plan: Plan) -> str:
+    return next((p for p in ("bf16", "fp16", "tf32") if p in plan.names), "fp32")
+
+
+def gate_for(model: nn.Module, inputs: Inputs, trajectory: Trajectory | None = None) -> Gate:
+    if trajectory is None:
+        with torch.no_grad():
+            output = volume_of(model(*inputs[0], **inputs[1]))
+        trajectory = trajectory_of(inputs, output)
+    return Gate(model, vary(inputs), trajectory)
+
+
+def judge(model: nn.Module, inputs: Inputs, network: Optimized, gate: Gate) -> Verdict:
+    """Asks the gate about a plan that was built, and about its float32 twin where the graph was rewritten."""
+    plan = network.plan
+    twin = Plan(tuple(s for s in plan.steps if s.name not in NOT_STRUCTURE))
+    structure = None
+    if any(s.name not in ("strict", "channels_last") for s in twin.steps):
+        structure = build(model, inputs[0], inputs[1], twin, twin=True)
+    return gate.judge(network, precision_of(plan), structure)
+
+
+def tune(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    ladder: Sequence[Rung] | None = None,
+    trajectory: Trajectory | None = None,
+    say: Say = lambda _line: None,
+) -> Tuned:
+    inputs: Inputs = (tuple(args), kwargs or {})
+    device = next(model.parameters()).device
+    ladder = ladder or (GPU_LADDER if device.type == "cuda" else CPU_LADDER)
+    gate = gate_for(model, inputs, trajectory)
+    base = Plan.of("strict")
+    row, network = _try(model, inputs, Rung("baseline", ("strict",)), base, gate, None, device)
+    if not row.kept or network is None or row.timing is None:
+        raise InputError(f"the network does not pass its own gate: {row.why}")
+    best = Tuned(base, [row], network)
+    say(_line(row))
+    for rung in ladder:
+        start = () if rung.apart else best.plan.steps
+        names = [s.name for s in start]
+        clean = tuple(s for s in start if not (s.name == "strict" and "tf32" in rung.add))
+        plan = Plan((*clean, *(Step(n) for n in rung.add if n not in names)))
+        row, network = _try(model, inputs, rung, plan, gate, best.network, device)
+        best.rows.append(row)
+        say(_line(row))
+        if row.kept:
+            best.plan, best.network = plan, network
+        del network
+        gc.collect()
+    best.plan = Plan(best.plan.steps, identity(model, inputs), _evidence(best))
+    return best
+
+
+def _try(
+    model: nn.Module, inputs: Inputs, rung: Rung, plan: Plan, gate: Gate, best: Optimized | None, device: torch.device
+) -> tuple[Row, Optimized | None]:
+    row = Row(rung.name, plan.names)
+    half = refuses_half(device) if precision_of(plan) in ("bf16", "fp16") else None
+    if half is not None:
+        row.why = half
+        return row, None
+    try:
+        network = build(model, inputs[0], inputs[1], plan)
+        missing = [
+            f"{n}: {network.notes[n]}" for n in rung.add if network.notes.get(n, "").startswith("does not apply")
+        ]
+        if missing:
+            row.why = "; ".join(missing)
+            return row, None
+        row.timing = measure(lambda: network(*inputs[0], **inputs[1]), device)
+        if best is not None and not _faster(network, row.timing, best, inputs, device):
+            row.why = "not faster than the best so far"
+            return row, None
+        row.verdict = judge(model, inputs, network, gate)
+    except torch.OutOfMemoryError as error:
+        row.why = f"out of memory: {str(error).splitlines()[0]}"
+        return row, None
+    except Exception as error:  # a compiler or kernel that fails costs its own rung, and says so
+        row.why = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+        return row, None
+    row.kept = row.verdict.passed
+    row.why = "" if row.kept else f"refused: {row.verdict.reason}"
+    return row, network if row.kept else None
+
+
+def _faster(network: Optimized, timing: Timing, best: Optimized, inputs: Inputs, device: torch.device) -> bool:
+    """Against the best plan measured once more beside it: a machine's speed drifts, and other work may come and go."""
+    again = measure(lambda: best(*inputs[0], **inputs[1]), device, repeats=5, seconds=2.0)
+    if timing.p50_ms < WORTH * again.p20_ms:
+        return True
+    if timing.p20_ms > again.p80_ms:
+        return False
+    once_more = measure(lambda: network(*inputs[0], **inputs[1]), device, repeats=5, seconds=2.0)
+    return min(timing.p50_ms, once_more.p50_ms) < WORTH * again.p50_ms
+
+
+def _line(row: Row) -> str:
+    """The waterfall's line: technique, ms, GiB, error, and what became of it."""
+    timing, verdict = row.timing, row.verdict
+    ms = f"{timing.p50_ms:9.2f} ms" if timing else f"{'-':>12}"
+    gib = f"{timing.peak_gib:6.2f} GiB" if timing and timing.peak_gib is not None else f"{'-':>10}"
+    error = f"error {verdict.error:.1e}" if verdict and math.isfinite(verdict.error) else " " * 13
+    return f"{row.name:32} {ms} {gib}  {error}  {'kept' if row.kept else row.why}"
+
+
+def _evidence(tuned: Tuned) -> dict[str, Any]:
+    kept = next(r for r in reversed(tuned.rows) if r.kept and r.passes == tuned.plan.names)
+    figures = kept.verdict.figures if kept.verdict else {}
+    return {"gate": figures, "waterfall": [r.describe() for r in tuned.rows]}

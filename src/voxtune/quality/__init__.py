@@ -1,0 +1,1 @@
+"""Metrics, and the verdict "same as the reference?"."""

@@ -1,0 +1,211 @@
+"""Every rewriting keeps what is computed, on our networks and on others', pass by pass."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.plan.networks import NETWORKS, REWRITING, make
+from voxtune.plan.build import build, context_of
+from voxtune.plan.gate import volume_of
+from voxtune.plan.graph import capture
+from voxtune.plan.passes import BY_NAME
+from voxtune.plan.plan import Plan
+from voxtune.precision import tf32_allowed
+
+# How often each pass finds its pattern; a change of these is a change of what the passes see.
+FOUND = {
+    "med_ddpm": {"sdpa": 4, "fuse_norm": 21, "edges": 2, "conv3d": 17, "pointwise": 5, "upsample": 1},
+    "monai_3d": {"sdpa": 4, "fuse_norm": 21, "edges": 2, "conv3d": 17, "pointwise": 5, "upsample": 1},
+    "monai_2d": {"sdpa": 4, "fuse_norm": 25, "edges": 2, "epilogue": 15, "pointwise": 5, "upsample": 2},
+    "diffusers_2d": {"fuse_norm": 21, "edges": 2, "epilogue": 11, "pointwise": 5, "upsample": 1},
+    "diffusers_3d": {"fuse_norm": 58, "edges": 2, "epilogue": 43, "pointwise": 5, "upsample": 1},
+    "convnext": {"fuse_norm": 22, "upsample": 1},
+}
+
+
+def truth_of(net, args):
+    wide = make_double(net)
+    with torch.no_grad(), tf32_allowed(False):
+        return volume_of(wide(*(a.double() if a.is_floating_point() else a for a in args)))
+
+
+def make_double(net):
+    import copy
+
+    return copy.deepcopy(net).double()
+
+
+def error(y, truth):
+    return float((y.double() - truth).norm() / truth.norm())
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_all_rewritings_keep_the_network(name):
+    net, args = make(name)
+    truth = truth_of(net, args)
+    fast = build(net, args, None, Plan.of(*REWRITING), twin=True)
+    assert error(volume_of(fast(*args)), truth) < 5e-6
+    for passed, count in FOUND[name].items():
+        assert fast.notes[passed].startswith(f"applied {count} x"), (passed, fast.notes[passed])
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_half_precision_errs_like_autocast(name, half):
+    net, args = make(name)
+    truth = truth_of(net, args)
+    fast = build(net, args, None, Plan.of(half, *REWRITING), twin=True)
+    dtype = torch.bfloat16 if half == "bf16" else torch.float16
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        plain = error(volume_of(net(*args)), truth)
+    y = volume_of(fast(*args))
+    assert y.dtype == torch.float32
+    assert error(y, truth) < 1.5 * plain
+
+
+@pytest.mark.parametrize("alone", REWRITING)
+def test_each_pass_alone_keeps_the_network(alone):
+    net, args = make("med_ddpm")
+    captured = capture(net, args)
+    plan = (
+        Plan.of("cleanup", "fuse_norm", "channels_last", alone)
+        if alone not in ("cleanup", "fuse_norm", "channels_last")
+        else Plan.of(alone)
+    )
+    context = context_of(plan, torch.device("cpu"), twin=True)
+    for name in (p for p in BY_NAME if p in plan.names):
+        BY_NAME[name].rewrite(captured, context, {})
+    with torch.no_grad():
+        assert error(captured.module(*args), truth_of(net, args)) < 5e-6
+
+
+class Blocks(nn.Module):
+    """Patterns and their near misses."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Conv3d(16, 16, 3, padding=1)
+        self.norm = nn.GroupNorm(4, 32, eps=1e-3)
+        self.b = nn.Conv3d(32, 16, 3, padding=1)
+        self.c = nn.Conv3d(16, 16, 3, padding=1, stride=2)
+        self.plain = nn.GroupNorm(4, 16, affine=False)
+        self.time = nn.Linear(8, 16)
+
+    def forward(self, x, t):
+        shift = self.time(t)[:, :, None, None, None]
+        h = self.a(x) + shift
+        both = torch.cat([h, x], dim=1)
+        n = self.norm(both)
+        y = self.b(F.silu(n)) + x  # the residual is the input
+        y = y + n[:, :16]  # the norm before its SiLU has another user: they may not be fused
+        return self.c(self.plain(y))
+
+
+def test_near_misses_are_left_alone():
+    torch.manual_seed(0)
+    net = Blocks().eval()
+    args = (torch.randn(2, 16, 4, 6, 8), torch.randn(2, 8))
+    fast = build(net, args, None, Plan.of(*REWRITING), twin=True)
+    truth = net.double()(*(a.double() for a in args))
+    net.float()
+    assert error(fast(*args), truth) < 5e-6
+    targets = [n.target for n in fast.runner.inner.graph.nodes if n.op == "call_function"]
+    norms = [n for n in fast.runner.inner.graph.nodes if n.target is torch.ops.voxtune.group_norm_silu.default]
+    assert len(norms) == 1 and norms[0].args[6] is False, "a norm whose plain result is used keeps its SiLU apart"
+    assert len(norms[0].args[0]) == 2, "the concatenation is read as two sources"
+    assert torch.ops.aten.group_norm.default in targets, "a norm without weights is left to PyTorch"
+    own = [n for n in fast.runner.inner.graph.nodes if n.target is torch.ops.voxtune.conv3d.default]
+    assert [bool(n.args[3]) for n in own] == [False, True], "the second convolution takes the residual"
+
+
+def test_statistics_go_from_convolution_to_norm():
+    net, args = make("med_ddpm")
+    fast = build(net, args, None, Plan.of(*REWRITING), twin=True)
+    norms = [n for n in fast.runner.inner.graph.nodes if n.target is torch.ops.voxtune.group_norm_silu.default]
+    given = [s for n in norms for s in n.args[7] if s.op == "call_function"]
+    assert all(s.target is operator.getitem and s.args[1] == 1 for s in given)
+    assert len(given) > len(norms) / 2
+
+
+@pytest.mark.parametrize("form", ["ncl", "heads", "matmul", "bmm_scaled"])
+def test_attention_of_any_form_is_found(form):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(16, 48)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).chunk(3, dim=-1)  # (N, L, C)
+            if form == "ncl":
+                w = torch.einsum("ncl,ncm->nlm", q.mT * 0.5, k.mT * 0.5).softmax(-1)
+                return torch.einsum("nlm,ncm->ncl", w, v.mT)
+            if form == "heads":
+                q, k, v = (a.unflatten(-1, (2, 8)).permute(0, 2, 1, 3) for a in (q, k, v))
+                w = (torch.einsum("bhxd,bhyd->bhxy", q, k) * 8**-0.5).softmax(dim=-1)
+                return torch.einsum("bhxy,bhyd->bhxd", w, v)
+            if form == "matmul":
+                w = torch.softmax(torch.matmul(q, k.transpose(1, 2)) / 4, dim=2)
+                return torch.matmul(w, v)
+            w = torch.bmm(q * 0.25, k.transpose(1, 2)).softmax(-1, dtype=torch.float32)
+            return torch.bmm(w, v)
+
+    torch.manual_seed(0)
+    net, x = Net().eval(), torch.randn(2, 5, 16)
+    fast = build(net, (x,), None, Plan.of("cleanup", "sdpa"))
+    assert fast.notes["sdpa"] == "applied 1 x"
+    with torch.no_grad():  # the last form insists on float32
+        assert error(fast(x), net(x).double()) < 5e-6
+
+
+def test_attention_whose_weights_are_looked_at_is_left():
+    class Net(nn.Module):
+        def forward(self, q, k, v):
+            w = torch.bmm(q, k.transpose(1, 2)).softmax(-1)
+            return torch.bmm(w, v), w
+
+    args = tuple(torch.randn(2, 5, 16) for _ in range(3))
+    fast = build(Net().eval(), args, None, Plan.of("cleanup", "sdpa"))
+    assert fast.notes["sdpa"].startswith("no effect")
+
+
+@pytest.mark.parametrize("seen_again", [False, True])
+def test_networks_that_write_in_place(seen_again):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(16, 16, 3, padding=1)
+            self.norm = nn.GroupNorm(4, 16)
+
+        def forward(self, x):
+            h = self.conv(x)
+            kept = h.clone()
+            y = F.silu(self.norm(h), inplace=True)
+            if seen_again:
+                view = h.flatten(2)
+                h.add_(1.0)
+                return view.view(x.shape) + kept
+            h.add_(1.0)
+            return y + kept + h
+
+    torch.manual_seed(0)
+    net, x = Net().eval(), torch.randn(1, 16, 8, 8)
+    with torch.no_grad():
+        truth = net(x).double()
+    fast = build(net, (x,), None, Plan.of(*REWRITING), twin=True)
+    assert error(fast(x), truth) < 1e-6
+    assert ("capture" in fast.notes) == seen_again, "an overwritten tensor that is looked at again forbids rewriting"
+    if seen_again:
+        assert "overwrites" in fast.notes["capture"]
+
+
+def test_a_golden_network_gives_its_golden_answer(golden):
+    net, g = golden
+    net.eval()
+    args = (g["x_t"], g["t"], g["cond"])
+    fast = build(net, args, None, Plan.of(*REWRITING), twin=True)
+    assert error(fast(*args), g["eps_pred"].double()) < 1e-5
