@@ -33,7 +33,15 @@ def channels_last(x):
     return x.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
-def case(dtype, batch, channels, voxels, groups, shift, silu, offset=0.0):
+def moments_of(source, stretch):
+    """Count, mean and sum of squares about the mean of each stretch of voxels, in plain PyTorch: (N, P, 3, C)."""
+    parts = source.double().flatten(2).split(stretch, dim=2)
+    counts = [torch.full_like(p[..., 0], p.shape[2]) for p in parts]
+    rows = [(n, p.mean(2), (p - p.mean(2, keepdim=True)).square().sum(2)) for n, p in zip(counts, parts, strict=True)]
+    return torch.stack([torch.stack(row, dim=1) for row in rows], dim=1).float()
+
+
+def case(dtype, batch, channels, voxels, groups, shift, silu, offset=0.0, given=False):
     generator = torch.Generator().manual_seed(batch * 1000 + sum(channels))
 
     def draw(*shape):
@@ -54,7 +62,9 @@ def case(dtype, batch, channels, voxels, groups, shift, silu, offset=0.0):
         shift_NC=None if shift_NC is None else shift_NC.double(),
         silu=silu,
     )
-    y = gn.group_norm_silu(sources, weight, bias, groups, shift_NC=shift_NC, silu=silu)
+    # What a convolution would leave: other stretches than this kernel's own, for the last source only.
+    known = [None] * (len(sources) - 1) + [moments_of(sources[-1], 7)] if given else None
+    y = gn.group_norm_silu(sources, weight, bias, groups, shift_NC=shift_NC, silu=silu, statistics=known)
     written = bool(torch.isfinite(y).all()) and y.movedim(1, -1).is_contiguous()
     return {
         "case": [batch, channels, voxels, groups, shift, silu],
@@ -67,7 +77,7 @@ def numerics(dtype):
     # Poison what is not written: fresh memory is filled with NaN.
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)
-    return [case(getattr(torch, dtype), *c) for c in CASES]
+    return [case(getattr(torch, dtype), *c, given=given) for c in CASES for given in (False, True)]
 
 
 def compile_all(arch):
@@ -88,20 +98,18 @@ def compile_all(arch):
     common = {"V": "i32", "CS": "i32", "C": "i32", "first": "i32"}
     found = []
     for dtype in ("*bf16", "*fp32"):
-        moments = {"x_ptr": dtype, "pivot_ptr": "*fp32", "partial_ptr": "*fp32", **common, "stretch": "i32"}
+        moments = {"x_ptr": dtype, "statistics_ptr": "*fp32", "V": "i32", "CS": "i32", "stretch": "i32"}
         found.append(build(gn.voxtune_moments, moments, {"BLOCK_V": 64, "BLOCK_C": 64}))
         normalize = {"x_ptr": dtype, "affine_ptr": "*fp32", "y_ptr": dtype, **common}
         found.append(build(gn.voxtune_normalize, normalize, {"SILU": True, "BLOCK_V": 64, "BLOCK_C": 64}))
-    finalize = {
-        "pivot_ptr": "*fp32",
-        "partial_ptr": "*fp32",
-        "shift_ptr": "*bf16",
-        "weight_ptr": "*bf16",
-        "bias_ptr": "*bf16",
-    }
-    finalize |= {"affine_ptr": "*fp32", "V": "i32", "C": "i32", "P": "i32", "eps": "fp32", "shift_stride": "i32"}
-    constants = {"GROUP": 14, "BLOCK_G": 16, "BLOCK_P": 128, "HAS_SHIFT": True}
-    found.append(build(gn.voxtune_finalize, finalize, constants))
+    finalize = dict.fromkeys(("a_ptr", "b_ptr", "affine_ptr"), "*fp32")
+    finalize |= dict.fromkeys(("shift_ptr", "weight_ptr", "bias_ptr"), "*bf16")
+    finalize |= dict.fromkeys(("V", "C", "CA", "PA", "PB", "shift_stride"), "i32") | {"eps": "fp32"}
+    finalize = {name: finalize[name] for name in gn.voxtune_finalize.arg_names if name in finalize}
+    for group in (2, 14):
+        block = triton.next_power_of_2(group)
+        constants = {"GROUP": group, "BLOCK_G": block, "BLOCK_P": 4096 // block, "HAS_SHIFT": True}
+        found.append(build(gn.voxtune_finalize, finalize, constants))
     return found
 
 

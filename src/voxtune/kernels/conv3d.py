@@ -237,7 +237,12 @@ def conv3d(
     """conv(x) + shift + residual, channels-last, and its statistics (N, P, 3, K) if asked; `why_not` must be None."""
     assert (reason := why_not(x, (packed.shape[1], packed.shape[2], 3, 3, 3))) is None, reason
     N, C, D, H, W = x.shape
-    return convolve(x, packed, tiles(N, D, H, W, C, packed.shape[1]), shift_NC, residual, statistics)
+    tile = tiles(N, D, H, W, C, packed.shape[1], hopper=is_hopper(x.device))
+    return convolve(x, packed, tile, shift_NC, residual, statistics)
+
+
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def convolve(
@@ -251,11 +256,8 @@ def convolve(
     """conv3d with a given tile."""
     N, C, D, H, W = x.shape
     K, V = packed.shape[1], D * H * W
-    x_NDHWC = x.movedim(1, -1)
-    r_NDHWK = None if residual is None else residual.movedim(1, -1)
-    assert x_NDHWC.is_contiguous() and packed.is_contiguous(), "the source or the weights are not contiguous"
-    assert r_NDHWK is None or r_NDHWK.is_contiguous(), "the residual is not channels-last"
-    assert shift_NC is None or shift_NC.is_contiguous(), "the shift is not contiguous"
+    x_NDHWC, r_NDHWK = channels_inside(x), None if residual is None else channels_inside(residual)
+    assert packed.is_contiguous() and (shift_NC is None or shift_NC.is_contiguous()), "weights or shift have gaps"
     shift_stride = 0 if shift_NC is None or shift_NC.shape[0] == 1 else K
     y_NDHWK = torch.empty((N, D, H, W, K), dtype=x.dtype, device=x.device)
     P = triton.cdiv(W, tile.w) * triton.cdiv(H, tile.h) * triton.cdiv(D, 2)
@@ -305,6 +307,13 @@ def convolve(
             num_warps=4,
         )
     return y_NDHWK.movedim(-1, 1), found
+
+
+def channels_inside(x: Tensor) -> Tensor:
+    """A channels-last (N, C, D, H, W) tensor as (N, D, H, W, C), with regular strides also where a side is 1."""
+    x_NDHWC = x.movedim(1, -1)
+    assert x_NDHWC.is_contiguous(), "a source or the residual is not channels-last"
+    return x_NDHWC.reshape(-1).view(x_NDHWC.shape)
 
 
 def join_block(N: int, V: int, K: int) -> tuple[int, int]:

@@ -52,6 +52,10 @@ def shape_of_tile(voxels: int, H: int, W: int) -> list[tuple[int, int]]:
     return sorted(shapes, key=computed)
 
 
-def tiles(N: int, D: int, H: int, W: int, C: int, K: int) -> Tile:
+def tiles(N: int, D: int, H: int, W: int, C: int, K: int, *, hopper: bool = True) -> Tile:
+    """The tile for a convolution of this size; without Hopper's copy engine and products, one that fits any device."""
+    if hopper and N * D * H * W >= 32**3:
+        k = 128 if K % 128 == 0 else 64
+        return Tile(h=8, w=16, k=k, warps=8 if k == 128 else 4, inner_stages=2, outer_stages=3, halo=True)
     h, w = shape_of_tile(128, H, W)[0]
-    return Tile(h=h, w=w)
+    return Tile(h=h, w=w) if hopper else Tile(h=h, w=w, swap=False, warps=8)

@@ -3,19 +3,22 @@
 Why: PyTorch's GroupNorm takes NCDHW, so under channels-last every norm buys two layout copies; and with batch 1 it gives
 each of 32 groups to one block, on a card of 132. Here the reduction runs over the whole device:
 
-1. moments: each program reduces a stretch of voxels to per-channel sums, about a pivot (the first voxel's value), so that a
-   large mean does not cancel the variance away;
-2. finalize: per-channel sums become per-group statistics, and these a scale and an offset for every channel;
+1. moments: each program reduces a stretch of voxels to three numbers a channel: count, mean, and the sum of squares about that
+   mean, so that a large mean does not cancel the variance away. A convolution that made the source may have left these
+   (`statistics`), one triple a tile: then this step, and its reading of the source, falls away;
+2. finalize: the stretches' numbers become per-group statistics, and these a scale and an offset for every channel;
 3. apply: y = silu(x * scale + offset), last-read voxels first, since the L2 still holds them.
 
 A shift per channel (a convolution's bias, the time embedding) moves a channel's mean and leaves its spread: it is folded into
 step 2 and costs no pass. Of two sources, cat([a, b]) on channels, each is reduced and applied on its own into its slice: the
 concatenation is never written, although groups straddle the seam.
 
-Legend: N batch, V voxels (D*H*W), C channels of all sources, G groups, P stretches of voxels.
+Legend: N batch, V voxels (D*H*W), C channels of all sources, CS of one, P stretches of voxels.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -50,12 +53,9 @@ def group_norm_silu_reference(
 @triton.jit
 def voxtune_moments(
     x_ptr,  # (N, V, CS): one source
-    pivot_ptr,  # (N, C) float32
-    partial_ptr,  # (N, P, 2, C) float32: sums and sums of squares about the pivot
+    statistics_ptr,  # (N, P, 3, CS) float32: count, mean, sum of squares about the mean
     V,
     CS,
-    C,
-    first,  # this source's first channel among C
     stretch,  # voxels a program reduces
     BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -65,14 +65,13 @@ def voxtune_moments(
     c = cb * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = c < CS
     base = x_ptr + n.to(tl.int64) * V * CS
-    pivot = tl.load(base + c, mask=inside, other=0.0).to(tl.float32)
-    if p == 0:
-        tl.store(pivot_ptr + n * C + first + c, pivot, mask=inside)
+    start = p * stretch
+    end = tl.minimum(start + stretch, V)
+    # About a pivot, the stretch's first voxel: its distance to the mean is of the order of the spread.
+    pivot = tl.load(base + start.to(tl.int64) * CS + c, mask=inside, other=0.0).to(tl.float32)
     # One sum a lane, reduced over voxels once at the end: a reduction in the loop would wait for all warps each time.
     total = tl.zeros((BLOCK_V, BLOCK_C), tl.float32)
     squares = tl.zeros((BLOCK_V, BLOCK_C), tl.float32)
-    start = p * stretch
-    end = tl.minimum(start + stretch, V)
     for v0 in range(start, end, BLOCK_V):
         v = v0 + tl.arange(0, BLOCK_V)
         keep = (v < end)[:, None] & inside[None, :]
@@ -80,22 +79,28 @@ def voxtune_moments(
         d = tl.where(keep, x - pivot[None, :], 0.0)
         total += d
         squares += d * d
-    at = partial_ptr + ((n * P + p) * 2).to(tl.int64) * C + first + c
-    tl.store(at, tl.sum(total, axis=0), mask=inside)
-    tl.store(at + C, tl.sum(squares, axis=0), mask=inside)
+    count = (end - start).to(tl.float32)
+    from_pivot = tl.sum(total, axis=0) / count
+    about_mean = tl.sum(squares, axis=0) - from_pivot * from_pivot * count
+    at = statistics_ptr + ((n * P + p) * 3).to(tl.int64) * CS + c
+    tl.store(at, tl.zeros_like(from_pivot) + count, mask=inside)
+    tl.store(at + CS, pivot + from_pivot, mask=inside)
+    tl.store(at + 2 * CS, tl.maximum(about_mean, 0.0), mask=inside)
 
 
 @triton.jit
 def voxtune_finalize(
-    pivot_ptr,  # (N, C)
-    partial_ptr,  # (N, P, 2, C)
+    a_ptr,  # (N, PA, 3, CA) float32: the first source's statistics
+    b_ptr,  # (N, PB, 3, C - CA) float32: the second's; unread when CA is C
     shift_ptr,  # (N, C) or (1, C), of any float type; unread when HAS_SHIFT is off
     weight_ptr,  # (C,)
     bias_ptr,  # (C,)
     affine_ptr,  # (N, 2, C) float32: scale and offset
     V,
     C,
-    P,
+    CA,
+    PA,
+    PB,
     eps,
     shift_stride,  # C, or 0 when one shift serves the batch
     GROUP: tl.constexpr,  # channels a group
@@ -107,26 +112,39 @@ def voxtune_finalize(
     lane = tl.arange(0, BLOCK_G)
     inside = lane < GROUP
     c = g * GROUP + lane
-    total = tl.zeros((BLOCK_G,), tl.float32)
-    squares = tl.zeros((BLOCK_G,), tl.float32)
-    for p0 in range(0, P, BLOCK_P):
-        p = p0 + tl.arange(0, BLOCK_P)
-        keep = (p < P)[:, None] & inside[None, :]
-        at = partial_ptr + ((n * P + p) * 2).to(tl.int64)[:, None] * C + c[None, :]
-        total += tl.sum(tl.load(at, mask=keep, other=0.0), axis=0)
-        squares += tl.sum(tl.load(at + C, mask=keep, other=0.0), axis=0)
-    from_pivot = total / V
-    spread = squares - total * from_pivot  # sum of squares about the channel's own mean
-    mean_c = tl.load(pivot_ptr + n * C + c, mask=inside, other=0.0) + from_pivot
+    of_a = c < CA
+    CB = C - CA
+    width, stretches = tl.where(of_a, CA, CB), tl.where(of_a, PA, PB)
+    here = tl.where(of_a, a_ptr + n.to(tl.int64) * PA * 3 * CA + c, b_ptr + n.to(tl.int64) * PB * 3 * CB + (c - CA))
+    # Each lane joins its stretches by Chan's rule, then all lanes are joined.
+    count = tl.zeros((BLOCK_P, BLOCK_G), tl.float32)
+    mean = tl.zeros((BLOCK_P, BLOCK_G), tl.float32)
+    spread = tl.zeros((BLOCK_P, BLOCK_G), tl.float32)
+    # A group on one side of the seam reads only its own source's stretches.
+    most = tl.maximum(tl.where(g * GROUP < CA, PA, 0), tl.where((g + 1) * GROUP > CA, PB, 0))
+    for p0 in range(0, most, BLOCK_P):
+        p = (p0 + tl.arange(0, BLOCK_P))[:, None]
+        keep = (p < stretches[None, :]) & inside[None, :]
+        at = here[None, :] + (p * 3).to(tl.int64) * width[None, :]
+        more = tl.load(at, mask=keep, other=0.0)
+        away = tl.load(at + width[None, :], mask=keep, other=0.0) - mean
+        both = count + more
+        share = more / tl.maximum(both, 1.0)
+        spread += tl.load(at + 2 * width[None, :], mask=keep, other=0.0) + away * away * count * share
+        mean += away * share
+        count = both
+    mean_c = tl.sum(mean * count, axis=0) / V
+    away_c = mean - mean_c[None, :]
+    spread_c = tl.sum(spread + away_c * away_c * count, axis=0)  # sum of squares about the channel's own mean
     shift = tl.zeros((BLOCK_G,), tl.float32)
     if HAS_SHIFT:
         shift = tl.load(shift_ptr + n * shift_stride + c, mask=inside, other=0.0).to(tl.float32)
     mean_c += shift
-    mean = tl.sum(tl.where(inside, mean_c, 0.0), axis=0) / GROUP
-    away = tl.where(inside, mean_c - mean, 0.0)
-    variance = (tl.sum(tl.where(inside, spread, 0.0), axis=0) / V + tl.sum(away * away, axis=0)) / GROUP
+    mean_g = tl.sum(tl.where(inside, mean_c, 0.0), axis=0) / GROUP
+    away_g = tl.where(inside, mean_c - mean_g, 0.0)
+    variance = (tl.sum(tl.where(inside, spread_c, 0.0), axis=0) / V + tl.sum(away_g * away_g, axis=0)) / GROUP
     scale = tl.load(weight_ptr + c, mask=inside, other=0.0).to(tl.float32) / tl.sqrt(variance + eps)
-    offset = tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32) + (shift - mean) * scale
+    offset = tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32) + (shift - mean_g) * scale
     at = affine_ptr + n * 2 * C + c
     tl.store(at, scale, mask=inside)
     tl.store(at + C, offset, mask=inside)
@@ -174,7 +192,7 @@ def voxels_last(x: Tensor) -> Tensor:
     return x_NVC.view(x.shape[0], -1, x.shape[1])
 
 
-def why_not(sources: tuple[Tensor, ...], groups: int) -> str | None:
+def why_not(sources: tuple[Tensor, ...], groups: int) -> str | None:  # noqa: PLR0911
     """The reason why the kernels do not apply, or None."""
     first = sources[0]
     channels = sum(s.shape[1] for s in sources)
@@ -184,11 +202,26 @@ def why_not(sources: tuple[Tensor, ...], groups: int) -> str | None:
         return "the sources differ in type, batch or size"
     if any(not s.movedim(1, -1).is_contiguous() for s in sources):
         return "a source is not channels-last"
+    if len(sources) > 2:
+        return f"{len(sources)} sources: at most two"
     if channels % groups:
         return f"{channels} channels do not divide into {groups} groups"
     if first.numel() == 0 or triton.next_power_of_2(channels // groups) > 1024:
         return "an empty source, or more than 1024 channels a group"
     return None
+
+
+def moments(source: Tensor) -> Tensor:
+    """The statistics (N, P, 3, C) of a channels-last source."""
+    view = voxels_last(source)
+    N, V, CS = view.shape
+    stretch, P = stretches(V, N, CS, source.device)
+    found = torch.empty((N, P, 3, CS), dtype=torch.float32, device=source.device)
+    block_c = channel_block(CS)
+    voxtune_moments[(P, triton.cdiv(CS, block_c), N)](
+        view, found, V, CS, stretch, BLOCK_V=4096 // block_c, BLOCK_C=block_c, num_warps=8
+    )
+    return found
 
 
 def group_norm_silu(
@@ -199,43 +232,44 @@ def group_norm_silu(
     eps: float = 1e-5,
     shift_NC: Tensor | None = None,
     silu: bool = True,
+    statistics: Sequence[Tensor | None] | None = None,
 ) -> Tensor:
-    """silu(group_norm(cat(sources) + shift)) for channels-last sources (N, C_i, *voxels); `why_not` must be None."""
+    """silu(group_norm(cat(sources) + shift)) for channels-last sources (N, C_i, *voxels); `why_not` must be None.
+
+    `statistics` has what the maker of each source left, (N, P_i, 3, C_i), or None for a source that must be read for it.
+    """
     assert (reason := why_not(sources, groups)) is None, reason
     views = [voxels_last(s) for s in sources]
-    N, V, _ = views[0].shape
+    N, V, CA = views[0].shape
     C = sum(view.shape[2] for view in views)
     device = sources[0].device
-    stretch, P = stretches(V, N, C, device)
-    pivot = torch.empty((N, C), dtype=torch.float32, device=device)
-    partial = torch.empty((N, P, 2, C), dtype=torch.float32, device=device)
+    known = list(statistics) if statistics else [None] * len(sources)
+    assert len(known) == len(sources), "one statistics tensor, or None, a source"
+    parts = [moments(source) if part is None else part for source, part in zip(sources, known, strict=True)]
+    assert all(p.shape[0] == N and p.shape[2:] == (3, v.shape[2]) for p, v in zip(parts, views, strict=True))
     affine = torch.empty((N, 2, C), dtype=torch.float32, device=device)
-    first = 0
-    for view in views:
-        CS = view.shape[2]
-        block_c = channel_block(CS)
-        voxtune_moments[(P, triton.cdiv(CS, block_c), N)](
-            view, pivot, partial, V, CS, C, first, stretch, BLOCK_V=4096 // block_c, BLOCK_C=block_c, num_warps=8
-        )
-        first += CS
     group = C // groups
+    block_g = triton.next_power_of_2(group)
+    many = max(part.shape[1] for part in parts)
     voxtune_finalize[(groups, N)](
-        pivot,
-        partial,
-        pivot if shift_NC is None else shift_NC,
+        parts[0],
+        parts[-1],
+        affine if shift_NC is None else shift_NC,
         weight,
         bias,
         affine,
         V,
         C,
-        P,
+        CA,
+        parts[0].shape[1],
+        parts[-1].shape[1],
         eps,
         0 if shift_NC is None or shift_NC.shape[0] == 1 else C,
         GROUP=group,
-        BLOCK_G=triton.next_power_of_2(group),
-        BLOCK_P=max(1, min(128, 2048 // triton.next_power_of_2(group))),
+        BLOCK_G=block_g,
+        BLOCK_P=max(1, min(triton.next_power_of_2(many), 2048, 4096 // block_g)),
         HAS_SHIFT=shift_NC is not None,
-        num_warps=4,
+        num_warps=8,
     )
     y = _like(sources[0], C)
     y_NVC = voxels_last(y)

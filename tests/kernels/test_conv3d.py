@@ -1,0 +1,105 @@
+"""The convolution's kernels on the CPU: by Triton's interpreter against float64, and compiled for real GPUs without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Triton decides when a kernel is defined whether to interpret it, so the checks run in a process of their own.
+CHECKS = Path(__file__).parent / "conv3d_checks.py"
+
+
+def run(*arguments, interpret):
+    environment = {**os.environ, "TRITON_INTERPRET": "1" if interpret else "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(CHECKS), *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("[", "{"))]
+    return json.loads(lines[-1])
+
+
+@pytest.mark.parametrize("kind", ["integers", "random"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_against_float64(dtype, kind):
+    rows = run("numerics", dtype, kind, interpret=True)
+    bar = {"float32": 1e-6, "float16": 1e-3}[dtype]
+    assert len(rows) >= 8
+    for row in rows:
+        assert row["error"] < bar, row
+        assert row["exact"] or kind == "random", row
+        assert row["counted"] and row["plain"], row
+        assert row["mean"] < 1e-5 and row["spread"] < 1e-4, row
+
+
+def test_statistics_about_a_large_mean():
+    (row,) = run("numerics", "float32", "offset", interpret=True)
+    assert row["spread"] < 1e-4, row
+
+
+def test_entry_point():
+    row = run("entry", interpret=True)
+    assert row["error"] < 1e-3 and row["statistics"] < 1e-3, row
+    assert row["reasons"][0] is None
+    assert all(row["reasons"][1:]), row
+
+
+def test_schedule_of_the_halo_kernel():
+    """Its rings, replayed with the latest reads and the earliest refills that the waits allow."""
+    for chunks in (1, 2, 5):
+        for stages in (2, 4):
+            assert replay(chunks, stages) == 2 * 27 * chunks
+
+
+def replay(chunks, stages, weights=3):
+    planes, taps, done, before = {}, {}, set(), []
+
+    def fetch_plane(j):
+        if j < 12 * chunks:
+            planes[j % stages] = (j % 4, j // 4)
+
+    def fetch_weights(m):
+        if m < 9 * chunks:
+            taps[m % weights] = (m % 3, m // 3)
+
+    def multiply(products):
+        for upper, slot, tap, kh in products:
+            (z, q), (kd, same) = planes[slot], taps[tap]
+            assert q == same and kd == z - upper and (upper, kd, kh, q) not in done
+            done.add((upper, kd, kh, q))
+
+    for i in range(weights):
+        if i < stages - 1:
+            fetch_plane(i)
+        fetch_weights(i)
+    for q in range(3 * chunks):
+        for z in range(4):
+            j, m = 4 * q + z, 3 * q + z
+            assert planes[z % stages] == (z, q) and (z == 3 or taps[m % weights] == (z, q))
+            multiply(before)
+            before = [(u, z % stages, (m - u) % weights, kh) for kh in range(3) for u in (0, 1) if 0 <= z - u < 3]
+            fetch_plane(j + stages - 1)
+            if z > 1:
+                fetch_weights(m - 2 + weights)
+            elif z == 0 and q > 0:
+                fetch_weights(m - 1 + weights)
+    multiply(before)
+    return len(done)
+
+
+def test_compiles_for_hopper():
+    rows = run("compile", "90", interpret=False)
+    for row in rows:
+        assert row["wgmma"] and row["bulk"] and not row["serialised"], row
+        assert row["spills"] <= 128 and row["shared"] <= 232448, row
+
+
+def test_compiles_without_the_copy_engine():
+    for row in run("compile", "80", interpret=False):
+        assert row["mma"] and not row["bulk"], row
+        assert row["spills"] == 0 and row["shared"] <= 163 * 1024, row
