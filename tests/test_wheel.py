@@ -28,6 +28,8 @@ def test_wheel_installs_and_runs(tmp_path):
     assert run(binaries / "python", "-m", "voxtune", "--version").startswith("voxtune ")
     assert json.loads(run(binaries / "voxtune", "doctor", "--json"))["verdict"] == "ok"
     assert json.loads(run(binaries / "voxtune", "info", "med-ddpm", "--json"))["parameters"] == 40_226_433
+    study = json.loads(run(binaries / "voxtune", "study", "seed", "--recorded", "-o", tmp_path / "study", "--json"))
+    assert len(study["sessions"]) == 6 and Path(study["files"][0]).is_file()
     result = json.loads(run(binaries / "voxtune", "demo", "-o", tmp_path / "demo", "--steps", "2", "--json"))
     assert Path(result["synthetic"]).is_file()
     assert Path(result["picture"]).is_file()

@@ -62,7 +62,10 @@ def test_the_ledger_charges_the_module_that_caused_the_copy():
         ("net.conv", 0.006),
         ("(module unknown)", 0.004),
     ]
+    by_type = found.extra.pop("by_type")
+    assert by_type == pytest.approx({"GroupNorm32": 0.020, "Conv3d": 0.006, "(module unknown)": 0.004})
     assert found.extra == pytest.approx({"total_ms": 0.030, "step_ms": 0.100})
+    assert "GroupNorm32 0.02 ms, Conv3d 0.01 ms" in found.notes[1]
     assert found.rows[0]["type"] == "GroupNorm32"
 
 

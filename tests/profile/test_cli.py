@@ -3,9 +3,9 @@ from __future__ import annotations
 import json
 
 from voxtune.cli.main import main
+from voxtune.precision import read_precision
 from voxtune.profile import load_session
 from voxtune.profile.__main__ import main as plain_main
-from voxtune.precision import read_precision
 
 
 def test_profile_on_a_cpu_from_the_command_line(tmp_path, capfd, golden_model) -> None:

@@ -36,13 +36,19 @@ def layout_ledger(session: Session) -> Table:
     for module, some in moved.assign(module=module_names(moved, OUTSIDE)).groupby("module"):
         time, kinds = numbers(some, "duration_us") / 1e3 / count, some["class"].to_numpy(str)
         parts = {f"{c}_ms": float(np.nansum(time[kinds == c])) for c in MOVEMENT}
-        types = [t for t in some["module_type"].dropna().unique() if t]
-        cells = {"module": str(module), "type": ", ".join(sorted(types)), "launches": len(some) / count}
+        kind = [t for t in some["module_type"].dropna().unique() if t]
+        cells = {"module": str(module), "type": ", ".join(sorted(kind)), "launches": len(some) / count}
         rows.append(cells | parts | {"total_ms": sum(parts.values()), "share": share(sum(parts.values()), step)})
     rows.sort(key=lambda r: -r["total_ms"])
     spent = sum(r["total_ms"] for r in rows)
     notes = [f"All together {spent:.2f} ms of {step:.2f} ms a step, {share(spent, step) or 0:.1f} %."]
-    return Table(f"Layout ledger: {session.name}", columns, rows, notes, extra={"total_ms": spent, "step_ms": step})
+    types: dict[str, float] = {}
+    for row in rows:
+        types[row["type"] or row["module"]] = types.get(row["type"] or row["module"], 0.0) + row["total_ms"]
+    payers = sorted(types.items(), key=lambda item: -item[1])[:4]
+    notes += [f"By type of module: {', '.join(f'{name} {ms:.2f} ms' for name, ms in payers)}."] if payers else []
+    extra = {"total_ms": spent, "step_ms": step, "by_type": types}
+    return Table(f"Layout ledger: {session.name}", columns, rows, notes, extra=extra)
 
 
 def precision_audit(session: Session) -> Table:
@@ -110,5 +116,5 @@ def _audit(cells: dict[str, Any], rows: pd.DataFrame, count: int) -> dict[str, A
         "ran_on": word,
         "tensor_time": share(on, on + off),
         "named": ", ".join(sorted(set(rows["precision"].dropna()))) or None,
-        "unmeasured": share(whole - on - off, whole) or 0.0,
+        "unmeasured": share(max(0.0, whole - on - off), whole) or 0.0,
     }

@@ -158,6 +158,9 @@ def counted_pct(session: Session, quantity: str) -> float | None:
     if quantity.startswith("priority_rank_"):
         have = ~np.isnan(numbers(ran, "est_speedup_pct"))
     elif stem in ("convolution", "dominant") and kind not in ("cycles", "ipc"):
+        told = (session.meta["tiers"].get("opcodes") or {}).get("time_share")
+        if told is not None:
+            return 100.0 * float(told)
         known = set(zip(*(session.opcodes[c] for c in ("name", "grid", "block")), strict=True))
         have = np.array(
             [k in known for k in zip(*(ran[c] for c in ("name", "grid", "block")), strict=True)], dtype=bool

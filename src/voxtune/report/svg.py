@@ -22,10 +22,11 @@ def write_svgs(document: Document, folder: str | Path) -> list[Path]:
     """One file a figure, named by its place in the report."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for place, figure in enumerate(document.figures(), 1):
+    paths, figures = [], document.figures()
+    digits = max(2, len(str(len(figures))))
+    for place, figure in enumerate(figures, 1):
         stem = re.sub(r"[^A-Za-z0-9]+", "-", figure.id).strip("-") or "figure"
-        path = folder / f"{place:02d}-{stem[:80]}.svg"
+        path = folder / f"{place:0{digits}d}-{stem[:80]}.svg"
         path.write_text(render_svg(figure), encoding="utf-8")
         paths.append(path)
     return paths

@@ -1,0 +1,60 @@
+"""docs/study.md says what the recordings say: its tables cell by cell, and every figure of its prose."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.recordings.study_page import PAGE, TABLES, block, number, sessions
+from voxtune.analysis.ledger import precision_audit
+from voxtune.analysis.mix import kernel_shares
+
+# What no recording holds: the paper's ratio and doi, the threshold, the window, the seconds of the two commands.
+GIVEN = {"0.01", "0.02", "10.1145", "3777884.3797012", "99", "409", "534"}
+FIGURE = re.compile(r"(?<![\w.])\d[\d,]*\.\d+|\d[\d,]*(?= (?:ms|%|s|x|GiB|times)\b)")
+
+
+def prose() -> str:
+    return re.sub(r"<!--.*?-->|^\|.*$|^    .*$|!?\[[^\]]*\]\([^)]*\)|`[^`]*`", "", PAGE.read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_are_those_of_the_recordings(name: str) -> None:
+    found = block(name).search(PAGE.read_text())
+    assert found is not None
+    assert found.group().strip() == TABLES[name](), "run python -m tests.recordings.study_page"
+
+
+def facts() -> set[str]:
+    """Figures of the prose that stand in the report's tables, not in the page's."""
+    by_config = {s.meta["config"]: s for s in sessions("train")}
+    rows = precision_audit(by_config["baseline"]).rows
+    beside = next(r for r in rows if (r["module"], r["class"]) == ("output_blocks.9.0.in_layers.2", "conv_wgrad"))
+    fused = kernel_shares(by_config["bf16+channels_last+compile"]).rows
+    scatter = next(r for r in fused if "unsafe_index_put" in r["kernel"])
+    return {number(beside["ms"], 1), number(scatter["ms"], 1)}
+
+
+def test_every_figure_of_the_prose_stands_in_a_table() -> None:
+    shown = set(re.findall(r"\d[\d,]*(?:\.\d+)?", "\n".join(make() for make in TABLES.values())))
+    said = set(FIGURE.findall(prose()))
+    assert len(said) > 30
+    assert not said - shown - facts() - GIVEN
+
+
+def test_what_the_prose_concludes_holds() -> None:
+    wall = {s.meta["mode"] + " " + s.meta["config"]: s.timings for m in ("train", "sample") for s in sessions(m)}
+    ms = {n: t.loc[t["tier"] == "bare", "step_ms"].median() for n, t in wall.items()}
+    for mode in ("train", "sample"):
+        assert ms[f"{mode} channels_last"] > 1.1 * ms[f"{mode} baseline"]
+        assert ms[f"{mode} tf32+channels_last"] > 1.3 * ms[f"{mode} tf32"]
+    launches = sessions("train")[-1].launches
+    longest = launches[launches["step"] == 0].nlargest(1, "duration_us").iloc[0]
+    assert "wgrad2d_grouped_direct" in longest["name"]
+    assert 0.24 < longest["duration_us"] / 1e3 / ms["train bf16+channels_last+compile"] < 0.28
+
+
+def test_pictures_are_there() -> None:
+    for path in re.findall(r"!\[[^\]]*\]\(([^)]*)\)", PAGE.read_text()):
+        assert (PAGE.parent / path).read_text().startswith("<svg")
