@@ -125,8 +125,8 @@ def precision_table() -> str:
 
 
 def overhead_table() -> str:
-    digits = {"bare_ms": 1, "census_ms": 1, "census_pct": 1, "few_s": 1, "few_x": 0, "few_ms_a_launch": 1}
-    digits |= {"full_s_a_launch": 2, "opcodes_s_a_launch": 2, "turns_s": 1}
+    digits = {"bare_ms": 1, "census_ms": 1, "census_pct": 1, "few": 1, "few_ratio": 0, "few_a_launch": 1}
+    digits |= {"full_a_launch": 2, "opcodes_a_launch": 2, "turns": 1}
     rows = []
     for mode in MODES:
         for row, session in zip(overhead(sessions(mode)).rows, sessions(mode), strict=True):

@@ -126,6 +126,24 @@ def test_timeline_names_the_launch_and_zooms(open_page, two_page):
     assert plot.screenshot() == before
 
 
+def test_the_recorded_sessions_open(open_page, tmp_path):
+    """The page that users see first: whole, quick, and with nothing left undrawn."""
+    from voxtune.cli.main import main
+
+    path = tmp_path / "recorded.html"
+    assert main(["report", "--recorded", "-o", str(path), "-q"]) == 0
+    assert path.stat().st_size < 6e6
+    opened = open_page(path, scheme="dark")
+    page = opened.page
+    assert not opened.errors
+    assert float(page.locator("html").get_attribute("data-ready")) < 5000
+    assert "of 12 sessions cover the whole step" in page.locator(".badges").inner_text()
+    for section in page.locator("section").all():
+        assert section.locator("figure, table").count() >= 1, section.get_attribute("id")
+    page.locator("#window [role=tab]", has_text="sampling").click()
+    assert page.locator("#window-panel1 table").first.is_visible()
+
+
 def test_tabs_show_another_configuration(open_page, two_page):
     page = open_page(two_page).page
     tabs = page.locator("#pipes [role=tab]")

@@ -46,12 +46,17 @@ def kernel_mix(session: Session, by: tuple[str, ...] = ("class", "phase")) -> Ta
         *(Column(k, kind="text") for k in by),
         Column("ms", "ms", better="low", digits=3),
         Column("share", "%", "percent", digits=2),
-        Column("launches", kind="float", better="low", digits=1),
+        Column("launches", better="low", digits=_digits(out)),
     ]
     out.sort(key=lambda r: -r["ms"])
     unknown = share(float(np.nansum(numbers(rows[rows["class"] == "unknown"], "duration_us"))), whole)
     note = f"Of device time, {unknown or 0:.2f} % is in kernels of unknown class."
     return Table(f"Kernel mix: {session.name}", columns, out, [note])
+
+
+def _digits(rows: list[dict[str, Any]]) -> int:
+    """Steps that launch alike have whole numbers of launches in the mean."""
+    return 0 if all(float(r["launches"]).is_integer() for r in rows) else 1
 
 
 def kernel_shares(session: Session, top: int = 12) -> Table:
@@ -70,7 +75,7 @@ def kernel_shares(session: Session, top: int = 12) -> Table:
         Column("class", kind="text"),
         Column("ms", "ms", better="low", digits=3),
         Column("share", "%", "percent"),
-        Column("launches", kind="float", digits=1),
+        Column("launches", digits=_digits(out)),
     ]
     return Table(f"Kernels by share of kernel time: {session.name}", columns, out[:top])
 

@@ -21,12 +21,12 @@ def overhead(sessions: Sequence[Session]) -> Table:
         Column("bare_ms", "ms", doc="median of steps without a profiler"),
         Column("census_ms", "ms", doc="median of steps under torch.profiler"),
         Column("census_pct", "%", "percent", "low", 1, "what the census adds to a bare step"),
-        Column("few_s", "s", better="low", digits=1, doc="one step with the few counters on every launch"),
-        Column("few_x", "x bare", better="low", digits=0),
-        Column("few_ms_a_launch", "ms", better="low", digits=1),
-        Column("full_s_a_launch", "s", better="low", doc="the full set, operators run alone"),
-        Column("opcodes_s_a_launch", "s", better="low", doc="opcodes, operators run alone"),
-        Column("turns_s", "s", better="low", digits=1, doc="turns on the GPU of all counters, set-up included"),
+        Column("few", "s", better="low", digits=1, doc="one step with the few counters on every launch"),
+        Column("few_ratio", "x bare", better="low", digits=0),
+        Column("few_a_launch", "ms", better="low", digits=1),
+        Column("full_a_launch", "s", better="low", doc="the full set, operators run alone"),
+        Column("opcodes_a_launch", "s", better="low", doc="opcodes, operators run alone"),
+        Column("turns", "s", better="low", digits=1, doc="turns on the GPU of all counters, set-up included"),
     ]
     rows = [_row(s, label) for s, label in zip(sessions, labels(sessions), strict=True)]
     notes = [
@@ -44,12 +44,12 @@ def _row(session: Session, label: str) -> dict[str, Any]:
     turns = {t: told for t, told in session.meta["tiers"].items() if isinstance(told, dict) and told.get("counting_s")}
     each = {t: ratio(told["counting_s"], told.get("read")) for t, told in turns.items()}
     if "few" in turns:
-        row["few_s"] = turns["few"]["counting_s"]
-        row["few_x"] = ratio(1e3 * row["few_s"], bare)
-        row["few_ms_a_launch"] = None if each["few"] is None else 1e3 * each["few"]
-    row |= {f"{t}_s_a_launch": each[t] for t in ("full", "opcodes") if t in each}
+        row["few"] = turns["few"]["counting_s"]
+        row["few_ratio"] = ratio(1e3 * row["few"], bare)
+        row["few_a_launch"] = None if each["few"] is None else 1e3 * each["few"]
+    row |= {f"{t}_a_launch": each[t] for t in ("full", "opcodes") if t in each}
     spent = [told["seconds"] for told in turns.values() if told.get("seconds") is not None]
-    return row | {"turns_s": sum(spent) if spent else None}
+    return row | {"turns": sum(spent) if spent else None}
 
 
 def _median(session: Session, tier: str) -> float | None:
