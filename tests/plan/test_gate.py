@@ -13,7 +13,7 @@ from voxtune.plan.gate import Gate, vary
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import Optimized
 from voxtune.plan.trajectory import trajectory_of
-from voxtune.plan.tune import gate_for, judge
+from voxtune.plan.tuner import gate_for, judge
 from voxtune.quality.compare import difference
 
 NORM = "group_norm_silu"

@@ -23,7 +23,7 @@ def command(
 ) -> None:
     """Measure passes on this machine, gate each against the network itself, keep what is faster and the same."""
     from voxtune.plan.cache import remember
-    from voxtune.plan.tune import tune
+    from voxtune.plan.tuner import tune
     from voxtune.tuning import example_inputs, tuning_target, walk
 
     output = Output(json=json, quiet=quiet)

@@ -53,9 +53,19 @@ def shape_of_tile(voxels: int, H: int, W: int) -> list[tuple[int, int]]:
 
 
 def tiles(N: int, D: int, H: int, W: int, C: int, K: int, *, hopper: bool = True) -> Tile:
-    """The tile for a convolution of this size; without Hopper's copy engine and products, one that fits any device."""
-    if hopper and N * D * H * W >= 32**3:
-        k = 128 if K % 128 == 0 else 64
-        return Tile(h=8, w=16, k=k, warps=8 if k == 128 else 4, inner_stages=2, outer_stages=3, halo=True)
-    h, w = shape_of_tile(128, H, W)[0]
-    return Tile(h=h, w=w) if hopper else Tile(h=h, w=w, swap=False, warps=8)
+    """The tile for a convolution of this size; without Hopper's copy engine and products, one that fits any device.
+
+    Measured on an H200 over every shape of the whole-head network (benchmarks/results/h200/conv3d.json).
+    """
+    if not hopper:
+        h, w = shape_of_tile(128, H, W)[0]
+        return Tile(h=h, w=w, swap=False, warps=8)
+    V = N * D * H * W
+    if V >= 32**3:
+        h, w = (8, 16) if K <= 64 else (16, 8)
+        return Tile(h=h, w=w, inner_stages=2, outer_stages=3, halo=True)
+    # Too few tiles to fill the card: several programs share one.
+    h, w = shape_of_tile(64, H, W)[0]
+    if V > 12**3:
+        return Tile(h=h, w=w, k=128 if C >= 192 else 64, inner_stages=4, outer_stages=3, split=2 if C >= 192 else 1)
+    return Tile(h=h, w=w, inner_stages=4, outer_stages=3, split=9 if C <= 256 else 12)

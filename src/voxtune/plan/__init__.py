@@ -4,6 +4,6 @@ from voxtune.plan.api import optimize
 from voxtune.plan.gate import Gate, Verdict
 from voxtune.plan.plan import Plan, Step
 from voxtune.plan.run import Optimized
-from voxtune.plan.tune import Tuned, tune
+from voxtune.plan.tuner import Tuned, tune
 
 __all__ = ["Gate", "Optimized", "Plan", "Step", "Tuned", "Verdict", "optimize", "tune"]

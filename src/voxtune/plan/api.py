@@ -19,7 +19,7 @@ from voxtune.plan.hazards import refuses_half
 from voxtune.plan.identity import identity, unlike
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import Optimized
-from voxtune.plan.tune import Tuned, gate_for, judge, precision_of, tune
+from voxtune.plan.tuner import Tuned, gate_for, judge, precision_of, tune
 
 log = logging.getLogger("voxtune")
 

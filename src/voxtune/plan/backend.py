@@ -13,7 +13,7 @@ from voxtune.plan.api import BASELINE, READY
 from voxtune.plan.build import build
 from voxtune.plan.gate import Gate
 from voxtune.plan.plan import Plan
-from voxtune.plan.tune import judge
+from voxtune.plan.tuner import judge
 
 log = logging.getLogger("voxtune")
 CPU_READY = (Plan.of("cleanup", "sdpa", "time", "channels_last"),)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 
+import torch
+
 from voxtune.errors import InputError
 from voxtune.plan.passes.attention import merge_linears, sdpa
 from voxtune.plan.passes.base import Context, Outcome, Pass, fusing, needs_gpu, needs_half
@@ -30,6 +32,12 @@ def _half_kernels(context: Context) -> str | None:
     return fusing(context) or needs_half(context)
 
 
+def _hopper_kernels(context: Context) -> str | None:
+    if context.device.type == "cuda" and torch.cuda.get_device_capability(context.device)[0] != 9:
+        return "its kernel is made for compute capability 9; cuDNN serves other cards better"
+    return _half_kernels(context)
+
+
 def _needs_compiler(context: Context) -> str | None:
     from voxtune.plan.hazards import why_no_compiler
 
@@ -46,7 +54,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("fuse_norm", "GroupNorm + SiLU + shift in one operator, no concat", "exact", fusing, fuse_norm),
     Pass("upsample", "upsampling by two, channels-last", "exact", fusing, upsample),
     Pass("edges", "own kernels for the stem and the head", "exact", _half_kernels, edges),
-    Pass("conv3d", "own 3x3x3 convolutions with their epilogue", "exact", _half_kernels, conv3d),
+    Pass("conv3d", "own 3x3x3 convolutions with their epilogue", "exact", _hopper_kernels, conv3d),
     Pass("pointwise", "own 1x1 convolutions over one or two sources", "exact", fusing, pointwise),
     Pass("epilogue", "bias into the norm; bias and residual in one pass", "exact", _needs_norm, epilogue),
     Pass("bf16", "BF16 weights and volumes, float32 where it matters", "gated", rewrite=half),

@@ -1,4 +1,4 @@
-"""cleanup: removes what computes nothing (assertions, casts to the same type, dropout at rest, copies for layout) and writes
+"""cleanup: removes what computes nothing (casts to the same type, dropout at rest, copies for layout) and writes
 equal things in one way, so that the passes after it have one pattern each. Exact."""
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ def _simplify(captured: Captured, node: fx.Node) -> int:
         return _chunk_to_split(captured, node)
     if target == aten.conv1d.default:
         return _conv1d_to_linear(captured, node)
-    if target == aten._assert_tensor_metadata.default:
-        captured.graph.erase_node(node)
-    elif _computes_nothing(node):
+    if _computes_nothing(node):
         captured.replace(node, node.args[0])  # type: ignore[arg-type]
         captured.graph.erase_node(node)
     elif target == aten.view.default:

@@ -1,0 +1,228 @@
+"""`voxtune.optimize` from the user's side: plans found, cached, given, refused; and what is called with anything else."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import voxtune
+from tests.plan.networks import make
+from voxtune.errors import InputError
+from voxtune.plan import Plan
+from voxtune.plan import build as building
+from voxtune.plan import tuner as tuning
+from voxtune.plan.hazards import hazards, refuses_half, why_no_compiler
+from voxtune.plan.passes import Outcome
+
+QUICK = (
+    tuning.Rung("sharing and sdpa", ("cleanup", "sdpa", "time")),
+    tuning.Rung("channels_last", ("channels_last",)),
+    tuning.Rung("bf16", ("cleanup", "bf16"), apart=True),
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("VOXTUNE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(tuning, "CPU_LADDER", QUICK)
+
+
+def test_auto_tunes_once_and_remembers(quick, tmp_path, monkeypatch):
+    net, args = make("med_ddpm")
+    lines: list[str] = []
+    fast = voxtune.optimize(net, args, say=lines.append)
+    with torch.no_grad():
+        assert float((fast(*args) - net(*args)).norm() / net(*args).norm()) < 2e-2
+    assert len(lines) == 1 + len(QUICK) and all("ms" in line for line in lines)
+    kept = list((tmp_path / "cache" / "plans").glob("*.json"))
+    assert len(kept) == 1
+    evidence = json.loads(kept[0].read_text())["evidence"]
+    assert [r["name"] for r in evidence["waterfall"]] == ["baseline", *(r.name for r in QUICK)]
+    assert evidence["gate"]["relative"] <= evidence["gate"]["limit"]
+
+    def no_tuning(*_, **__):
+        raise AssertionError("a remembered plan was tuned again")
+
+    monkeypatch.setattr("voxtune.plan.api.tune", no_tuning)
+    again = voxtune.optimize(net, args)
+    assert again.plan.names == fast.plan.names
+
+
+def test_other_weights_are_another_model(quick, monkeypatch):
+    net, args = make("med_ddpm")
+    voxtune.optimize(net, args)
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        next(iter(other.parameters())).add_(1e-3)
+    seen = []
+    real = tuning.tune
+    monkeypatch.setattr("voxtune.plan.api.tune", lambda *a, **k: seen.append(1) or real(*a, **k))
+    voxtune.optimize(other, args)
+    assert seen == [1]
+
+
+def test_a_broken_cache_is_passed_over(quick, tmp_path, caplog):
+    net, args = make("med_ddpm")
+    voxtune.optimize(net, args)
+    for path in (tmp_path / "cache" / "plans").glob("*.json"):
+        path.write_text("{ half a file")
+    with caplog.at_level(logging.WARNING, logger="voxtune"):
+        voxtune.optimize(net, args)
+    assert "passed over" in caplog.text
+
+
+def test_the_tuner_drops_what_is_slower_and_refuses_what_errs(monkeypatch):
+    net, args = make("med_ddpm")
+
+    monkeypatch.setattr(tuning, "measure", lambda *_, **__: tuning.Timing(1.0, 1.0, 1.0, 0.1, None))
+    found = tuning.tune(net, args, ladder=QUICK)
+    assert found.plan.names == ("strict",), "equal times win nothing"
+    assert all("not faster" in r.why for r in found.rows[1:])
+
+
+def test_a_given_plan_is_gated_and_one_that_fails_is_refused(tmp_path, monkeypatch):
+    net, args = make("med_ddpm")
+    fast = voxtune.optimize(net, args, Plan.of("cleanup", "channels_last"))
+    assert fast.plan.evidence["gate"]["relative"] < 1e-5
+    path = tmp_path / "plan.json"
+    fast.plan.save(path)
+    # Evidence of this very model, shape, device and version counts: no gate runs.
+    monkeypatch.setattr("voxtune.plan.api.judge", None)
+    voxtune.optimize(net, args, path)
+    monkeypatch.undo()
+    # Elsewhere it is gated again; a broken pass is refused there.
+    edited = json.loads(path.read_text()) | {"made_for": {}}
+    path.write_text(json.dumps(edited))
+    real = Plan.load(path)
+
+    def broken(captured, context, options):
+        norm = captured.nodes(torch.ops.aten.group_norm.default)[0]
+        captured.replace(norm, norm.args[0])
+        captured.refresh()
+        return Outcome(1)
+
+    passes = tuple(dataclasses.replace(p, rewrite=broken) if p.name == "channels_last" else p for p in building.PASSES)
+    monkeypatch.setattr(building, "PASSES", passes)
+    with pytest.raises(InputError, match="refused by the gate"):
+        voxtune.optimize(net, args, real)
+
+
+def test_other_shapes_run_the_network_itself(caplog):
+    net, args = make("med_ddpm")
+    fast = voxtune.optimize(net, args, Plan.of("cleanup", "channels_last"))
+    other = (torch.randn(2, 1, 8, 8, 8), torch.tensor([3, 4]), torch.randn(2, 2, 8, 8, 8))
+    with torch.no_grad(), caplog.at_level(logging.WARNING, logger="voxtune"):
+        assert torch.equal(fast(*other), net(*other))
+        fast(*other)
+    assert caplog.text.count("the plan is not used") == 1
+    assert "[2, 1, 8, 8, 8]" in caplog.text
+
+
+def test_training_mode_runs_the_network_itself():
+    net, args = make("med_ddpm")
+    fast = voxtune.optimize(net, args, Plan.of("cleanup"))
+    fast.train()
+    assert fast(*args).requires_grad
+    fast.eval()
+    assert not fast(*args).requires_grad
+    with pytest.raises(InputError, match=r"\.eval\(\)"):
+        voxtune.optimize(net.train(), args)
+
+
+class Branching(nn.Module):
+    """No static graph: what it computes depends on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        return self.a(x) if float(x.sum()) > 0 else self.b(x)
+
+
+def test_a_network_that_cannot_be_captured_still_works(caplog):
+    torch.manual_seed(0)
+    net, x = Branching().eval(), torch.randn(1, 4, 8, 8)
+    with caplog.at_level(logging.WARNING, logger="voxtune"):
+        fast = voxtune.optimize(net, x, Plan.of("cleanup", "fuse_norm", "channels_last"))
+    assert "could not be captured" in caplog.text and "failed" in fast.notes["capture"]
+    for value in (x, -x):
+        torch.testing.assert_close(fast(value), net(value))
+
+
+def test_a_network_with_no_known_pattern_works():
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).eval(), torch.randn(2, 8)
+    fast = voxtune.optimize(net, x, Plan.of("cleanup", "sdpa", "channels_last"))
+    assert fast.notes["sdpa"].startswith("no effect") and fast.notes["channels_last"].startswith("no effect")
+    torch.testing.assert_close(fast(x), net(x))
+
+
+def test_wrong_requests():
+    net, _ = make("med_ddpm")
+    with pytest.raises(InputError, match="example_inputs"):
+        voxtune.optimize(net)
+    with pytest.raises(InputError, match="no tensor"):
+        voxtune.optimize(net, (1, 2))
+    with pytest.raises(InputError, match="found str"):
+        voxtune.optimize("med-ddpm", torch.zeros(1))
+    with pytest.raises(InputError, match="cannot be read"):
+        voxtune.optimize(net, torch.zeros(1), "no/such/plan.json")
+
+
+def test_a_model_is_optimized_for_each_shape_it_samples(golden):
+    from voxtune.diffusion import DiffusionConfig
+    from voxtune.runtime.model import Model, ModelConfig
+    from voxtune.workloads import MedDDPMConfig
+
+    network, _ = golden
+    config = MedDDPMConfig(base=32, multipliers=(1, 2), attention=(2,))
+    model = Model(ModelConfig(network=config, size=(8, 8, 8), diffusion=DiffusionConfig(steps=4)), network)
+    fast = voxtune.optimize(model, plan=Plan.of("cleanup", "sdpa", "time", "channels_last"))
+    for batch in (1, 2, 1):
+        mask = torch.ones(batch, 2, 8, 8, 8)
+        a, b = model.sample(mask, seed=3), fast.sample(mask, seed=3)
+        assert float((a - b).norm() / a.norm()) < 1e-4
+    assert len(fast.network.made) == 2
+
+
+def test_torch_compile_knows_us_by_name():
+    net, args = make("med_ddpm")
+    torch._dynamo.reset()
+    fast = torch.compile(net, backend="voxtune", dynamic=False)
+    with torch.no_grad():
+        y, truth = fast(*args), net(*args)
+    assert 0 < float((y - truth).norm() / truth.norm()) < 1e-5, "rewritten, and the same"
+    trained = fast(*args)  # with gradients the graph runs as it came
+    trained.sum().backward()
+    assert next(net.parameters()).grad is not None
+
+
+def test_hazards_are_looked_at_first(monkeypatch):
+    assert refuses_half(torch.device("cpu")) is None
+    hazards.cache_clear()
+    monkeypatch.setattr("voxtune.plan.hazards._wrong_convolution", lambda _type: 0.3)
+    assert "BF16 conv3d is wrong" in refuses_half(torch.device("cpu"))
+    net, args = make("med_ddpm")
+    found = tuning.tune(net, args, ladder=(tuning.Rung("bf16", ("bf16",), apart=True),))
+    assert "half precision is refused" in found.rows[1].why
+    with pytest.raises(InputError, match="half precision is refused"):
+        voxtune.optimize(net, args, Plan.of("bf16"))
+    hazards.cache_clear()
+
+
+def test_no_compiler_is_a_reason(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda _name: None)
+    assert "C++ compiler" in why_no_compiler(torch.device("cpu"))
+    net, args = make("med_ddpm")
+    found = tuning.tune(net, args, ladder=(tuning.Rung("compile", ("compile",), apart=True),))
+    assert "C++ compiler" in found.rows[1].why
