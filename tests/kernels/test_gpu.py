@@ -1,0 +1,134 @@
+"""The kernels on a real GPU, through their operators, in every type, over odd shapes, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+HALVES = [torch.bfloat16, torch.float16]
+TYPES = [*HALVES, torch.float32]
+BAR = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 2e-6}
+
+
+@pytest.fixture(autouse=True)
+def _operators():
+    from voxtune.kernels import ops  # noqa: F401
+
+
+def lasting(x):
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def draw(*shape, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to("cuda", dtype)
+
+
+def error(y, truth):
+    return float((y.double() - truth).norm() / truth.norm())
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("channels", [(64,), (64, 64), (128, 64), (192, 128), (256, 192), (40,)])
+@pytest.mark.parametrize("voxels", [(5, 9, 17), (32, 32, 32), (31, 33)])
+def test_group_norm(dtype, channels, voxels):
+    groups = 32 if sum(channels) % 32 == 0 else 8
+    sources = [lasting(draw(2, c, *voxels, dtype=dtype, seed=i)) + 3 for i, c in enumerate(channels)]
+    weight, bias = (draw(sum(channels), dtype=torch.float32, seed=i) for i in (5, 6))
+    shift = draw(2, sum(channels), dtype=torch.float32, seed=7)
+    y = torch.ops.voxtune.group_norm_silu(sources, weight, bias, groups, 1e-5, shift, True, [])
+    x = torch.cat(sources, 1).double() + shift.double().view(2, -1, *[1] * len(voxels))
+    truth = F.silu(F.group_norm(x, groups, weight.double(), bias.double(), 1e-5))
+    assert error(y, truth) < BAR[dtype]
+
+
+CONVOLUTIONS = [
+    (1, 64, 64, (128, 128, 128)),
+    (1, 128, 64, (64, 64, 64)),
+    (2, 64, 128, (33, 31, 35)),
+    (1, 192, 192, (32, 32, 32)),
+    (1, 320, 192, (16, 16, 16)),
+    (1, 512, 256, (8, 8, 8)),
+    (2, 256, 256, (9, 7, 5)),
+    (1, 16, 48, (1, 1, 1)),
+    (1, 80, 16, (3, 40, 41)),
+]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("batch", "c", "k", "voxels"), CONVOLUTIONS)
+def test_conv3d_is_exact_on_integers_and_its_statistics_are_right(dtype, batch, c, k, voxels):
+    from voxtune.kernels.conv3d import pack
+
+    generator = torch.Generator().manual_seed(0)
+    x = lasting(torch.randint(-2, 3, (batch, c, *voxels), generator=generator).to("cuda", dtype))
+    w = (torch.rand(k, c, 3, 3, 3, generator=generator) < 6 / c).to("cuda", dtype)
+    w *= torch.randint(0, 2, w.shape, generator=generator).to("cuda", dtype) * 2 - 1
+    shift = torch.randint(-3, 4, (batch, k), generator=generator).to("cuda", torch.float32)
+    residual = lasting(torch.randint(-4, 5, (batch, k, *voxels), generator=generator).to("cuda", dtype))
+    y, statistics = torch.ops.voxtune.conv3d(x, pack(w), shift, residual, True)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        truth = F.conv3d(x.float(), w.float(), padding=1) + shift[:, :, None, None, None] + residual.float()
+    assert float(truth.abs().max()) <= 256, "whole numbers that every type holds"
+    assert torch.equal(y.float(), truth)
+    weight, bias = draw(k, dtype=torch.float32), draw(k, dtype=torch.float32, seed=1)
+    groups = 16 if k % 16 == 0 else 8
+    with_them = torch.ops.voxtune.group_norm_silu([y], weight, bias, groups, 1e-5, None, False, [statistics])
+    own = F.group_norm(truth.double(), groups, weight.double(), bias.double(), 1e-5)
+    assert error(with_them, own) < BAR[dtype]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("channels", "k", "voxels"), [((64, 64), 64, (9, 17, 33)), ((192,), 256, (8, 8, 8)), ((48, 16), 80, (31, 5))]
+)
+def test_pointwise(dtype, channels, k, voxels):
+    sources = [lasting(draw(2, c, *voxels, dtype=dtype, seed=i)) for i, c in enumerate(channels)]
+    w, shift = draw(k, sum(channels), dtype=dtype), draw(2, k, dtype=torch.float32, seed=3)
+    residual = lasting(draw(2, k, *voxels, dtype=dtype, seed=4))
+    y = torch.ops.voxtune.pointwise(sources, w, shift, residual)
+    truth = torch.einsum("nc...,kc->nk...", torch.cat(sources, 1).double(), w.double())
+    truth = truth + shift.double().view(2, k, *[1] * len(voxels)) + residual.double()
+    assert error(y, truth) < BAR[dtype]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("mode", ["linear", "nearest"])
+@pytest.mark.parametrize("voxels", [(7, 5, 9), (33, 16)])
+def test_upsample(dtype, mode, voxels):
+    x = lasting(draw(2, 64, *voxels, dtype=dtype))
+    name = mode if mode == "nearest" else {2: "bilinear", 3: "trilinear"}[len(voxels)]
+    truth = F.interpolate(x.double(), scale_factor=2, mode=name)
+    assert error(torch.ops.voxtune.upsample(x, mode), truth) < BAR[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("voxels", [(8, 9, 35), (64, 64, 64), (33, 30)])
+def test_stem_and_head(dtype, voxels):
+    sides, conv = len(voxels), F.conv3d if len(voxels) == 3 else F.conv2d
+    x, mask = draw(1, 1, *voxels, dtype=torch.float32), draw(1, 2, *voxels, dtype=torch.float32, seed=1)
+    w, shift = draw(64, 3, *[3] * sides, dtype=dtype), draw(1, 64, dtype=torch.float32, seed=2)
+    y = torch.ops.voxtune.stem([x, mask], w, shift)
+    truth = conv(torch.cat([x, mask], 1).to(dtype).double(), w.double(), shift[0].double(), padding=1)
+    assert error(y, truth) < BAR[dtype]
+    for k in (1, 4):
+        h, w_h, bias = (
+            lasting(draw(2, 64, *voxels, dtype=dtype)),
+            draw(k, 64, *[3] * sides, dtype=dtype),
+            draw(k, dtype=torch.float32),
+        )
+        out = torch.ops.voxtune.head(h, w_h, bias)
+        assert error(out, conv(h.double(), w_h.double(), bias.double(), padding=1)) < BAR[dtype]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_add(dtype):
+    a, b = (lasting(draw(2, 40, 5, 6, 7, dtype=dtype, seed=i)) for i in (0, 1))
+    shift = draw(2, 40, dtype=torch.float32)
+    truth = a.double() + b.double() + shift.double()[:, :, None, None, None]
+    assert error(torch.ops.voxtune.add(a, b, shift), truth) < BAR[dtype]
