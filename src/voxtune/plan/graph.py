@@ -75,6 +75,9 @@ class Captured:
         """Drops what nobody uses, and learns every node's shape, type and strides anew without computing."""
         self.graph.eliminate_dead_code()
         self.module.delete_all_unused_submodules()
+        used = {str(n.target) for n in self.graph.nodes if n.op == "get_attr"}
+        for name in [n for n, _ in self.module.named_buffers(recurse=False) if n not in used]:
+            delattr(self.module, name)  # a weight in a form that a later pass replaced
         self.graph.lint()
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) else x for x in self.inputs]

@@ -101,23 +101,15 @@ class _Graph:
         self.args, self.kwargs = tree_map_only(Tensor, keep, (tuple(args), kwargs))
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        device = next(x.device for x in tree_flatten((self.args, self.kwargs))[0] if isinstance(x, Tensor))
         with torch.cuda.stream(side):
             for _ in range(WARM_UP):
-                torch.cuda.reset_peak_memory_stats(device)
-                before = torch.cuda.memory_allocated(device)
                 call(*self.args, **self.kwargs)
         torch.cuda.current_stream().wait_stream(side)
-        needed = torch.cuda.max_memory_allocated(device) - before
         # What the warm-up held is of no use to the graph, which allocates in a pool of its own.
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         self.recorded = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.recorded):
-            # One block for all that follows: tensors of other sizes then share its parts, where blocks of their own
-            # could not be joined.
-            whole = torch.empty(needed, dtype=torch.uint8, device=device)
-            del whole
             self.output = call(*self.args, **self.kwargs)
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
