@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-stamp
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu lint format bench wheel clean
+.PHONY: help setup demo test test-slow test-gpu lint format bench bench-gpu wheel clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,6 +39,12 @@ format: $(STAMP) ## Put the code into the house's form
 
 bench: $(STAMP) ## One denoising step on this CPU, as rows in benchmarks/results
 	$(BIN)/python benchmarks/cpu_step.py
+
+bench-gpu: $(STAMP) ## One denoising step on this GPU: PyTorch's ways, and the plans; its kernels alone
+	$(BIN)/python benchmarks/gpu_unet3d_sample.py
+	$(BIN)/python benchmarks/gpu_group_norm.py
+	$(BIN)/python benchmarks/gpu_conv3d.py
+	$(BIN)/python benchmarks/gpu_small_kernels.py
 
 wheel: $(STAMP) ## Build the wheel into dist/
 	$(BIN)/python -m build --wheel --no-isolation

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+import torch
 from torch import Tensor, nn
 
+from voxtune.diffusion import noise_source
 from voxtune.runtime.model import Model
 
 if TYPE_CHECKING:
@@ -39,6 +42,15 @@ class Planned(nn.Module):
         return self.made[form](*args, **kwargs)
 
 
+def _noise(seed: int, indices: Sequence[int], shape: Sequence[int], device: torch.device) -> Callable[[int], Tensor]:
+    """On a GPU by one kernel a draw; elsewhere by plain PyTorch."""
+    if torch.device(device).type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from voxtune.kernels.noise import noise_source as on_gpu
+
+        return on_gpu(seed, indices, shape, device)
+    return noise_source(seed, indices, shape, device)
+
+
 @overload
 def optimize(model: Model, example_inputs: None = None, plan: str | Path | Plan = "auto", **options: Any) -> Model: ...
 @overload
@@ -59,7 +71,7 @@ def optimize(
     from voxtune.plan import optimize as optimize_network
 
     if isinstance(model, Model):
-        return Model(model.config, Planned(model.network, plan, **options))
+        return Model(model.config, Planned(model.network, plan, **options), _noise)
     if not isinstance(model, nn.Module):
         raise InputError(f"optimize takes a torch.nn.Module or a voxtune.Model, found {type(model).__name__}")
     if example_inputs is None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from voxtune.diffusion import noise_source, spaced_steps
 from voxtune.diffusion import sampler as find_sampler
 from voxtune.errors import InputError
-from voxtune.runtime.model import Model, ModelConfig, workload_config
+from voxtune.runtime.model import Model, workload_config
 from voxtune.runtime.storage import load
 from voxtune.workloads import WORKLOADS
 

@@ -126,6 +126,15 @@ def test_stem_and_head(dtype, voxels):
         assert error(out, conv(h.double(), w_h.double(), bias.double(), padding=1)) < BAR[dtype]
 
 
+def test_noise_is_the_same_as_on_a_cpu():
+    from voxtune.diffusion.noise import normal_batch as plain
+    from voxtune.kernels.noise import normal_batch
+
+    for seed, indices, draw, shape in [(7, [3, 2**40 + 5], 249, (1, 65, 63, 33)), (2**63 - 1, [0], 1, (4, 64, 64, 64))]:
+        found = normal_batch(seed, torch.tensor(indices, device="cuda"), draw, shape).cpu()
+        assert float((found - plain(seed, indices, draw, shape)).abs().max()) < 5e-6
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_add(dtype):
     a, b = (lasting(draw(2, 40, 5, 6, 7, dtype=dtype, seed=i)) for i in (0, 1))

@@ -23,6 +23,8 @@ FORMAT = "voxtune-model/1"
 FAMILIES: dict[str, type[NetworkConfig]] = {"med-ddpm": MedDDPMConfig, "convnext": ConvNeXtConfig}
 
 Progress = Callable[[int, int], None]
+# (seed, numbers of the samples, shape of one, device) -> draw number -> noise of the batch
+NoiseSource = Callable[[int, Sequence[int], Sequence[int], torch.device], Callable[[int], Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +131,14 @@ def workload_config(name: str) -> ModelConfig:
 
 
 class Model:
-    """A network with what it needs to draw volumes. Made by `voxtune.load`, or around freshly initialised weights."""
+    """A network with what it needs to draw volumes. Made by `voxtune.load`, or around freshly initialised weights.
 
-    def __init__(self, config: ModelConfig, network: nn.Module | None = None):
+    `noise` makes the sampler's noise; whatever makes it, the noise of a seed, a sample and a draw is the same.
+    """
+
+    def __init__(self, config: ModelConfig, network: nn.Module | None = None, noise: NoiseSource = noise_source):
         self.config = config
+        self.noise = noise
         self.network = (build(config.network) if network is None else network).eval()
         self.schedule = make_schedule(config.diffusion)
 
@@ -179,7 +185,7 @@ class Model:
         timesteps = spaced_steps(
             self.available_steps, self.default_steps if steps is None else steps, spacing or settings.spacing
         )
-        noise = noise_source(seed, indices, (network.out_channels, *sides), self.device)
+        noise = self.noise(check_seed(seed), indices, (network.out_channels, *sides), self.device)
         return find_sampler(sampler or settings.sampler)(
             lambda x, t_N: self.network(x, t_N, cond),
             self._start(noise(0), timesteps[0], cond),
