@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,11 @@ import pytest
 import torch
 
 from voxtune.workloads import MedDDPMConfig, build
+
+# Threads of several test processes on the same cores wait for each other in turns: tests then take many times as long.
+THREADS = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+torch.set_num_threads(THREADS)
+os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # for the processes that tests start
 
 GOLDENS = Path(__file__).parent / "goldens"
 

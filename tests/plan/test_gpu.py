@@ -8,7 +8,7 @@ import torch
 import voxtune
 from tests.plan.networks import make
 from voxtune.plan.api import READY
-from voxtune.plan.build import build
+from voxtune.plan.build import Subject, build
 from voxtune.plan.tuner import gate_for, judge
 
 pytestmark = [
@@ -30,7 +30,8 @@ def on_gpu(name):
 @pytest.mark.parametrize("name", ["med_ddpm", "monai_3d", "monai_2d", "diffusers_2d", "diffusers_3d", "convnext"])
 def test_every_ready_plan_passes_the_gate(name, plan):
     net, args = on_gpu(name)
-    verdict = judge(net, (args, {}), build(net, args, None, plan), gate_for(net, (args, {})))
+    subject = Subject(net, (args, {}))
+    verdict = judge(subject, subject.build(plan), gate_for(subject))
     assert verdict.passed, verdict
 
 

@@ -34,11 +34,14 @@ def _own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def quick(monkeypatch):
+    """Few rungs, short measurements: what is tested is what becomes of them."""
     monkeypatch.setattr(tuning, "CPU_LADDER", QUICK)
+    real = tuning.measure
+    monkeypatch.setattr(tuning, "measure", lambda call, device, **_: real(call, device, repeats=3, seconds=0.1))
 
 
 def test_auto_tunes_once_and_remembers(quick, tmp_path, monkeypatch):
-    net, args = make("med_ddpm")
+    net, args = make("convnext")
     lines: list[str] = []
     fast = voxtune.optimize(net, args, say=lines.append)
     with torch.no_grad():
@@ -59,7 +62,7 @@ def test_auto_tunes_once_and_remembers(quick, tmp_path, monkeypatch):
 
 
 def test_other_weights_are_another_model(quick, monkeypatch):
-    net, args = make("med_ddpm")
+    net, args = make("convnext")
     voxtune.optimize(net, args)
     other = copy.deepcopy(net)
     with torch.no_grad():
@@ -72,7 +75,7 @@ def test_other_weights_are_another_model(quick, monkeypatch):
 
 
 def test_a_broken_cache_is_passed_over(quick, tmp_path, caplog):
-    net, args = make("med_ddpm")
+    net, args = make("convnext")
     voxtune.optimize(net, args)
     for path in (tmp_path / "cache" / "plans").glob("*.json"):
         path.write_text("{ half a file")
@@ -82,7 +85,7 @@ def test_a_broken_cache_is_passed_over(quick, tmp_path, caplog):
 
 
 def test_the_tuner_drops_what_is_slower_and_refuses_what_errs(monkeypatch):
-    net, args = make("med_ddpm")
+    net, args = make("convnext")
 
     monkeypatch.setattr(tuning, "measure", lambda *_, **__: tuning.Timing(1.0, 1.0, 1.0, 0.1, None))
     found = tuning.tune(net, args, ladder=QUICK)
@@ -120,12 +123,12 @@ def test_a_given_plan_is_gated_and_one_that_fails_is_refused(tmp_path, monkeypat
 def test_other_shapes_run_the_network_itself(caplog):
     net, args = make("med_ddpm")
     fast = voxtune.optimize(net, args, Plan.of("cleanup", "channels_last"))
-    other = (torch.randn(2, 1, 8, 8, 8), torch.tensor([3, 4]), torch.randn(2, 2, 8, 8, 8))
+    other = (torch.randn(3, 1, 8, 8, 8), torch.tensor([3, 4, 5]), torch.randn(3, 2, 8, 8, 8))
     with torch.no_grad(), caplog.at_level(logging.WARNING, logger="voxtune"):
         assert torch.equal(fast(*other), net(*other))
         fast(*other)
     assert caplog.text.count("the plan is not used") == 1
-    assert "[2, 1, 8, 8, 8]" in caplog.text
+    assert "[3, 1, 8, 8, 8]" in caplog.text
 
 
 def test_training_mode_runs_the_network_itself():
@@ -212,7 +215,7 @@ def test_hazards_are_looked_at_first(monkeypatch):
     hazards.cache_clear()
     monkeypatch.setattr("voxtune.plan.hazards._wrong_convolution", lambda _type: 0.3)
     assert "BF16 conv3d is wrong" in refuses_half(torch.device("cpu"))
-    net, args = make("med_ddpm")
+    net, args = make("convnext")
     found = tuning.tune(net, args, ladder=(tuning.Rung("bf16", ("bf16",), apart=True),))
     assert "half precision is refused" in found.rows[1].why
     with pytest.raises(InputError, match="half precision is refused"):
@@ -223,6 +226,6 @@ def test_hazards_are_looked_at_first(monkeypatch):
 def test_no_compiler_is_a_reason(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda _name: None)
     assert "C++ compiler" in why_no_compiler(torch.device("cpu"))
-    net, args = make("med_ddpm")
+    net, args = make("convnext")
     found = tuning.tune(net, args, ladder=(tuning.Rung("compile", ("compile",), apart=True),))
     assert "C++ compiler" in found.rows[1].why

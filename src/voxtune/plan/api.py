@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from voxtune.errors import InputError
-from voxtune.plan.build import build
+from voxtune.plan.build import Subject, build
 from voxtune.plan.cache import remember, remembered
-from voxtune.plan.gate import Inputs, Trajectory
+from voxtune.plan.gate import Trajectory
 from voxtune.plan.hazards import refuses_half
 from voxtune.plan.identity import identity, unlike
 from voxtune.plan.plan import Plan
-from voxtune.plan.run import Optimized
+from voxtune.plan.run import Inputs, Optimized
 from voxtune.plan.tuner import Tuned, gate_for, judge, precision_of, tune
 
 log = logging.getLogger("voxtune")
@@ -86,27 +86,27 @@ def _optimize(
     if model.training:
         raise InputError("the network is in training mode: call .eval() first; a plan is for inference")
     if isinstance(plan, Plan):
-        return _given(model, inputs, plan, "the plan", trajectory)
+        return _given(Subject(model, inputs), plan, "the plan", trajectory)
     if str(plan) == "baseline":
         return build(model, *inputs, BASELINE)
     if str(plan) != "auto":
         path = Path(plan)
-        return _given(model, inputs, Plan.load(path), str(path), trajectory)
+        return _given(Subject(model, inputs), Plan.load(path), str(path), trajectory)
     return _auto(model, inputs, trajectory, cache=cache, search=search, say=say)
 
 
-def _given(model: nn.Module, inputs: Inputs, plan: Plan, where: str, trajectory: Trajectory | None) -> Optimized:
-    here = identity(model, inputs)
+def _given(subject: Subject, plan: Plan, where: str, trajectory: Trajectory | None) -> Optimized:
+    here = identity(subject.model, subject.inputs)
     # Evidence counts only where it was measured, and only if it says that the plan passed.
     reason = unlike(plan.made_for, here) if plan.evidence.get("gate") else "it carries no evidence"
-    network = build(model, *inputs, plan)
+    network = subject.build(plan)
     if reason is None:
         return network
     log.info("%s is gated again: %s", where, reason)
     half = refuses_half(network.signature.device) if precision_of(plan) in ("bf16", "fp16") else None
     if half is not None:
         raise InputError(f"{where}: refused: {half}")
-    verdict = judge(model, inputs, network, gate_for(model, inputs, trajectory))
+    verdict = judge(subject, network, gate_for(subject, trajectory))
     if not verdict.passed:
         raise InputError(f"{where}: refused by the gate: {verdict.reason}; use --plan auto, or tune one here")
     network.plan = Plan(plan.steps, here, {"gate": verdict.figures})
@@ -127,7 +127,7 @@ def _auto(
     if known is not None:
         return build(model, *inputs, known)
     if next(model.parameters()).device.type == "cuda":
-        network = _ready(model, inputs, here, trajectory, say)
+        network = _ready(Subject(model, inputs), here, trajectory, say)
     elif search:
         network = _tuned(model, inputs, trajectory, say)
     else:
@@ -146,18 +146,18 @@ def _tuned(model: nn.Module, inputs: Inputs, trajectory: Trajectory | None, say:
 
 
 def _ready(
-    model: nn.Module, inputs: Inputs, here: dict[str, Any], trajectory: Trajectory | None, say: Callable[[str], None]
+    subject: Subject, here: dict[str, Any], trajectory: Trajectory | None, say: Callable[[str], None]
 ) -> Optimized:
-    gate = gate_for(model, inputs, trajectory)
-    half = refuses_half(next(model.parameters()).device)
+    gate = gate_for(subject, trajectory)
+    half = refuses_half(subject.device)
     for plan in READY:
         names = "+".join(plan.names)
         if half is not None and precision_of(plan) in ("bf16", "fp16"):
             say(f"{names}: {half}")
             continue
         try:
-            network = build(model, *inputs, plan)
-            verdict = judge(model, inputs, network, gate)
+            network = subject.build(plan)
+            verdict = judge(subject, network, gate)
         except Exception as error:  # a kernel that fails here costs this plan; the next one is slower and plainer
             first = str(error).splitlines()[0][:200] if str(error) else ""
             log.warning("plan %s failed: %s: %s", names, type(error).__name__, first)
@@ -166,6 +166,6 @@ def _ready(
             network.plan = Plan(plan.steps, here, {"gate": verdict.figures})
             return network
         log.warning("plan %s refused: %s", names, verdict.reason)
-    network = build(model, *inputs, BASELINE)
+    network = subject.build(BASELINE)
     network.plan = Plan(BASELINE.steps, here, {})
     return network

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from voxtune.plan.api import BASELINE, READY
-from voxtune.plan.build import build
+from voxtune.plan.build import Subject
 from voxtune.plan.gate import Gate
 from voxtune.plan.plan import Plan
 from voxtune.plan.tuner import judge
@@ -34,18 +34,18 @@ def voxtune(
     device = next((x.device for x in inputs if isinstance(x, Tensor)), torch.device("cpu"))
     told = (options or {}).get("plan")
     plans = (Plan.load(told),) if told else READY if device.type == "cuda" else CPU_READY
-    gate = Gate(frozen, [(inputs, {})])
+    subject, gate = Subject(frozen, (inputs, {})), Gate(frozen, [(inputs, {})])
     for plan in plans:
         try:
-            network = build(frozen, inputs, {}, plan)
-            verdict = judge(frozen, (inputs, {}), network, gate)
+            network = subject.build(plan)
+            verdict = judge(subject, network, gate)
         except Exception as error:  # the graph as it came is always there
             log.warning("plan %s failed: %s: %s", "+".join(plan.names), type(error).__name__, str(error)[:200])
             continue
         if verdict.passed:
             return lambda *given: network(*(given[i] for i in places))
         log.warning("plan %s refused: %s", "+".join(plan.names), verdict.reason)
-    last = build(frozen, inputs, {}, BASELINE)
+    last = subject.build(BASELINE)
     return lambda *given: last(*(given[i] for i in places))
 
 

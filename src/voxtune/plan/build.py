@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,18 +13,10 @@ from torch import nn
 from voxtune.plan.graph import Captured, capture
 from voxtune.plan.passes import PASSES, Context
 from voxtune.plan.plan import Plan
-from voxtune.plan.run import Optimized, Runner, Signature
+from voxtune.plan.run import Inputs, Optimized, Runner, Signature
 
 log = logging.getLogger("voxtune")
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass
-class Built:
-    """What the passes made: `notes` has a line a pass, `graph` is None where the network could not be captured."""
-
-    graph: Captured | None
-    notes: dict[str, str] = field(default_factory=dict)
 
 
 def context_of(plan: Plan, device: torch.device, *, twin: bool = False) -> Context:
@@ -34,7 +25,7 @@ def context_of(plan: Plan, device: torch.device, *, twin: bool = False) -> Conte
     return Context(device=device, dtype=dtype, channels_last=lasting, passes=plan.names, twin=twin)
 
 
-def rewrite(captured: Captured, plan: Plan, context: Context) -> dict[str, str]:
+def rewrite(captured: Captured | None, plan: Plan, context: Context) -> dict[str, str]:
     """Runs the plan's passes in the house's order; gives a line for each."""
     notes = {}
     for one in PASSES:
@@ -46,6 +37,7 @@ def rewrite(captured: Captured, plan: Plan, context: Context) -> dict[str, str]:
         elif one.rewrite is None:
             notes[one.name] = "in force"
         else:
+            assert captured is not None, "a pass that applies was not expected to"
             outcome = one.rewrite(captured, context, plan.options(one.name))
             notes[one.name] = f"applied {outcome.applied} x" if outcome.applied else f"no effect: {outcome.reason}"
             if outcome.applied and outcome.notes:
@@ -53,30 +45,50 @@ def rewrite(captured: Captured, plan: Plan, context: Context) -> dict[str, str]:
     return notes
 
 
+class Subject:
+    """A network and the inputs that plans are made for; captured once, however many plans are tried."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs):
+        self.model, self.inputs = model, inputs
+        self.signature = Signature.of(*inputs)
+        self._captured: Captured | str | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.signature.device
+
+    def captured(self) -> Captured | str:
+        """A graph to rewrite, or why there is none."""
+        if self._captured is None:
+            try:
+                self._captured = capture(self.model, *self.inputs)
+            except Exception as error:  # torch.export raises of many families for what it cannot capture
+                first = str(error).splitlines()[0] if str(error) else ""
+                self._captured = f"{type(error).__name__}: {first[:200]}"
+        return self._captured if isinstance(self._captured, str) else self._captured.clone()
+
+    def build(self, plan: Plan, *, twin: bool = False) -> Optimized:
+        """The network rewritten for the inputs' shapes, types and device. Neither gated nor measured here.
+
+        A `twin` applies every rewriting there is, kernel or not: for the gate, which asks if the graph is still the same.
+        """
+        context = context_of(plan, self.device, twin=twin)
+        if any(p.rewrite is not None and p.name in plan.names and p.why_not(context) is None for p in PASSES):
+            captured = self.captured()
+            if isinstance(captured, str):
+                return _uncaptured(self.model, plan, context, self.signature, captured)
+            notes: dict[str, str] = rewrite(captured, plan, context)
+            inner: nn.Module = captured.module
+        else:
+            notes, inner = rewrite(None, plan, context), self.model
+        return Optimized(self.model, Runner(inner, _in_force(plan, notes), context), plan, notes, self.signature)
+
+
 def build(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None, plan: Plan, *, twin: bool = False
 ) -> Optimized:
-    """The network rewritten for these inputs' shapes, types and device. Neither gated nor measured here.
-
-    A `twin` applies every rewriting there is, kernel or not: for the gate, which asks if the graph is still the same.
-    """
-    kwargs = kwargs or {}
-    signature = Signature.of(args, kwargs)
-    context = context_of(plan, signature.device, twin=twin)
-    rewriting = [p for p in PASSES if p.rewrite is not None and p.name in plan.names and p.why_not(context) is None]
-    inner: nn.Module
-    if rewriting:
-        try:
-            captured = capture(model, args, kwargs)
-        except Exception as error:  # torch.export raises of many families for what it cannot capture
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            return _uncaptured(model, plan, context, signature, f"{type(error).__name__}: {first[:200]}")
-        notes = rewrite(captured, plan, context)
-        inner = captured.module
-    else:
-        notes = rewrite(Captured(None, ()), plan, context)  # type: ignore[arg-type]
-        inner = model
-    return Optimized(model, Runner(inner, _in_force(plan, notes), context), plan, notes, signature)
+    """One plan for one network; see `Subject.build`."""
+    return Subject(model, (tuple(args), kwargs or {})).build(plan, twin=twin)
 
 
 def _uncaptured(model: nn.Module, plan: Plan, context: Context, signature: Signature, why: str) -> Optimized:

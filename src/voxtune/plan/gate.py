@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from voxtune.plan.run import Inputs
 from voxtune.precision import tf32_allowed
 from voxtune.quality.compare import Difference, difference
 
@@ -34,7 +35,6 @@ SEEDS = (0, 1, 2)
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 Call = Callable[..., Any]
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 # A whole sampling with a network, from the noise of a seed.
 Trajectory = Callable[[Call, int], Tensor]
 

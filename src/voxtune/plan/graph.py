@@ -7,6 +7,7 @@ computed, not names.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 aten = torch.ops.aten
 
@@ -34,6 +34,10 @@ class Captured:
     @property
     def device(self) -> torch.device:
         return next(x.device for x in self.inputs if isinstance(x, Tensor))
+
+    def clone(self) -> Captured:
+        """A graph of its own over the same weights."""
+        return Captured(fx.GraphModule(self.module, copy.deepcopy(self.graph)), self.inputs)
 
     def nodes(self, *targets: Any) -> list[fx.Node]:
         return [n for n in self.graph.nodes if n.op == "call_function" and n.target in targets]
@@ -59,29 +63,40 @@ class Captured:
         first = next(n for n in self.graph.nodes if n.op != "placeholder")
         with self.graph.inserting_before(first):
             node = self.graph.get_attr(f"{name}_{number}")
-        node.meta["val"] = value.detach()
+        self.learn(node)
         return node
 
     def insert(self, before: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """A new operator, with its shape and type worked out on the spot, without computing."""
         with self.graph.inserting_before(before):
-            return self.graph.call_function(target, args, kwargs)
+            node = self.graph.call_function(target, args, kwargs)
+        fakes = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with self.mode, torch.no_grad():
+            node.meta["val"] = target(*fakes[0], **fakes[1])
+        return node
+
+    @property
+    def mode(self) -> FakeTensorMode:
+        """The mode that the capture's shapes were worked out in."""
+        return next(v.fake_mode for n in self.placeholders() if isinstance(v := n.meta.get("val"), FakeTensor))
+
+    def learn(self, weight: fx.Node) -> None:
+        """Notes the shape and type of a constant."""
+        found = self.constant(weight)
+        weight.meta["val"] = found if found is None else self.mode.from_tensor(found, static_shapes=True)
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """`new` for `old` everywhere; what only `old` needed goes when the pass is over."""
-        new.meta.setdefault("val", old.meta.get("val"))
         old.replace_all_uses_with(new)
 
     def refresh(self) -> None:
-        """Drops what nobody uses, and learns every node's shape, type and strides anew without computing."""
+        """Drops what nobody uses."""
         self.graph.eliminate_dead_code()
         self.module.delete_all_unused_submodules()
         used = {str(n.target) for n in self.graph.nodes if n.op == "get_attr"}
         for name in [n for n, _ in self.module.named_buffers(recurse=False) if n not in used]:
             delattr(self.module, name)  # a weight in a form that a later pass replaced
         self.graph.lint()
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) else x for x in self.inputs]
-        FakeTensorProp(self.module, mode).propagate_dont_convert_inputs(*fakes)
         self.module.recompile()
 
 
@@ -98,6 +113,8 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None
     assert len(placeholders) == len(flat), "one placeholder for each input"
     for node in captured.nodes(aten._assert_tensor_metadata.default):
         captured.graph.erase_node(node)  # it asserts what passes are there to change
+    for node in captured.graph.find_nodes(op="get_attr"):
+        captured.learn(node)
     _write_nothing_in_place(captured)
     return captured
 
@@ -142,7 +159,7 @@ def _views(node: fx.Node) -> bool:
 
 
 def value(node: Any) -> Tensor | None:
-    """What is known of a node's tensor (a fake one), or None."""
+    """What is known of a node's tensor (a fake one, of the capture's type: half precision comes last), or None."""
     found = node.meta.get("val") if isinstance(node, fx.Node) else None
     return found if isinstance(found, Tensor | FakeTensor) else None
 

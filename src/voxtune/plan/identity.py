@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from voxtune.plan.gate import Inputs
-from voxtune.plan.run import Signature
+from voxtune.plan.run import Inputs, Signature
 
 
 def identity(model: nn.Module, inputs: Inputs) -> dict[str, Any]:

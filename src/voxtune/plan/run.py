@@ -17,6 +17,8 @@ from voxtune.plan.plan import Plan
 from voxtune.precision import tf32_allowed
 
 log = logging.getLogger("voxtune")
+# Of a call: what comes by place, and what by name.
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 # Runs before a CUDA graph is recorded: kernels compile and cuDNN chooses in them.
 WARM_UP = 2
 

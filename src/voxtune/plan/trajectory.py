@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from voxtune.diffusion import DiffusionConfig, make_schedule, spaced_steps
 from voxtune.diffusion import sampler as find_sampler
-from voxtune.plan.gate import Call, Inputs, Trajectory, is_time, is_volume, volume_of
+from voxtune.plan.gate import Call, Trajectory, is_time, is_volume, volume_of
+from voxtune.plan.run import Inputs
 
 STEPS = 8
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from voxtune.errors import InputError
-from voxtune.plan.build import build
-from voxtune.plan.gate import Gate, Inputs, Trajectory, Verdict, vary, volume_of
+from voxtune.plan.build import Subject
+from voxtune.plan.gate import Gate, Trajectory, Verdict, vary, volume_of
 from voxtune.plan.hazards import refuses_half
 from voxtune.plan.identity import identity
 from voxtune.plan.measure import Timing, measure
@@ -97,7 +97,8 @@ def precision_of(plan: Plan) -> str:
     return next((p for p in ("bf16", "fp16", "tf32") if p in plan.names), "fp32")
 
 
-def gate_for(model: nn.Module, inputs: Inputs, trajectory: Trajectory | None = None) -> Gate:
+def gate_for(subject: Subject, trajectory: Trajectory | None = None) -> Gate:
+    model, inputs = subject.model, subject.inputs
     if trajectory is None:
         with torch.no_grad():
             output = volume_of(model(*inputs[0], **inputs[1]))
@@ -105,13 +106,13 @@ def gate_for(model: nn.Module, inputs: Inputs, trajectory: Trajectory | None = N
     return Gate(model, vary(inputs), trajectory)
 
 
-def judge(model: nn.Module, inputs: Inputs, network: Optimized, gate: Gate) -> Verdict:
+def judge(subject: Subject, network: Optimized, gate: Gate) -> Verdict:
     """Asks the gate about a plan that was built, and about its float32 twin where the graph was rewritten."""
     plan = network.plan
     twin = Plan(tuple(s for s in plan.steps if s.name not in NOT_STRUCTURE))
     structure = None
     if any(s.name not in ("strict", "channels_last") for s in twin.steps):
-        structure = build(model, inputs[0], inputs[1], twin, twin=True)
+        structure = subject.build(twin, twin=True)
     return gate.judge(network, precision_of(plan), structure)
 
 
@@ -124,12 +125,11 @@ def tune(
     trajectory: Trajectory | None = None,
     say: Say = lambda _line: None,
 ) -> Tuned:
-    inputs: Inputs = (tuple(args), kwargs or {})
-    device = next(model.parameters()).device
-    ladder = ladder or (GPU_LADDER if device.type == "cuda" else CPU_LADDER)
-    gate = gate_for(model, inputs, trajectory)
+    subject = Subject(model, (tuple(args), kwargs or {}))
+    ladder = ladder or (GPU_LADDER if subject.device.type == "cuda" else CPU_LADDER)
+    gate = gate_for(subject, trajectory)
     base = Plan.of("strict")
-    row, network = _try(model, inputs, Rung("baseline", ("strict",)), base, gate, None, device)
+    row, network = _try(subject, Rung("baseline", ("strict",)), base, gate, None)
     if not row.kept or network is None or row.timing is None:
         raise InputError(f"the network does not pass its own gate: {row.why}")
     best = Tuned(base, [row], network)
@@ -139,38 +139,36 @@ def tune(
         names = [s.name for s in start]
         clean = tuple(s for s in start if not (s.name == "strict" and "tf32" in rung.add))
         plan = Plan((*clean, *(Step(n) for n in rung.add if n not in names)))
-        row, network = _try(model, inputs, rung, plan, gate, best.network, device)
+        row, network = _try(subject, rung, plan, gate, best.network)
         best.rows.append(row)
         say(_line(row))
         if row.kept:
             best.plan, best.network = plan, network
         del network
         gc.collect()
-    best.plan = Plan(best.plan.steps, identity(model, inputs), _evidence(best))
+    best.plan = Plan(best.plan.steps, identity(model, subject.inputs), _evidence(best))
     return best
 
 
-def _try(
-    model: nn.Module, inputs: Inputs, rung: Rung, plan: Plan, gate: Gate, best: Optimized | None, device: torch.device
-) -> tuple[Row, Optimized | None]:
+def _try(subject: Subject, rung: Rung, plan: Plan, gate: Gate, best: Optimized | None) -> tuple[Row, Optimized | None]:
     row = Row(rung.name, plan.names)
-    half = refuses_half(device) if precision_of(plan) in ("bf16", "fp16") else None
+    half = refuses_half(subject.device) if precision_of(plan) in ("bf16", "fp16") else None
     if half is not None:
         row.why = half
         return row, None
     try:
-        network = build(model, inputs[0], inputs[1], plan)
+        network = subject.build(plan)
         missing = [
             f"{n}: {network.notes[n]}" for n in rung.add if network.notes.get(n, "").startswith("does not apply")
         ]
         if missing:
             row.why = "; ".join(missing)
             return row, None
-        row.timing = measure(lambda: network(*inputs[0], **inputs[1]), device)
-        if best is not None and not _faster(network, row.timing, best, inputs, device):
+        row.timing = _time(network, subject)
+        if best is not None and not _faster(network, row.timing, best, subject):
             row.why = "not faster than the best so far"
             return row, None
-        row.verdict = judge(model, inputs, network, gate)
+        row.verdict = judge(subject, network, gate)
     except torch.OutOfMemoryError as error:
         row.why = f"out of memory: {str(error).splitlines()[0]}"
         return row, None
@@ -182,14 +180,19 @@ def _try(
     return row, network if row.kept else None
 
 
-def _faster(network: Optimized, timing: Timing, best: Optimized, inputs: Inputs, device: torch.device) -> bool:
+def _time(network: Optimized, subject: Subject, **options: Any) -> Timing:
+    args, kwargs = subject.inputs
+    return measure(lambda: network(*args, **kwargs), subject.device, **options)
+
+
+def _faster(network: Optimized, timing: Timing, best: Optimized, subject: Subject) -> bool:
     """Against the best plan measured once more beside it: a machine's speed drifts, and other work may come and go."""
-    again = measure(lambda: best(*inputs[0], **inputs[1]), device, repeats=5, seconds=2.0)
+    again = _time(best, subject, repeats=5, seconds=2.0)
     if timing.p50_ms < WORTH * again.p20_ms:
         return True
     if timing.p20_ms > again.p80_ms:
         return False
-    once_more = measure(lambda: network(*inputs[0], **inputs[1]), device, repeats=5, seconds=2.0)
+    once_more = _time(network, subject, repeats=5, seconds=2.0)
     return min(timing.p50_ms, once_more.p50_ms) < WORTH * again.p50_ms
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from voxtune.plan.graph import Captured, argument, aten, channel_sources, is_call, shape, sole_user, value
+from voxtune.plan.graph import Captured, argument, aten, channel_sources, is_call, shape, sole_user
 from voxtune.plan.passes.base import Context, Outcome
 from voxtune.plan.passes.norm import per_channel
 
@@ -129,7 +129,6 @@ def _own_conv3d(captured: Captured, node: fx.Node, packed: Tensor, bias: Tensor 
         statistics = captured.insert(join.last, operator.getitem, both, 1)
         for norm in norms:
             _give_statistics(captured, norm, join.last, statistics)
-    y.meta["val"] = value(join.last)
     captured.replace(join.last, y)
 
 
