@@ -19,6 +19,18 @@ os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # for the processes that
 GOLDENS = Path(__file__).parent / "goldens"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _cache_of_our_own(tmp_path_factory):
+    """Plans tuned by the person at this machine are none of the tests' business."""
+    before = os.environ.get("VOXTUNE_CACHE")
+    os.environ["VOXTUNE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if before is None:
+        del os.environ["VOXTUNE_CACHE"]
+    else:
+        os.environ["VOXTUNE_CACHE"] = before
+
+
 @pytest.fixture(scope="session")
 def golden():
     """(the tiny published-format network, its golden tensors)"""

@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "quality": set(),
     "plan": {"workloads", "diffusion", "kernels", "quality"},
     "runtime": {"workloads", "diffusion", "data"},
-    "profile": {"workloads", "diffusion", "runtime"},
+    "profile": {"workloads", "diffusion", "plan", "runtime"},
     "analysis": {"profile", "workloads"},
     "report": {"analysis", "profile"},
     "scale": {"runtime"},

@@ -28,6 +28,7 @@ class Planned(nn.Module):
         super().__init__()
         self.original, self.plan, self.search, self.say = original, plan, search, say
         self.made: dict[Any, Optimized] = {}
+        self.passes: tuple[str, ...] = ()  # of the plan that ran last
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -39,6 +40,7 @@ class Planned(nn.Module):
             self.made[form] = optimize_network(
                 self.original, args, self.plan, example_kwargs=kwargs, search=self.search, say=self.say
             )
+        self.passes = self.made[form].plan.names
         return self.made[form](*args, **kwargs)
 
 

@@ -15,8 +15,8 @@ from voxtune.errors import InputError
 if TYPE_CHECKING:
     from voxtune.profile.session import Session
 
-# The paper's four, then what a good engineer would do today.
-CONFIGS = "baseline,tf32,channels_last,tf32+channels_last,bf16,bf16+channels_last+compile"
+# The paper's four, then what a good engineer would do today, then this project's own plan (sampling).
+CONFIGS = "baseline,tf32,channels_last,tf32+channels_last,bf16+channels_last,bf16+channels_last+compile,plan"
 
 
 class Study(StrEnum):
@@ -75,7 +75,8 @@ def _record(
     sessions = []
     for name in mode.modes():
         options = RecordOptions(mode=name, **asked)
-        for result in record(workload, config.split(","), output, options=options, device=device, say=out.say):
+        wanted = [c for c in config.split(",") if c != "plan" or name == "sample"]
+        for result in record(workload, wanted, output, options=options, device=device, say=out.say):
             if result.session is None:
                 out.warn(f"{name} {result.config} was not recorded: {result.error}")
             else:

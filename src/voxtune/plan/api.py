@@ -43,6 +43,8 @@ READY = (
     Plan.of("tf32", *FUSED),
     Plan.of("tf32"),
 )
+# Exact, and without a search.
+CPU_READY = (Plan.of("cleanup", "sdpa", "time", "channels_last"),)
 
 
 def optimize(

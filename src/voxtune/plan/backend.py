@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from voxtune.plan.api import BASELINE, READY
+from voxtune.plan.api import BASELINE, CPU_READY, READY
 from voxtune.plan.build import Subject
 from voxtune.plan.gate import Gate
 from voxtune.plan.plan import Plan
 from voxtune.plan.tuner import judge
 
 log = logging.getLogger("voxtune")
-CPU_READY = (Plan.of("cleanup", "sdpa", "time", "channels_last"),)
 
 
 def voxtune(

@@ -66,10 +66,16 @@ class Captured:
         self.learn(node)
         return node
 
-    def insert(self, before: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """A new operator, with its shape and type worked out on the spot, without computing."""
+    def insert(
+        self, before: fx.Node, target: Callable[..., Any], *args: Any, of: fx.Node | None = None, **kwargs: Any
+    ) -> fx.Node:
+        """A new operator, with its shape and type worked out on the spot, without computing.
+
+        It belongs to the module of the operator it stands for: `of`, or the one it is put before.
+        """
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)
+        node.meta["nn_module_stack"] = (of or before).meta.get("nn_module_stack", {})
         fakes = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         with self.mode, torch.no_grad():
             node.meta["val"] = target(*fakes[0], **fakes[1])
@@ -167,6 +173,15 @@ def value(node: Any) -> Tensor | None:
 def shape(node: Any) -> tuple[int, ...]:
     found = value(node)
     return () if found is None else tuple(int(s) for s in found.shape)
+
+
+def module_of(node: fx.Node) -> tuple[str, str]:
+    """Path and class of the module that a node was written in; empty for the network's own code."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    if not stack:
+        return "", ""
+    path, kind = stack[-1]
+    return str(path), kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__
 
 
 def is_call(node: Any, *targets: Any) -> bool:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from voxtune.plan.graph import module_of
 from voxtune.plan.passes.base import Context
 from voxtune.plan.plan import Plan
 from voxtune.precision import tf32_allowed
@@ -89,10 +90,45 @@ class Runner:
                 self.graph = _Graph(self._plain, args, kwargs)
             return self.graph(args, kwargs)
 
+    @contextmanager
+    def named(self, mark: Callable[[str], AbstractContextManager[Any]]) -> Iterator[dict[str, str]]:
+        """While it lasts, each operator runs inside `mark(path of its module)`, one by one; gives {path: class}.
+
+        For profilers: a rewritten graph has no modules to hook.
+        """
+        if not isinstance(self.inner, fx.GraphModule) or "compile" in self.in_force:
+            yield {}
+            return
+        walker = _Marked(self.inner, mark)
+        call, graph, self.call, self.graph = self.call, self.graph, walker.walk, None
+        in_force, self.in_force = self.in_force, self.in_force - {"cuda_graph"}
+        try:
+            yield dict(module_of(n) for n in self.inner.graph.nodes if n.op == "call_function")
+        finally:
+            self.call, self.graph, self.in_force = call, graph, in_force
+
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
         casting = torch.autocast(self.context.device.type, self.autocast) if self.autocast else nullcontext()
         with casting:
             return self.call(*args, **kwargs)
+
+
+class _Marked(fx.Interpreter):
+    """Runs a graph node by node, each inside its module's mark."""
+
+    def __init__(self, module: fx.GraphModule, mark: Callable[[str], AbstractContextManager[Any]]):
+        super().__init__(module)
+        self.rewritten, self.mark = module, mark
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        with self.mark(module_of(n)[0]):
+            return super().run_node(n)
+
+    def walk(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = tree_flatten((args, kwargs))[0]
+        return self.rewritten.graph.process_outputs(self.run(*leaves, enable_io_processing=False))
 
 
 class _Graph:

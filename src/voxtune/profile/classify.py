@@ -75,7 +75,12 @@ def _rules(*rules: tuple[str, str]) -> tuple[tuple[str, re.Pattern[str]], ...]:
 # Helpers that libraries launch inside a convolution or a product: their own name outranks the operator. A fused kernel's
 # operator bears the kernel's own name, which lists all that was fused: "convolution" there is its bias or its cast.
 _MOVEMENT = _rules(
-    ("triton", r"^(triton_(poi|red|per|for|spl)_|voxtune_)"),
+    ("conv_fprop", r"^voxtune_(conv3d|pointwise|stem|head)"),
+    ("norm", r"^voxtune_(moments|finalize|normalize)"),
+    ("upsample", r"^voxtune_upsample"),
+    ("random", r"^voxtune_noise"),
+    ("elementwise", r"^voxtune_add"),
+    ("triton", r"^triton_(poi|red|per|for|spl)_"),
     (
         "layout",
         r"nchwToNhwc|nhwcToNchw|ncdhwToNdhwc|ndhwcToNcdhw|convertTensor|nhwc_to_nchw|nchw_to_nhwc|tensorTransform",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from voxtune.errors import InputError
 from voxtune.precision import tf32_allowed
 
-PARTS = ("tf32", "bf16", "channels_last", "compile")
+PARTS = ("tf32", "bf16", "channels_last", "compile", "plan")
 BASELINE = "baseline"
 
 
@@ -27,6 +27,11 @@ class StepConfig:
     bf16: bool = False  # by autocast
     channels_last: bool = False
     compile: bool = False
+    plan: bool = False  # this project's own, as sampling uses it, its kernels launched one by one
+
+    def __post_init__(self) -> None:
+        if self.plan and (self.tf32 or self.bf16 or self.channels_last or self.compile):
+            raise InputError("configuration 'plan' stands alone: it decides on precision and layout itself")
 
     @property
     def name(self) -> str:
@@ -35,7 +40,7 @@ class StepConfig:
     @property
     def fp32(self) -> bool:
         """Whether it claims to compute in FP32 alone."""
-        return not (self.tf32 or self.bf16)
+        return not (self.tf32 or self.bf16 or self.plan)
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         return torch.autocast(device.type, torch.bfloat16) if self.bf16 else nullcontext()

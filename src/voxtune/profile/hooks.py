@@ -25,6 +25,11 @@ def module_ranges(network: nn.Module | None) -> Iterator[dict[str, str]]:
     if network is None or is_compiled(network):
         yield {}
         return
+    runner: Any = getattr(network, "runner", None)
+    if hasattr(runner, "named"):  # a network that a plan rewrote has operators that know their module, and no modules
+        with runner.named(lambda path: record_function(MODULE + path)) as named:
+            yield named
+        return
     handles: list[Any] = []
     try:
         for path, module in network.named_modules():

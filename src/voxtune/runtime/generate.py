@@ -123,6 +123,7 @@ def generate(
                 "index": i,
                 "sampler": sampler or model.config.sampling.sampler,
                 "steps": total_steps,
+                "passes": list(getattr(model.network, "passes", ())),
                 "mask": request.path.name,
                 "placement": request.placement.describe(),
             }

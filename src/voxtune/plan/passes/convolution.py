@@ -123,6 +123,7 @@ def _own_conv3d(captured: Captured, node: fx.Node, packed: Tensor, bias: Tensor 
         shift,
         join.residual,
         bool(norms),
+        of=node,
     )
     y = captured.insert(join.last, operator.getitem, both, 0)
     if norms:
@@ -157,6 +158,7 @@ def pointwise(captured: Captured, _context: Context, _options: dict[str, Any]) -
             captured.add_constant(found[0].flatten(1).contiguous(), "matrix"),
             join.shift(),
             join.residual,
+            of=node,
         )
         captured.replace(join.last, new)
         count += 1
@@ -225,7 +227,7 @@ def _into_join(captured: Captured, node: fx.Node, bias: Tensor | None) -> bool:
     if join.residual is None:
         return False
     shift = join.shift()
-    new = captured.insert(join.last, torch.ops.voxtune.add.default, node, join.residual, shift)
+    new = captured.insert(join.last, torch.ops.voxtune.add.default, node, join.residual, shift, of=node)
     captured.replace(join.last, new)
     _without_bias(node)
     return True

@@ -46,6 +46,7 @@ def _fuse(captured: Captured, norm: fx.Node) -> None:
         shift,
         silu,
         [],
+        of=norm,
     )
     captured.replace(last, fused)
 

@@ -1,0 +1,83 @@
+"""tune, and sample with a plan, as a person runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+
+from tests.cli.test_commands import CHECKPOINT, model, run  # noqa: F401  `model` is a fixture
+from tests.runtime.test_generate import write_mask
+from voxtune.plan import tuner
+
+
+@pytest.fixture(autouse=True)
+def _quick(tmp_path, monkeypatch):
+    monkeypatch.setenv("VOXTUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        tuner, "CPU_LADDER", (tuner.Rung("channels_last", ("cleanup", "sdpa", "time", "channels_last")),)
+    )
+    real = tuner.measure
+    # Channels-last wins here whatever the machine does, so that there is a plan to use.
+    times = iter([3.0, 1.0, 3.0, 1.0] * 20)
+
+    def measured(call, device, **_):
+        real(call, device, repeats=1, seconds=0.0)
+        ms = next(times)
+        return tuner.Timing(ms, ms, ms, 0.0, None)
+
+    monkeypatch.setattr(tuner, "measure", measured)
+
+
+def volume_of(out: Path) -> np.ndarray:
+    return nib.load(next(out.glob("*.nii.gz"))).get_fdata()
+
+
+def test_tune_prints_the_waterfall_and_sample_uses_it(capsys, model, tmp_path):  # noqa: F811
+    plan, mask = tmp_path / "plan.json", write_mask(tmp_path / "sub-9_dseg.nii.gz")
+    code, out, err = run(capsys, "tune", model, "--shape", "16,16,16", "-o", plan)
+    assert code == 0, err
+    assert "baseline" in out and "channels_last" in out and "kept" in out and "error" in out
+    told = json.loads(plan.read_text())
+    assert [p["pass"] for p in told["passes"]] == ["strict", "cleanup", "sdpa", "time", "channels_last"]
+    sample = ("sample", model, "--mask", mask, "--size", "16,16,16", "--steps", "2")
+    for name, choice in (("auto", "auto"), ("given", plan), ("base", "baseline")):
+        code, out, err = run(capsys, *sample, "-o", tmp_path / name, "--plan", choice)
+        assert code == 0, err
+    sidecar = json.loads(next((tmp_path / "auto").glob("*T1w.json")).read_text())
+    assert "channels_last" in sidecar["passes"]
+    base = volume_of(tmp_path / "base")
+    for name in ("auto", "given"):
+        assert np.abs(volume_of(tmp_path / name) - base).max() < 1e-3
+
+
+def test_sampling_without_a_tuned_plan_says_how_to_get_one(capsys, model, tmp_path):  # noqa: F811
+    mask = write_mask(tmp_path / "sub-9_dseg.nii.gz")
+    code, out, err = run(capsys, "sample", model, "--mask", mask, "-o", tmp_path / "out", "--steps", "1")
+    assert code == 0, err
+    assert "voxtune tune" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("tune", "nowhere"), "nowhere"),
+        (("tune", CHECKPOINT, "--shape", "15,16,16"), "divide"),
+        (("tune", CHECKPOINT, "--shape", "16,16"), "sides"),
+    ],
+)
+def test_wrong_tuning_is_one_line_and_exit_2(capsys, arguments, word):
+    code, _, err = run(capsys, *arguments)
+    assert code == 2 and word in err and err.count("\n") == 1
+
+
+def test_a_plan_from_elsewhere_that_fails_is_exit_2(capsys, model, tmp_path):  # noqa: F811
+    mask = write_mask(tmp_path / "sub-9_dseg.nii.gz")
+    plan = tmp_path / "plan.json"
+    plan.write_text('{"format": "voxtune-plan/1", "passes": ["speed"]}')
+    code, _, err = run(capsys, "sample", model, "--mask", mask, "-o", tmp_path / "out", "--plan", plan)
+    assert code == 2 and "unknown pass 'speed'" in err
+    assert not list((tmp_path / "out").glob("*.nii.gz"))

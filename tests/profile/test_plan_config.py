@@ -1,0 +1,64 @@
+"""A network that a plan rewrote, under the profiler: its operators still know their module."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.plan.networks import make
+from voxtune.errors import InputError
+from voxtune.plan.build import build
+from voxtune.plan.plan import Plan
+from voxtune.profile import profile_step
+from voxtune.profile.classify import classify
+from voxtune.profile.configs import parse_config
+from voxtune.profile.steps import find_target, make_step
+
+PLAN = Plan.of("cleanup", "sdpa", "time", "fuse_norm", "upsample", "edges", "conv3d", "pointwise", "channels_last")
+
+
+def test_rewritten_operators_are_charged_to_the_modules_they_came_from():
+    net, args = make("med_ddpm")
+    fast = build(net, args, None, PLAN, twin=True)
+    before = fast(*args)
+    made = profile_step(lambda: fast(*args), name="planned", modules=fast, warmup=1, steps=1)
+    launches = made.launches
+    names = {path for path, _ in net.named_modules()}
+    charged = launches[launches["module"].notna() & (launches["module"] != "")]
+    assert set(charged["module"]) <= names
+    spent = launches["duration_us"].sum()
+    assert charged["duration_us"].sum() > 0.8 * spent
+    own = charged[charged["op"].str.contains("voxtune::conv3d", na=False)]
+    convolutions = {p for p, m in net.named_modules() if isinstance(m, torch.nn.Conv3d)}
+    assert set(own["module"]) <= convolutions, "a convolution with its epilogue belongs to the convolution"
+    assert torch.equal(fast(*args), before), "what the profiler changed is put back"
+
+
+def test_plan_stands_alone_and_is_for_sampling():
+    with pytest.raises(InputError, match="stands alone"):
+        parse_config("plan+bf16")
+    assert not parse_config("plan").fp32
+    with pytest.raises(InputError, match="for sampling"):
+        make_step(
+            find_target("med-ddpm", (16, 16, 16)), "train", parse_config("plan"), batch=1, device=torch.device("cpu")
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("voxtune_conv3d_halo", "conv_fprop"),
+        ("voxtune_conv3d_join", "conv_fprop"),
+        ("voxtune_stem", "conv_fprop"),
+        ("voxtune_head", "conv_fprop"),
+        ("voxtune_pointwise", "conv_fprop"),
+        ("voxtune_normalize", "norm"),
+        ("voxtune_moments", "norm"),
+        ("voxtune_finalize", "norm"),
+        ("voxtune_upsample_linear", "upsample"),
+        ("voxtune_noise", "random"),
+        ("voxtune_add", "elementwise"),
+    ],
+)
+def test_our_kernels_have_the_class_of_what_they_compute(name, expected):
+    assert classify(name, "kernel", "voxtune::whatever").kernel_class == expected
