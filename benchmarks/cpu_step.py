@@ -21,6 +21,7 @@ from voxtune.runtime.model import Model, ModelConfig
 from voxtune.workloads import MedDDPMConfig
 
 SIDE, ROUNDS, REPEATS = 64, 3, 3
+PLAN = RESULTS / "cpu" / "denoise_step.plan.json"
 NETWORK = MedDDPMConfig(base=32, multipliers=(1, 1, 2, 3, 4), attention=(8,))
 
 
@@ -52,9 +53,26 @@ def naive() -> Callable[[], torch.Tensor]:
 
 
 def voxtune() -> Callable[[], torch.Tensor]:
-    model = Model(ModelConfig(network=NETWORK, size=(SIDE,) * 3), network())
-    x, t, cond = inputs()
-    return lambda: model.denoise(x, t, cond)
+    """By the plan that the tuner found on this machine, a moment ago."""
+    from voxtune.plan import optimize
+
+    args = inputs()
+    fast = optimize(network(), args, PLAN)
+    return lambda: fast(*args)
+
+
+def tuned() -> list[str]:
+    """Tunes, keeps the plan for the row above, and gives the waterfall."""
+    from voxtune.plan import tune
+
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        print(line, flush=True)
+
+    tune(network(), inputs(), say=say).plan.save(PLAN)
+    return lines
 
 
 def channels_last() -> Callable[[], torch.Tensor]:
@@ -116,6 +134,7 @@ def peak_gib() -> float:
 
 
 def main() -> None:
+    waterfall = tuned()
     reference = RESULTS.parent / ".reference.pt"
     torch.save(float64()(), reference)
     found: dict[str, list[dict]] = {name: [] for name in ROWS}
@@ -137,7 +156,7 @@ def main() -> None:
         )
         for name, runs in found.items()
     ]
-    write(RESULTS / "cpu" / "denoise_step.json", rows, threads=torch.get_num_threads())
+    write(RESULTS / "cpu" / "denoise_step.json", rows, threads=torch.get_num_threads(), waterfall=waterfall)
     show(rows)
 
 

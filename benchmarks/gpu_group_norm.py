@@ -1,4 +1,5 @@
-"""GroupNorm + SiLU on every shape of the whole-head network: this project's kernels against PyTorch, and against a copy.
+"""Norms of every shape of both networks (GroupNorm + SiLU of the 3D one, one group over all channels of the 2D one): this
+project's kernels against PyTorch, and against a copy.
 
 A row's `copy_share` is the time that a device-to-device copy would need for the norm's least traffic (sources read twice, result
 written once) over the time it took.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 from pathlib import Path
 
 import torch
@@ -37,6 +39,10 @@ SHAPES = [
 ]
 
 
+# (channels, side) of the 2D network's norms: one group, no activation after it.
+FLAT = [(c, s) for c, s in itertools.product((32, 64, 128, 256, 512), (64, 32, 16, 8)) if 16 <= c * s / 64 <= 128]
+
+
 def measure(function) -> list[float]:
     """Times in ms of graph replays, so that launch gaps of the host stay out; several calls a graph for small shapes."""
     function()
@@ -64,27 +70,29 @@ def copy_bandwidth() -> float:
     return 2 * a.numel() / triton.testing.do_bench(lambda: b.copy_(a), return_mode="median")
 
 
-def rows_of(channels: tuple[int, ...], side: int, dtype: torch.dtype, bandwidth: float) -> list[dict]:
+def rows_of(
+    channels: tuple[int, ...], sides: tuple[int, ...], dtype: torch.dtype, bandwidth: float, *, groups: int, silu: bool
+) -> list[dict]:
     torch.manual_seed(0)
-    sources = [torch.randn(1, c, side, side, side, device="cuda", dtype=dtype) for c in channels]
-    last = tuple(s.to(memory_format=torch.channels_last_3d) for s in sources)
+    sources = [torch.randn(1, c, *sides, device="cuda", dtype=dtype) for c in channels]
+    last = tuple(s.movedim(1, -1).contiguous().movedim(-1, 1) for s in sources)
     total = sum(channels)
     weight, bias, shift = (torch.randn(n, device="cuda", dtype=dtype) for n in (total, total, total))
     shift = shift[None]
-    truth = group_norm_silu_reference(
-        tuple(s.double() for s in sources), weight.double(), bias.double(), 32, shift_NC=shift.double()
-    )
+    wide = tuple(s.double() for s in sources)
+    truth = group_norm_silu_reference(wide, weight.double(), bias.double(), groups, shift_NC=shift.double(), silu=silu)
 
     def torch_norm(parts: tuple) -> torch.Tensor:
         x = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-        return torch.nn.functional.silu(torch.group_norm(x + shift[..., None, None, None], 32, weight, bias, 1e-5))
+        y = torch.group_norm(x + shift.view(1, -1, *[1] * len(sides)), groups, weight, bias, 1e-5)
+        return torch.nn.functional.silu(y) if silu else y
 
     methods = {
         "torch": lambda: torch_norm(tuple(sources)),
         "torch_channels_last": lambda: torch_norm(last),
-        "voxtune": lambda: group_norm_silu(last, weight, bias, 32, shift_NC=shift),
+        "voxtune": lambda: group_norm_silu(last, weight, bias, groups, shift_NC=shift, silu=silu),
     }
-    floor = 3 * total * side**3 * dtype.itemsize / bandwidth
+    floor = 3 * total * math.prod(sides) * dtype.itemsize / bandwidth
     rows = []
     for name, method in methods.items():
         error = ((method().double() - truth).norm() / truth.norm()).item()
@@ -94,7 +102,7 @@ def rows_of(channels: tuple[int, ...], side: int, dtype: torch.dtype, bandwidth:
         peak = (torch.cuda.max_memory_allocated() - before) / 2**30
         times = measure(method)
         what = f"{name} {'+'.join(map(str, channels))} {str(dtype).removeprefix('torch.')}"
-        made = row(what, [1, total, side, side, side], times, peak, error)
+        made = row(what, [1, total, *sides], times, peak, error)
         rows.append({**made, "copy_share": round(floor / made["p50_ms"], 3)})
     return rows
 
@@ -106,7 +114,12 @@ def main() -> None:
     arguments = parser.parse_args()
     bandwidth = copy_bandwidth()
     print(f"copy {bandwidth / 1e9:.2f} TB/s")
-    rows = [r for t in arguments.types for s in SHAPES for r in rows_of(*s, getattr(torch, t), bandwidth)]
+    rows = []
+    for dtype in (getattr(torch, t) for t in arguments.types):
+        for channels, side in SHAPES:
+            rows += rows_of(channels, (side,) * 3, dtype, bandwidth, groups=32, silu=True)
+        for count, side in FLAT:
+            rows += rows_of((count,), (side,) * 2, dtype, bandwidth, groups=1, silu=False)
     write(arguments.out, rows, copy_tb_s=round(bandwidth / 1e9, 3))
     show(rows)
     for r in rows:
