@@ -29,7 +29,7 @@ Say = Callable[[str], None]
 # A rung has to win by more than the measurement's own spread.
 WORTH = 0.995
 # What does not rewrite the graph is left out of the float32 twin that the gate's first question is asked of.
-NOT_STRUCTURE = ("bf16", "fp16", "tf32", "compile", "cuda_graph", "cudnn_benchmark")
+NOT_STRUCTURE = ("strict", "bf16", "fp16", "tf32", "channels_last", "compile", "cuda_graph", "cudnn_benchmark")
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def judge(subject: Subject, network: Optimized, gate: Gate) -> Verdict:
     plan = network.plan
     twin = Plan(tuple(s for s in plan.steps if s.name not in NOT_STRUCTURE))
     structure = None
-    if any(s.name not in ("strict", "channels_last") for s in twin.steps):
+    if twin.steps:
         structure = subject.build(twin, twin=True)
     return gate.judge(network, precision_of(plan), structure)
 

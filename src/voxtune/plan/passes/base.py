@@ -59,7 +59,7 @@ def needs_gpu(context: Context) -> str | None:
 
 
 def needs_channels_last(context: Context) -> str | None:
-    if not context.channels_last:
+    if not context.channels_last and not context.twin:
         return "its kernels read channels-last: the plan lacks channels_last"
     return None
 
