@@ -24,8 +24,15 @@ def run(*arguments, interpret):
     return json.loads(lines[-1])
 
 
-@pytest.mark.parametrize("kind", ["integers", "random"])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        ("float32", "random"),
+        ("float16", "integers"),
+        pytest.param("float32", "integers", marks=pytest.mark.slow),
+        pytest.param("float16", "random", marks=pytest.mark.slow),
+    ],
+)
 def test_against_float64(dtype, kind):
     rows = run("numerics", dtype, kind, interpret=True)
     bar = {"float32": 1e-6, "float16": 1e-3}[dtype]
