@@ -16,9 +16,7 @@ from pathlib import Path
 import torch
 from results_file import RESULTS, row, show, write
 
-from voxtune.diffusion import DiffusionConfig
-from voxtune.runtime.model import Model, ModelConfig
-from voxtune.workloads import MedDDPMConfig
+from voxtune.workloads import MedDDPMConfig, build, without_zeros
 
 SIDE, ROUNDS, REPEATS = 64, 3, 3
 PLAN = RESULTS / "cpu" / "denoise_step.plan.json"
@@ -35,11 +33,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
 def network() -> torch.nn.Module:
     """Weights of a trained network's size everywhere: the zero-initialised layers would hide every error."""
     torch.manual_seed(0)
-    net = Model(ModelConfig(network=NETWORK, size=(SIDE,) * 3, diffusion=DiffusionConfig())).network
-    for parameter in net.parameters():
-        if parameter.dim() > 1 and not parameter.any():
-            torch.nn.init.normal_(parameter, std=0.02)
-    return net
+    return without_zeros(build(NETWORK)).eval()
 
 
 def naive() -> Callable[[], torch.Tensor]:

@@ -19,7 +19,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from results_file import RESULTS, row, write
+from results_file import RESULTS, measure, row, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -164,24 +164,6 @@ def compile_dry(job: tuple[Tile, int, str]) -> tuple[str, dict]:
         return label(tile), {"error": repr(error)[:200]}
     found = {"registers": made.registers, "spills": made.spills, "shared": made.shared}
     return label(tile), {**found, "serialised": made.serialised, "wgmma": made.ptx.count("wgmma.mma_async")}
-
-
-def measure(function, calls: int, replays: int) -> list[float]:
-    """Times in ms of graph replays, so that launch gaps of the host stay out."""
-    function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            function()
-    graph.replay()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
-    for mark in marks[:-1]:
-        mark.record()
-        graph.replay()
-    marks[-1].record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) / calls for a, b in itertools.pairwise(marks)]
 
 
 class Problem:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import triton
-from results_file import RESULTS, row, show, write
+from results_file import RESULTS, measure, row, show, write
 
 from voxtune.kernels.group_norm import group_norm_silu, group_norm_silu_reference
 
@@ -41,26 +41,6 @@ SHAPES = [
 
 # (channels, side) of the 2D network's norms: one group, no activation after it.
 FLAT = [(c, s) for c, s in itertools.product((32, 64, 128, 256, 512), (64, 32, 16, 8)) if 16 <= c * s / 64 <= 128]
-
-
-def measure(function) -> list[float]:
-    """Times in ms of graph replays, so that launch gaps of the host stay out; several calls a graph for small shapes."""
-    function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    calls = 4
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            function()
-    for _ in range(3):
-        graph.replay()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(26)]
-    for mark in marks[:-1]:
-        mark.record()
-        graph.replay()
-    marks[-1].record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) / calls for a, b in itertools.pairwise(marks)]
 
 
 def copy_bandwidth() -> float:

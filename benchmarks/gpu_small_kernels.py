@@ -15,12 +15,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from gpu_group_norm import copy_bandwidth, measure
-from results_file import RESULTS, row, show, write
+from gpu_group_norm import copy_bandwidth
+from results_file import RESULTS, measure, row, show, write
 from torch import Tensor
 from torch.nn import functional as F
 
-from voxtune.kernels import edge_conv as edge
 from voxtune.kernels import head_conv, pointwise, stem_conv, upsample
 
 # (channels of each source, channels out, side): every skip connection with a product, encoder and decoder.
@@ -150,11 +149,11 @@ def bench_stem(bench: Bench) -> None:
         weight, bias = bench.draw(64, sum(channels), 3, 3, 3) * 0.2, bench.draw(1, 64)
         joined = torch.cat(sources, dim=1).to(bench.dtype).contiguous(memory_format=torch.channels_last_3d)
         with exact_convolution():
-            truth = edge.stem_reference((joined.float(),), weight.float(), bias.float())
-        packed = edge.pack_stem(weight, channels, bench.dtype)
+            truth = stem_conv.stem_reference((joined.float(),), weight.float(), bias.float())
+        packed = stem_conv.pack_stem(weight, channels, bench.dtype)
         methods = {
             "torch": lambda x=joined, w=weight, b=bias: F.conv3d(x, w, b[0], padding=1),
-            "voxtune": lambda s=sources, p=packed, b=bias: edge.stem(s, p, b),
+            "voxtune": lambda s=sources, p=packed, b=bias: stem_conv.stem(s, p, b),
         }
         what = f"stem {'+'.join(map(str, channels))} -> 64 at {'x'.join(map(str, voxels))}"
         bench.note(what, [*sources], truth, methods)
@@ -165,9 +164,11 @@ def bench_head(bench: Bench) -> None:
         x, weight, bias = bench.draw(1, 64, *voxels), bench.draw(out, 64, 3, 3, 3) * 0.1, bench.draw(out)
         affine = torch.randn(1, 2, 64, device="cuda") if norm else None
         with exact_convolution():
-            truth = edge.head_reference(x.float(), weight.float(), bias.float(), affine)
-        packed = edge.pack_head(weight, bench.dtype)
-        methods = {"voxtune": lambda x=x, p=packed, b=bias, a=affine: edge.head(x, p, b, affine=a, dtype=torch.float32)}
+            truth = head_conv.head_reference(x.float(), weight.float(), bias.float(), affine)
+        packed = head_conv.pack_head(weight, bench.dtype)
+        methods = {
+            "voxtune": lambda x=x, p=packed, b=bias, a=affine: head_conv.head(x, p, b, affine=a, dtype=torch.float32)
+        }
         if not norm:
             methods = {"torch": lambda x=x, w=weight, b=bias: F.conv3d(x, w, b, padding=1)} | methods
         what = f"head {'norm, SiLU, ' if norm else ''}64 -> {out} at {'x'.join(map(str, voxels))}"
@@ -194,7 +195,7 @@ def trials(dtype: torch.dtype, started: float) -> None:
 
     side = (128,) * 3
     x = bench.draw(1, 64, *side)
-    packed_head = edge.pack_head(bench.draw(1, 64, 3, 3, 3), dtype)
+    packed_head = head_conv.pack_head(bench.draw(1, 64, 3, 3, 3), dtype)
     for walk, (h, w, warps, stages) in (
         (32, (8, 16, 4, 3)),
         (16, (8, 16, 4, 3)),
@@ -209,13 +210,15 @@ def trials(dtype: torch.dtype, started: float) -> None:
             patch.object(head_conv, "head_tile", return_value=tile),
             patch.object(head_conv, "head_walk", return_value=walk),
         )
-        tried(f"head {h}x{w} {warps} warps {stages} stages walk {walk}", lambda: edge.head(x, packed_head), *changes)
+        tried(
+            f"head {h}x{w} {warps} warps {stages} stages walk {walk}", lambda: head_conv.head(x, packed_head), *changes
+        )
     sources = (torch.randn(1, 1, *side, device="cuda"), torch.randn(1, 2, *side, device="cuda"))
     for widest in (16, 32, 64):
-        packed = edge.pack_stem(bench.draw(64, 3, 3, 3, 3), (1, 2), dtype, widest=widest)
+        packed = stem_conv.pack_stem(bench.draw(64, 3, 3, 3, 3), (1, 2), dtype, widest=widest)
         for run in (64, 128) if widest == 32 else (128,):
             change = patch.object(stem_conv, "stem_run", return_value=run)
-            tried(f"stem chunk {widest} run {run}", lambda packed=packed: edge.stem(sources, packed), change)
+            tried(f"stem chunk {widest} run {run}", lambda packed=packed: stem_conv.stem(sources, packed), change)
     y, weight = bench.draw(1, 64, *side), bench.draw(64, 128)
     for v, warps, stages in ((128, 4, 3), (128, 4, 2), (64, 4, 3), (64, 4, 2), (128, 8, 2), (256, 8, 2)):
         tile = {"BLOCK_V": v, "BLOCK_M": 64, "BLOCK_K": 64, "num_warps": warps, "num_stages": stages}

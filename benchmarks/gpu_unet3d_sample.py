@@ -28,7 +28,7 @@ from voxtune.plan.build import build
 from voxtune.plan.plan import Plan
 from voxtune.precision import tf32_allowed
 from voxtune.workloads import build as build_network
-from voxtune.workloads import workload
+from voxtune.workloads import without_zeros, workload
 
 WHOLE = ("bf16", *FUSED, "edges", "conv3d", "cuda_graph")
 Step = Callable[[], Tensor]
@@ -52,10 +52,7 @@ def network(name: str) -> nn.Module:
         )
     else:
         net = build_network(workload(name).network)
-    for parameter in net.parameters():
-        if parameter.dim() > 1 and not parameter.any():
-            nn.init.normal_(parameter, std=0.02)
-    return net.eval()
+    return without_zeros(net).eval()
 
 
 def inputs(name: str, size: tuple[int, ...]) -> tuple[Tensor, ...]:

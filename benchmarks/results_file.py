@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
 import statistics
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,25 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+
+
+def measure(function: Callable[[], Any], calls: int = 4, replays: int = 25) -> list[float]:
+    """Times in ms of graph replays, so that launch gaps of the host stay out; several calls a graph for small shapes."""
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            function()
+    for _ in range(3):
+        graph.replay()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    for mark in marks[:-1]:
+        mark.record()
+        graph.replay()
+    marks[-1].record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) / calls for a, b in itertools.pairwise(marks)]
 
 
 def row(

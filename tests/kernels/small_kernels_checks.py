@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 import triton
 
-from voxtune.kernels import edge_conv as edge
 from voxtune.kernels import head_conv, pointwise, stem_conv, upsample
 
 # Products of bfloat16 are not to be trusted in the interpreter; plain arithmetic is, but it cuts instead of rounding.
@@ -138,8 +137,8 @@ def of_stem(draw):
         weight = draw(out, sum(channels), *[3] * len(voxels))
         shift_NC = draw(shift, out) if shift else None
         cast = tuple(s.to(draw.dtype).double() for s in sources)
-        truth = edge.stem_reference(cast, weight.double(), wide(shift_NC))
-        yield finding(case, edge.stem(sources, edge.pack_stem(weight, channels, draw.dtype), shift_NC), truth)
+        truth = stem_conv.stem_reference(cast, weight.double(), wide(shift_NC))
+        yield finding(case, stem_conv.stem(sources, stem_conv.pack_stem(weight, channels, draw.dtype), shift_NC), truth)
 
 
 def of_head(draw):
@@ -148,14 +147,14 @@ def of_head(draw):
         x, weight = channels_last(draw(batch, channels, *voxels)), draw(out, channels, *[3] * len(voxels))
         bias_M = draw(out) if bias else None
         affine = draw(batch, 2, channels, dtype=torch.float32) if norm else None
-        truth = edge.head_reference(x.double(), weight.double(), wide(bias_M), wide(affine))
-        packed = edge.pack_head(weight, draw.dtype)
+        truth = head_conv.head_reference(x.double(), weight.double(), wide(bias_M), wide(affine))
+        packed = head_conv.pack_head(weight, draw.dtype)
         if out > 1:  # into a given tensor of other strides and type
             given = torch.empty(truth.shape, dtype=torch.float32)
-            assert edge.head(x, packed, bias_M, affine=affine, out=given) is given
+            assert head_conv.head(x, packed, bias_M, affine=affine, out=given) is given
             yield finding(case, given, truth) | {"last": True}
         else:
-            yield finding(case, edge.head(x, packed, bias_M, affine=affine), truth)
+            yield finding(case, head_conv.head(x, packed, bias_M, affine=affine), truth)
 
 
 def numerics(what, whole):
@@ -238,7 +237,7 @@ def compile_upsample(arch):
 def compile_stem(arch):
     for kind, dtype in KINDS.items():
         for channels in ((3,), (1, 2), (4, 4), (8,)):
-            packed = edge.pack_stem(torch.zeros(64, sum(channels), 3, 3, 3), channels, dtype)
+            packed = stem_conv.pack_stem(torch.zeros(64, sum(channels), 3, 3, 3), channels, dtype)
             constants = {"CA": channels[0], "CB": (*channels, 0)[1], "TAPS": 27, "HAS_SHIFT": True, "PRECISION": "ieee"}
             constants |= {"CHUNK_A": packed.chunks[0], "CHUNK_B": packed.chunks[-1], "a_w": 1, "b_w": 1}
             pointers = typed("w_ptr shift_ptr y_ptr", kind) | typed("a_ptr b_ptr", "fp32")

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
+from checks_runner import run_checks
 
-# Triton decides when a kernel is defined whether to interpret it, so the checks run in a process of their own.
-CHECKS = Path(__file__).parent / "conv3d_checks.py"
-
-
-def run(*arguments, interpret):
-    environment = {**os.environ, "TRITON_INTERPRET": "1" if interpret else "0", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(CHECKS), *arguments], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("[", "{"))]
-    return json.loads(lines[-1])
+run = partial(run_checks, "conv3d_checks.py")
 
 
 @pytest.mark.parametrize(

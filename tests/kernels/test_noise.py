@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
-CHECKS = Path(__file__).parent / "noise_checks.py"
+from checks_runner import run_checks
 
-
-def run(what, interpret):
-    environment = {**os.environ, "TRITON_INTERPRET": "1" if interpret else "0"}
-    done = subprocess.run(
-        [sys.executable, str(CHECKS), what], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+run = partial(run_checks, "noise_checks.py")
 
 
 def test_the_same_noise_as_in_plain_pytorch():

@@ -22,37 +22,28 @@ def convnext():
     return net, (torch.randn(1, 3, 16, 16), T // 2)
 
 
-def monai_3d():
+def _monai(dimensions: int, in_channels: int, **more):
     from monai.networks.nets import DiffusionModelUNet
 
-    net = DiffusionModelUNet(
-        spatial_dims=3,
-        in_channels=3,
+    return DiffusionModelUNet(
+        spatial_dims=dimensions,
+        in_channels=in_channels,
         out_channels=1,
         channels=(32, 64),
         attention_levels=(False, True),
         num_res_blocks=1,
         num_head_channels=32,
         norm_num_groups=32,
+        **more,
     )
-    return net, (torch.randn(2, 3, 8, 8, 8), T2)
+
+
+def monai_3d():
+    return _monai(3, 3), (torch.randn(2, 3, 8, 8, 8), T2)
 
 
 def monai_2d():
-    from monai.networks.nets import DiffusionModelUNet
-
-    net = DiffusionModelUNet(
-        spatial_dims=2,
-        in_channels=1,
-        out_channels=1,
-        channels=(32, 64),
-        attention_levels=(False, True),
-        num_res_blocks=1,
-        num_head_channels=32,
-        norm_num_groups=32,
-        resblock_updown=True,
-    )
-    return net, (torch.randn(2, 1, 16, 16), T2)
+    return _monai(2, 1, resblock_updown=True), (torch.randn(2, 1, 16, 16), T2)
 
 
 def diffusers_2d():

@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.plan.networks import NETWORKS, REWRITING, make
-from voxtune.plan.build import build, context_of
+from voxtune.plan.build import build
 from voxtune.plan.gate import volume_of
 from voxtune.plan.graph import capture
-from voxtune.plan.passes import BY_NAME
+from voxtune.plan.passes import BY_NAME, Context
 from voxtune.plan.plan import Plan
 from voxtune.precision import tf32_allowed
 
@@ -77,7 +77,7 @@ def test_each_pass_alone_keeps_the_network(alone):
         if alone not in ("cleanup", "fuse_norm", "channels_last")
         else Plan.of(alone)
     )
-    context = context_of(plan, torch.device("cpu"), twin=True)
+    context = Context(torch.device("cpu"), plan.names, twin=True)
     for name in (p for p in BY_NAME if p in plan.names):
         BY_NAME[name].rewrite(captured, context, {})
     with torch.no_grad():

@@ -22,9 +22,9 @@ def command(
     quiet: QuietOption = False,
 ) -> None:
     """Measure passes on this machine, gate each against the network itself, keep what is faster and the same."""
+    from voxtune.optimizing import example_inputs, tuning_target, walk
     from voxtune.plan.cache import remember
     from voxtune.plan.tuner import tune
-    from voxtune.tuning import example_inputs, tuning_target, walk
 
     output = Output(json=json, quiet=quiet)
     loaded = tuning_target(model, choose_device(device))

@@ -271,7 +271,7 @@ def group_norm_silu(
         HAS_SHIFT=shift_NC is not None,
         num_warps=8,
     )
-    y = _like(sources[0], C)
+    y = empty_channels_last(sources[0], C)
     y_NVC = voxels_last(y)
     first = 0
     for view in views:
@@ -294,7 +294,9 @@ def stretches(V: int, N: int, C: int, device: torch.device) -> tuple[int, int]:
     return stretch, triton.cdiv(V, stretch)
 
 
-def _like(source: Tensor, channels: int) -> Tensor:
-    """An empty channels-last tensor of `channels` beside `source`."""
-    N, _, *voxels = source.shape
-    return torch.empty((N, *voxels, channels), dtype=source.dtype, device=source.device).movedim(-1, 1)
+def empty_channels_last(
+    source: Tensor, channels: int, dtype: torch.dtype | None = None, voxels: tuple[int, ...] | None = None
+) -> Tensor:
+    """An empty channels-last tensor of `channels` beside `source`, of its type and size unless told."""
+    N, _, *own = source.shape
+    return source.new_empty((N, *(voxels or own), channels), dtype=dtype or source.dtype).movedim(-1, 1)

@@ -1,9 +1,11 @@
 """The head: a 3x3(x3) convolution with few channels out, stride 1, padding 1.
 
-Why: see edge_conv.py. Every voxel contributes to 27 results, so a product of its channels with all taps' weights reads it once. A
-program takes a tile of a plane with its border and walks along the depth. Taps of different depth meet in three running sums
-(results behind, at and ahead of the plane); those of one plane are shifted onto each other by a gather inside the tile. The
-scale and offset of the GroupNorm before a head, and its SiLU, may be applied as the tile comes in: once a voxel, not once a tap.
+Why: general convolution kernels pad 3 channels in, or 1 channel out, to a width made for 64 and more, and take ten times what
+the bytes need: here the one wide tensor is moved once. Every voxel contributes to 27 results, so a product of its channels
+with all taps' weights reads it once. A program takes a tile of a plane with its border and walks along the depth. Taps of
+different depth meet in three running sums (results behind, at and ahead of the plane); those of one plane are shifted onto
+each other by a gather inside the tile. The scale and offset of the GroupNorm before a head, and its SiLU, may be applied as
+the tile comes in: once a voxel, not once a tap.
 
 Legend: N batch, D H W voxels (an image has D = 1), C channels in, M channels out, T columns of a product.
 """
@@ -18,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from voxtune.kernels.pointwise import TYPES, empty_channels_last
+from voxtune.kernels.group_norm import empty_channels_last
+from voxtune.kernels.pointwise import TYPES
 from voxtune.kernels.stem_conv import FEW, as_volume, span
 
 # Columns for one channel out: the 9 taps of a plane, in a power of two.

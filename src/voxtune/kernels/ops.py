@@ -14,10 +14,12 @@ from torch import Tensor, library
 from torch.utils.weak import WeakIdKeyDictionary
 
 from voxtune.kernels import conv3d as _conv3d
-from voxtune.kernels import edge_conv as _edge
 from voxtune.kernels import group_norm as _norm
+from voxtune.kernels import head_conv as _head
 from voxtune.kernels import pointwise as _pointwise
+from voxtune.kernels import stem_conv as _stem
 from voxtune.kernels import upsample as _upsample
+from voxtune.kernels.group_norm import empty_channels_last
 
 log = logging.getLogger("voxtune")
 _told: set[str] = set()
@@ -40,11 +42,6 @@ def _lasting(x: Tensor) -> Tensor:
     return x if moved.is_contiguous() else moved.contiguous().movedim(-1, 1)
 
 
-def _new(x: Tensor, channels: int, sides: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    N, _, *own = x.shape
-    return x.new_empty((N, *(sides or own), channels), dtype=dtype or x.dtype).movedim(-1, 1)
-
-
 @library.custom_op("voxtune::group_norm_silu", mutates_args=())
 def group_norm_silu(
     sources: list[Tensor],
@@ -65,7 +62,7 @@ def group_norm_silu(
 
 @group_norm_silu.register_fake
 def _(sources, weight, bias, groups, eps, shift, silu, statistics):
-    return _new(sources[0], sum(s.shape[1] for s in sources))
+    return empty_channels_last(sources[0], sum(s.shape[1] for s in sources))
 
 
 @library.custom_op("voxtune::conv3d", mutates_args=())
@@ -82,7 +79,7 @@ def conv3d(
 
 @conv3d.register_fake
 def _(x, packed, shift, residual, statistics):
-    return _new(x, packed.shape[1]), x.new_empty(0, dtype=torch.float32)
+    return empty_channels_last(x, packed.shape[1]), x.new_empty(0, dtype=torch.float32)
 
 
 @library.custom_op("voxtune::pointwise", mutates_args=())
@@ -96,7 +93,7 @@ def pointwise(sources: list[Tensor], weight: Tensor, shift: Tensor | None, resid
 
 @pointwise.register_fake
 def _(sources, weight, shift, residual):
-    return _new(sources[0], weight.shape[0])
+    return empty_channels_last(sources[0], weight.shape[0])
 
 
 @library.custom_op("voxtune::add", mutates_args=())
@@ -109,7 +106,7 @@ def add(a: Tensor, b: Tensor, shift: Tensor | None) -> Tensor:
 
 @add.register_fake
 def _(a, b, shift):
-    return _new(a, a.shape[1])
+    return empty_channels_last(a, a.shape[1])
 
 
 @library.custom_op("voxtune::upsample", mutates_args=())
@@ -122,7 +119,7 @@ def upsample(x: Tensor, mode: str) -> Tensor:
 
 @upsample.register_fake
 def _(x, mode):
-    return _new(x, x.shape[1], tuple(2 * s for s in x.shape[2:]))
+    return empty_channels_last(x, x.shape[1], voxels=tuple(2 * s for s in x.shape[2:]))
 
 
 # Weights in the form that the edge kernels read, made at the first call.
@@ -132,29 +129,29 @@ _packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 @library.custom_op("voxtune::stem", mutates_args=())
 def stem(sources: list[Tensor], weight: Tensor, shift: Tensor | None) -> Tensor:
     if weight not in _packed:
-        _packed[weight] = _edge.pack_stem(weight, tuple(s.shape[1] for s in sources), weight.dtype)
+        _packed[weight] = _stem.pack_stem(weight, tuple(s.shape[1] for s in sources), weight.dtype)
     packed = _packed[weight]
-    if _runs_kernel(sources[0], _edge.why_not_stem(tuple(sources), packed, shift), "stem"):
-        return _edge.stem(tuple(sources), packed, shift)
-    return _lasting(_edge.stem_reference(tuple(sources), weight, shift))
+    if _runs_kernel(sources[0], _stem.why_not_stem(tuple(sources), packed, shift), "stem"):
+        return _stem.stem(tuple(sources), packed, shift)
+    return _lasting(_stem.stem_reference(tuple(sources), weight, shift))
 
 
 @stem.register_fake
 def _(sources, weight, shift):
-    return _new(sources[0], weight.shape[0], dtype=weight.dtype)
+    return empty_channels_last(sources[0], weight.shape[0], dtype=weight.dtype)
 
 
 @library.custom_op("voxtune::head", mutates_args=())
 def head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     x = _lasting(x)
     if weight not in _packed:
-        _packed[weight] = _edge.pack_head(weight, weight.dtype)
+        _packed[weight] = _head.pack_head(weight, weight.dtype)
     packed = _packed[weight]
-    if _runs_kernel(x, _edge.why_not_head(x, packed), "head"):
-        return _edge.head(x, packed, bias)
-    return _lasting(_edge.head_reference(x, weight, None if bias is None else bias.to(weight.dtype)))
+    if _runs_kernel(x, _head.why_not_head(x, packed), "head"):
+        return _head.head(x, packed, bias)
+    return _lasting(_head.head_reference(x, weight, None if bias is None else bias.to(weight.dtype)))
 
 
 @head.register_fake
 def _(x, weight, bias):
-    return _new(x, weight.shape[0])
+    return empty_channels_last(x, weight.shape[0])

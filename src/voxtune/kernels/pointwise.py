@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from voxtune.kernels.group_norm import channel_block, voxels_last
+from voxtune.kernels.group_norm import channel_block, empty_channels_last, voxels_last
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Programs wanted before tiles are made smaller: two for each multiprocessor of a large card.
@@ -236,12 +236,6 @@ def tile_of(N: int, V: int, CA: int, CB: int, M: int, dtype: torch.dtype) -> dic
     while block_v > 32 and N * triton.cdiv(V, block_v) * triton.cdiv(M, block_m) < ENOUGH:
         block_v //= 2
     return {"BLOCK_V": block_v, "BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": 4, "num_stages": 3}
-
-
-def empty_channels_last(source: Tensor, channels: int, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty channels-last tensor of `channels` beside `source`."""
-    N, _, *voxels = source.shape
-    return torch.empty((N, *voxels, channels), dtype=dtype or source.dtype, device=source.device).movedim(-1, 1)
 
 
 def why_no_shift(shift_NC: Tensor | None, N: int, channels: int) -> str | None:

@@ -1,7 +1,9 @@
 """The stem: a 3x3(x3) convolution with few channels in, stride 1, padding 1.
 
-Why: see edge_conv.py. A program gathers the patches of a run of voxels straight from the sources, whatever their strides and
-types, as a matrix (taps x channels, voxels), and multiplies the weights by it. conv(cat([x, mask])) takes both as they are.
+Why: general convolution kernels pad 3 channels in, or 1 channel out, to a width made for 64 and more, and take ten times what
+the bytes need: here the one wide tensor is moved once. A program gathers the patches of a run of voxels straight from the
+sources, whatever their strides and types, as a matrix (taps x channels, voxels), and multiplies the weights by it.
+conv(cat([x, mask])) takes both as they are.
 
 Legend: N batch, D H W voxels (an image has D = 1), CA CB channels of the sources, M channels out, K = taps * channels.
 """
@@ -16,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from voxtune.kernels.pointwise import TYPES, empty_channels_last, why_no_shift
+from voxtune.kernels.group_norm import empty_channels_last
+from voxtune.kernels.pointwise import TYPES, why_no_shift
 
 FEW = 8
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from voxtune.kernels.group_norm import channel_block
+from voxtune.kernels.group_norm import channel_block, empty_channels_last
 from voxtune.kernels.pointwise import TYPES
 
 MODES = ("linear", "nearest")
@@ -187,7 +187,7 @@ def upsample(x: Tensor, mode: str) -> Tensor:
     N, C, *voxels = x.shape
     H, W = voxels[-2:]
     D = voxels[0] if volume else 1
-    y = torch.empty((N, *(2 * side for side in voxels), C), dtype=x.dtype, device=x.device).movedim(-1, 1)
+    y = empty_channels_last(x, C, voxels=tuple(2 * side for side in voxels))
     block_c = channel_block(C)
     block_q = TILE // block_c
     blocks_c = triton.cdiv(C, block_c)

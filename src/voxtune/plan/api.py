@@ -17,9 +17,10 @@ from voxtune.plan.cache import remember, remembered
 from voxtune.plan.gate import Trajectory
 from voxtune.plan.hazards import refuses_half
 from voxtune.plan.identity import identity, unlike
+from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import Inputs, Optimized
-from voxtune.plan.tuner import Tuned, gate_for, judge, precision_of, tune
+from voxtune.plan.tuner import Tuned, first_admitted, gate_for, judge, precision_of, tune
 
 log = logging.getLogger("voxtune")
 
@@ -105,7 +106,7 @@ def _given(subject: Subject, plan: Plan, where: str, trajectory: Trajectory | No
     if reason is None:
         return network
     log.info("%s is gated again: %s", where, reason)
-    half = refuses_half(network.signature.device) if precision_of(plan) in ("bf16", "fp16") else None
+    half = refuses_half(network.signature.device) if precision_of(plan) in HALF else None
     if half is not None:
         raise InputError(f"{where}: refused: {half}")
     verdict = judge(subject, network, gate_for(subject, trajectory))
@@ -129,7 +130,7 @@ def _auto(
     if known is not None:
         return build(model, *inputs, known)
     if next(model.parameters()).device.type == "cuda":
-        network = _ready(Subject(model, inputs), here, trajectory, say)
+        network = _ready(Subject(model, inputs), here, trajectory)
     elif search:
         network = _tuned(model, inputs, trajectory, say)
     else:
@@ -147,27 +148,12 @@ def _tuned(model: nn.Module, inputs: Inputs, trajectory: Trajectory | None, say:
     return found.network
 
 
-def _ready(
-    subject: Subject, here: dict[str, Any], trajectory: Trajectory | None, say: Callable[[str], None]
-) -> Optimized:
-    gate = gate_for(subject, trajectory)
-    half = refuses_half(subject.device)
-    for plan in READY:
-        names = "+".join(plan.names)
-        if half is not None and precision_of(plan) in ("bf16", "fp16"):
-            say(f"{names}: {half}")
-            continue
-        try:
-            network = subject.build(plan)
-            verdict = judge(subject, network, gate)
-        except Exception as error:  # a kernel that fails here costs this plan; the next one is slower and plainer
-            first = str(error).splitlines()[0][:200] if str(error) else ""
-            log.warning("plan %s failed: %s: %s", names, type(error).__name__, first)
-            continue
-        if verdict.passed:
-            network.plan = Plan(plan.steps, here, {"gate": verdict.figures})
-            return network
-        log.warning("plan %s refused: %s", names, verdict.reason)
-    network = subject.build(BASELINE)
-    network.plan = Plan(BASELINE.steps, here, {})
+def _ready(subject: Subject, here: dict[str, Any], trajectory: Trajectory | None) -> Optimized:
+    found = first_admitted(subject, READY, gate_for(subject, trajectory))
+    if found is None:
+        network = subject.build(BASELINE)
+        network.plan = Plan(BASELINE.steps, here, {})
+        return network
+    network, verdict = found
+    network.plan = Plan(network.plan.steps, here, {"gate": verdict.figures})
     return network

@@ -13,7 +13,7 @@ from voxtune.plan.api import BASELINE, CPU_READY, READY
 from voxtune.plan.build import Subject
 from voxtune.plan.gate import Gate
 from voxtune.plan.plan import Plan
-from voxtune.plan.tuner import judge
+from voxtune.plan.tuner import first_admitted
 
 log = logging.getLogger("voxtune")
 
@@ -33,19 +33,10 @@ def voxtune(
     device = next((x.device for x in inputs if isinstance(x, Tensor)), torch.device("cpu"))
     told = (options or {}).get("plan")
     plans = (Plan.load(told),) if told else READY if device.type == "cuda" else CPU_READY
-    subject, gate = Subject(frozen, (inputs, {})), Gate(frozen, [(inputs, {})])
-    for plan in plans:
-        try:
-            network = subject.build(plan)
-            verdict = judge(subject, network, gate)
-        except Exception as error:  # the graph as it came is always there
-            log.warning("plan %s failed: %s: %s", "+".join(plan.names), type(error).__name__, str(error)[:200])
-            continue
-        if verdict.passed:
-            return lambda *given: network(*(given[i] for i in places))
-        log.warning("plan %s refused: %s", "+".join(plan.names), verdict.reason)
-    last = subject.build(BASELINE)
-    return lambda *given: last(*(given[i] for i in places))
+    subject = Subject(frozen, (inputs, {}))
+    found = first_admitted(subject, plans, Gate(frozen, [(inputs, {})]))
+    network = subject.build(BASELINE) if found is None else found[0]
+    return lambda *given: network(*(given[k] for k in places))
 
 
 class _Frozen(nn.Module):

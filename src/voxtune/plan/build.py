@@ -10,19 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from voxtune.files import one_line
 from voxtune.plan.graph import Captured, capture
 from voxtune.plan.passes import PASSES, Context
+from voxtune.plan.passes.layout import lasting
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import Inputs, Optimized, Runner, Signature
 
 log = logging.getLogger("voxtune")
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def context_of(plan: Plan, device: torch.device, *, twin: bool = False) -> Context:
-    dtype = next((HALF[n] for n in plan.names if n in HALF), torch.float32)
-    lasting = "channels_last" in plan.names
-    return Context(device=device, dtype=dtype, channels_last=lasting, passes=plan.names, twin=twin)
 
 
 def rewrite(captured: Captured | None, plan: Plan, context: Context) -> dict[str, str]:
@@ -63,8 +58,7 @@ class Subject:
             try:
                 self._captured = capture(self.model, *self.inputs)
             except Exception as error:  # torch.export raises of many families for what it cannot capture
-                first = str(error).splitlines()[0] if str(error) else ""
-                self._captured = f"{type(error).__name__}: {first[:200]}"
+                self._captured = f"{type(error).__name__}: {one_line(error)}"
         return self._captured if isinstance(self._captured, str) else self._captured.clone()
 
     def build(self, plan: Plan, *, twin: bool = False) -> Optimized:
@@ -72,7 +66,7 @@ class Subject:
 
         A `twin` applies every rewriting there is, kernel or not: for the gate, which asks if the graph is still the same.
         """
-        context = context_of(plan, self.device, twin=twin)
+        context = Context(self.device, plan.names, twin)
         if any(p.rewrite is not None and p.name in plan.names and p.why_not(context) is None for p in PASSES):
             captured = self.captured()
             if isinstance(captured, str):
@@ -100,9 +94,7 @@ def _uncaptured(model: nn.Module, plan: Plan, context: Context, signature: Signa
     if context.channels_last:
         network = copy.deepcopy(model)
         for parameter in network.parameters():
-            if parameter.dim() in (4, 5):
-                form = torch.channels_last if parameter.dim() == 4 else torch.channels_last_3d
-                parameter.data = parameter.data.contiguous(memory_format=form)
+            parameter.data = lasting(parameter.data)
         notes["channels_last"] = "applied to the weights"
     for name in ("strict", "tf32", "cudnn_benchmark", "compile", "cuda_graph"):
         if name in plan.names:

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from voxtune.files import one_line
+from voxtune.plan.passes.base import HALF
 from voxtune.plan.run import Inputs
 from voxtune.precision import tf32_allowed
 from voxtune.quality.compare import Difference, difference
@@ -34,7 +36,6 @@ FLOAT32_FACTOR, FLOAT32_FLOOR = 4.0, 1e-5
 # As it runs, a library's own kernels may be coarser (PyTorch's channels-last GroupNorm on a CPU errs 2e-5), and steps add up.
 STEP_FLOOR, PATH_FLOOR = 5e-5, 2e-4
 SEEDS = (0, 1, 2)
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 Call = Callable[..., Any]
 # A whole sampling with a network, from the noise of a seed.
@@ -75,7 +76,7 @@ class Gate:
             try:
                 self._references = [_output(wide, _widened(i)).cpu() for i in self.inputs]
             except RuntimeError as error:
-                log.info("no float64 reference (%s): float32 it is", str(error).splitlines()[0])
+                log.info("no float64 reference (%s): float32 it is", one_line(error))
                 self.reference_type = "float32"
                 with tf32_allowed(False):
                     self._references = [_output(self.model, i).cpu() for i in self.inputs]
@@ -95,7 +96,7 @@ class Gate:
         try:
             return self._judge(candidate, precision, structure, figures)
         except torch.OutOfMemoryError as error:
-            return Verdict(False, f"out of memory: {str(error).splitlines()[0]}", figures)
+            return Verdict(False, f"out of memory: {one_line(error)}", figures)
 
     def _judge(self, candidate: Call, precision: str, structure: Call | None, figures: dict[str, Any]) -> Verdict:
         if structure is not None:

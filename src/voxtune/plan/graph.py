@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 aten = torch.ops.aten
+CASTS = (aten.to.dtype, aten._to_copy.default)
 
 
 @dataclass
@@ -117,8 +118,10 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None
     captured = Captured(module, flat)
     placeholders = captured.placeholders()
     assert len(placeholders) == len(flat), "one placeholder for each input"
-    for node in captured.nodes(aten._assert_tensor_metadata.default):
-        captured.graph.erase_node(node)  # it asserts what passes are there to change
+    # They assert what passes are there to change.
+    guards = [n for n in captured.graph.find_nodes(op="call_module") if "guard" in str(n.target)]
+    for node in (*captured.nodes(aten._assert_tensor_metadata.default), *guards):
+        captured.graph.erase_node(node)
     for node in captured.graph.find_nodes(op="get_attr"):
         captured.learn(node)
     _write_nothing_in_place(captured)
@@ -228,12 +231,3 @@ def volume_inputs(captured: Captured) -> list[fx.Node]:
         for node, x in zip(captured.placeholders(), captured.inputs, strict=True)
         if isinstance(x, Tensor) and x.is_floating_point() and x.dim() >= 4
     ]
-
-
-def peel(node: Any, *targets: Any) -> Iterator[Any]:
-    """The node, then what stands behind each of these one-input operators."""
-    while True:
-        yield node
-        if not is_call(node, *targets):
-            return
-        node = node.args[0]

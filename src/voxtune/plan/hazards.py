@@ -11,6 +11,8 @@ from functools import cache
 import torch
 from torch.nn import functional as F
 
+from voxtune.versions import conv3d_without_cudnn, wrong_half_conv3d
+
 
 def why_no_compiler(device: torch.device) -> str | None:
     """Why torch.compile cannot make code for this device, or None."""
@@ -36,14 +38,13 @@ class Hazard:
 
 @cache
 def hazards(device_type: str) -> tuple[Hazard, ...]:
-    """Known defects of the versions at hand (pytorch#163539: BF16 conv3d of cuDNN 9.8 to 9.10; pytorch#166122: conv3d
-    without cuDNN in torch 2.9), and one convolution computed both ways."""
+    """Known defects of the versions at hand, and one convolution computed both ways."""
     found = []
     if device_type == "cuda":
         version = torch.backends.cudnn.version() or 0
-        if 90800 <= version < 91100:
+        if wrong_half_conv3d(version):
             found.append(Hazard("cudnn", str(version), "its BF16 conv3d may be wrong: half precision is refused"))
-        if torch.__version__.startswith("2.9."):
+        if conv3d_without_cudnn(torch.__version__):
             found.append(
                 Hazard("torch", torch.__version__, "its conv3d may run without cuDNN: expect slow convolutions")
             )

@@ -7,6 +7,7 @@ otherwise its row says by how much it lost, or which figure refused it, and the 
 from __future__ import annotations
 
 import gc
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,15 +17,18 @@ import torch
 from torch import nn
 
 from voxtune.errors import InputError
+from voxtune.files import one_line
 from voxtune.plan.build import Subject
 from voxtune.plan.gate import Gate, Trajectory, Verdict, vary, volume_of
 from voxtune.plan.hazards import refuses_half
 from voxtune.plan.identity import identity
 from voxtune.plan.measure import Timing, measure
+from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan, Step
 from voxtune.plan.run import Optimized
 from voxtune.plan.trajectory import trajectory_of
 
+log = logging.getLogger("voxtune")
 Say = Callable[[str], None]
 # A rung has to win by more than the measurement's own spread.
 WORTH = 0.995
@@ -39,7 +43,6 @@ class Rung:
     name: str
     add: tuple[str, ...]
     apart: bool = False
-    drop: tuple[str, ...] = ()
 
 
 GPU_LADDER = (
@@ -116,6 +119,26 @@ def judge(subject: Subject, network: Optimized, gate: Gate) -> Verdict:
     return gate.judge(network, precision_of(plan), structure)
 
 
+def first_admitted(subject: Subject, plans: Sequence[Plan], gate: Gate) -> tuple[Optimized, Verdict] | None:
+    """The first plan that can be built here and passes the gate; what the others failed by is logged."""
+    half = refuses_half(subject.device)
+    for plan in plans:
+        names = "+".join(plan.names)
+        if half is not None and precision_of(plan) in HALF:
+            log.warning("plan %s refused: %s", names, half)
+            continue
+        try:
+            network = subject.build(plan)
+            verdict = judge(subject, network, gate)
+        except Exception as error:  # a kernel that fails here costs this plan; the next one is slower and plainer
+            log.warning("plan %s failed: %s: %s", names, type(error).__name__, one_line(error))
+            continue
+        if verdict.passed:
+            return network, verdict
+        log.warning("plan %s refused: %s", names, verdict.reason)
+    return None
+
+
 def tune(
     model: nn.Module,
     args: Sequence[Any],
@@ -152,7 +175,7 @@ def tune(
 
 def _try(subject: Subject, rung: Rung, plan: Plan, gate: Gate, best: Optimized | None) -> tuple[Row, Optimized | None]:
     row = Row(rung.name, plan.names)
-    half = refuses_half(subject.device) if precision_of(plan) in ("bf16", "fp16") else None
+    half = refuses_half(subject.device) if precision_of(plan) in HALF else None
     if half is not None:
         row.why = half
         return row, None
@@ -169,11 +192,8 @@ def _try(subject: Subject, rung: Rung, plan: Plan, gate: Gate, best: Optimized |
             row.why = "not faster than the best so far"
             return row, None
         row.verdict = judge(subject, network, gate)
-    except torch.OutOfMemoryError as error:
-        row.why = f"out of memory: {str(error).splitlines()[0]}"
-        return row, None
     except Exception as error:  # a compiler or kernel that fails costs its own rung, and says so
-        row.why = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+        row.why = f"{type(error).__name__}: {one_line(error)}"
         return row, None
     row.kept = row.verdict.passed
     row.why = "" if row.kept else f"refused: {row.verdict.reason}"

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from voxtune.diffusion import DiffusionConfig, Schedule, make_schedule, training_loss
 from voxtune.errors import InputError
 from voxtune.profile.configs import StepConfig, precision_flags
-from voxtune.workloads import WORKLOADS, NetworkConfig, build, workload
+from voxtune.runtime.model import check_size
+from voxtune.workloads import WORKLOADS, NetworkConfig, build, without_zeros, workload
 
 MODES = ("train", "sample")
 
@@ -47,9 +48,7 @@ def find_target(text: str, size: tuple[int, ...] | None = None) -> Target:
         target = Target(
             name=name, network=config.network, size=size or config.size, diffusion=config.diffusion, path=text
         )
-    network = target.network
-    if len(target.size) != network.dimensions or any(s % network.divisor for s in target.size):
-        raise InputError(f"size {target.size}: need {network.dimensions} sides that divide by {network.divisor}")
+    check_size(target.network, target.size)
     return target
 
 
@@ -97,12 +96,7 @@ def _network(target: Target) -> nn.Module:
         from voxtune.runtime.storage import load
 
         return load(target.path).network
-    network = build(target.network)
-    # Layers that start at zero would draw less power, and so run at higher clocks, than trained ones.
-    for parameter in network.parameters():
-        if parameter.dim() > 1 and not bool(parameter.any()):
-            nn.init.normal_(parameter, std=0.02)
-    return network
+    return without_zeros(build(target.network))
 
 
 def _planned(network: nn.Module, mode: str, batch: _Batch) -> nn.Module:

@@ -23,10 +23,6 @@ class Difference:
     def describe(self) -> dict[str, float]:
         return asdict(self)
 
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.relative)
-
 
 def difference(candidate: Tensor, reference: Tensor) -> Difference:
     if candidate.shape != reference.shape:

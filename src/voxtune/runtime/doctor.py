@@ -13,6 +13,8 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional as F
 
+from voxtune.versions import conv3d_without_cudnn, cudnn_parts, wrong_half_conv3d
+
 Level = Literal["ok", "note", "warning", "error"]
 
 # Package, what it is needed for.
@@ -102,8 +104,8 @@ def _hazards() -> Iterator[Check]:
             follows="3D convolutions fall back to slow kernels: install cuDNN",
         )
         return
-    major, minor = (cudnn // 10000, cudnn // 100 % 100) if cudnn >= 90000 else (cudnn // 1000, cudnn // 100 % 10)
-    wrong = major == 9 and 8 <= minor <= 10
+    major, minor = cudnn_parts(cudnn)
+    wrong = wrong_half_conv3d(cudnn)
     yield Check(
         name="cudnn",
         level="error" if wrong else "ok",
@@ -112,7 +114,7 @@ def _hazards() -> Iterator[Check]:
         if wrong
         else "",
     )
-    if tuple(int(p) for p in torch.__version__.split("+")[0].split(".")[:2]) == (2, 9):
+    if conv3d_without_cudnn(torch.__version__):
         yield Check(
             name="torch 2.9",
             level="error",

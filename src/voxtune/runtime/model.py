@@ -51,6 +51,12 @@ class SamplingConfig:
             raise InputError(f"sampling steps must be at least 1, found {self.steps}")
 
 
+def check_size(network: NetworkConfig, size: tuple[int, ...]) -> None:
+    """Raises for a size that the network cannot take."""
+    if len(size) != network.dimensions or any(s < 1 or s % network.divisor for s in size):
+        raise InputError(f"size {size}: need {network.dimensions} sides that divide by {network.divisor}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """All that a model is but its weights."""
@@ -63,8 +69,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         network = self.network
-        if len(self.size) != network.dimensions or any(s < 1 or s % network.divisor for s in self.size):
-            raise InputError(f"size {self.size}: need {network.dimensions} sides that divide by {network.divisor}")
+        check_size(network, self.size)
         self._check_sampling()
         if self.data is None:
             return

@@ -11,13 +11,15 @@ import difflib
 import torch
 
 from voxtune.errors import InputError
-from voxtune.plan.passes.attention import merge_linears, sdpa
+from voxtune.plan.passes.attention import sdpa
 from voxtune.plan.passes.base import Context, Outcome, Pass, fusing, needs_gpu, needs_half
 from voxtune.plan.passes.cleanup import cleanup
-from voxtune.plan.passes.convolution import conv3d, edges, epilogue, pointwise, upsample
+from voxtune.plan.passes.convolution import conv3d, edges, epilogue, pointwise
 from voxtune.plan.passes.half import half
 from voxtune.plan.passes.layout import channels_last
 from voxtune.plan.passes.norm import fuse_norm
+from voxtune.plan.passes.time import merge_linears
+from voxtune.plan.passes.upsample import upsample
 
 
 def _not_tf32(context: Context) -> str | None:

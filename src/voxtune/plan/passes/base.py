@@ -11,6 +11,7 @@ import torch
 from voxtune.plan.graph import Captured
 
 Kind = Literal["exact", "gated"]
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,16 @@ class Context:
     """
 
     device: torch.device
-    dtype: torch.dtype
-    channels_last: bool
     passes: tuple[str, ...]
     twin: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next((HALF[n] for n in self.passes if n in HALF), torch.float32)
+
+    @property
+    def channels_last(self) -> bool:
+        return "channels_last" in self.passes
 
     @property
     def has_kernels(self) -> bool:
@@ -73,3 +80,8 @@ def needs_half(context: Context) -> str | None:
     if context.dtype not in (torch.bfloat16, torch.float16) and not context.twin:
         return "its kernels compute in BF16 or FP16: the plan has neither"
     return None
+
+
+def register_operators() -> None:
+    """Makes torch.ops.voxtune known; here and not above, since its kernels need Triton."""
+    from voxtune.kernels import ops  # noqa: F401

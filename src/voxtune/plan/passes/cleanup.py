@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from voxtune.plan.graph import Captured, argument, aten, is_call, shape, value
+from voxtune.plan.graph import CASTS, Captured, argument, aten, is_call, shape, value
 from voxtune.plan.passes.base import Context, Outcome
 
 COPIES = (
@@ -24,10 +24,7 @@ COPIES = (
 def cleanup(captured: Captured, _context: Context, _options: dict[str, Any]) -> Outcome:
     count = 0
     for node in list(captured.graph.nodes):
-        if node.op == "call_module" and "guard" in str(node.target):
-            captured.graph.erase_node(node)
-            count += 1
-        elif node.op == "call_function":
+        if node.op == "call_function":
             count += _simplify(captured, node)
     captured.refresh()
     count += _fold(captured)
@@ -58,7 +55,7 @@ def _computes_nothing(node: fx.Node) -> bool:
     # A captured graph writes nothing in place: a copy is as good as what it copies.
     if is_call(node, *COPIES):
         return True
-    if is_call(node, aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout, aten.to.device, aten.to.other):
+    if is_call(node, *CASTS, aten.to.dtype_layout, aten.to.device, aten.to.other):
         before, after = value(node.args[0]), value(node)
         return (
             before is not None and after is not None and before.dtype == after.dtype and before.device == after.device

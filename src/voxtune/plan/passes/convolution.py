@@ -14,16 +14,10 @@ import torch
 from torch import Tensor, fx
 
 from voxtune.plan.graph import Captured, argument, aten, channel_sources, is_call, shape, sole_user
-from voxtune.plan.passes.base import Context, Outcome
+from voxtune.plan.passes.base import Context, Outcome, register_operators
 from voxtune.plan.passes.norm import per_channel
 
 CONVOLUTIONS = (aten.conv2d.default, aten.conv3d.default)
-# Channels up to which a side is an edge of the network.
-FEW = 8
-
-
-def _register() -> None:
-    from voxtune.kernels import ops  # noqa: F401  registers the operators where Triton is
 
 
 def is_plain(node: fx.Node, kernel: int) -> bool:
@@ -92,7 +86,7 @@ class Join:
 def conv3d(captured: Captured, _context: Context, options: dict[str, Any]) -> Outcome:
     from voxtune.kernels import conv3d as kernel
 
-    _register()
+    register_operators()
 
     left = {tuple(s) for s in options.get("except", ())}
     count, skipped = 0, list[str]()
@@ -144,7 +138,7 @@ def _give_statistics(captured: Captured, norm: fx.Node, source: fx.Node, statist
 
 
 def pointwise(captured: Captured, _context: Context, _options: dict[str, Any]) -> Outcome:
-    _register()
+    register_operators()
     count = 0
     for node in captured.nodes(*CONVOLUTIONS):
         found = weights(captured, node)
@@ -167,7 +161,9 @@ def pointwise(captured: Captured, _context: Context, _options: dict[str, Any]) -
 
 
 def edges(captured: Captured, _context: Context, _options: dict[str, Any]) -> Outcome:
-    _register()
+    from voxtune.kernels.stem_conv import FEW
+
+    register_operators()
     count = 0
     for node in captured.nodes(*CONVOLUTIONS):
         found = weights(captured, node)
@@ -191,7 +187,7 @@ def edges(captured: Captured, _context: Context, _options: dict[str, Any]) -> Ou
 
 
 def epilogue(captured: Captured, _context: Context, _options: dict[str, Any]) -> Outcome:
-    _register()
+    register_operators()
     count = 0
     for node in captured.nodes(*CONVOLUTIONS):
         found = weights(captured, node)
@@ -231,26 +227,3 @@ def _into_join(captured: Captured, node: fx.Node, bias: Tensor | None) -> bool:
     captured.replace(join.last, new)
     _without_bias(node)
     return True
-
-
-UPSAMPLES = {
-    aten.upsample_trilinear3d.vec: "linear",
-    aten.upsample_bilinear2d.vec: "linear",
-    aten.upsample_nearest3d.vec: "nearest",
-    aten.upsample_nearest2d.vec: "nearest",
-}
-
-
-def upsample(captured: Captured, _context: Context, _options: dict[str, Any]) -> Outcome:
-    _register()
-    count = 0
-    for node in captured.nodes(*UPSAMPLES):
-        mode = UPSAMPLES[node.target]  # type: ignore[index]
-        before, after = shape(node.args[0]), shape(node)
-        aligned = mode == "linear" and argument(node, "align_corners")
-        if aligned or after[2:] != tuple(2 * s for s in before[2:]):
-            continue
-        captured.replace(node, captured.insert(node, torch.ops.voxtune.upsample.default, node.args[0], mode))
-        count += 1
-    captured.refresh()
-    return Outcome(count, None if count else "no upsampling by two")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from voxtune.plan.graph import Captured, argument, aten, depends_on, is_call, value, volume_inputs
+from voxtune.plan.graph import CASTS, Captured, argument, aten, depends_on, is_call, value, volume_inputs
 from voxtune.plan.passes.base import Context, Outcome
 
 # Operators that refuse inputs of two types: all theirs become half.
@@ -78,7 +78,7 @@ class _Caster:
     def harmonise(self, node: fx.Node) -> None:
         ours = getattr(node.target, "namespace", "") == "voxtune"
         wanted = node.target in SAME_TYPE or ours
-        if is_call(node, aten.to.dtype, aten._to_copy.default):
+        if is_call(node, *CASTS):
             # A cast that protected statistics or a softmax stays; what needs one type asks for half again.
             if value(node) is not None and value(node).dtype == self.dtype:  # type: ignore[union-attr]
                 self.halves.add(node)

@@ -10,15 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from voxtune.plan.graph import Captured, argument, aten, channel_sources, is_call, shape, sole_user, value
-from voxtune.plan.passes.base import Context, Outcome
-
-CASTS = (aten.to.dtype, aten._to_copy.default)
+from voxtune.plan.graph import CASTS, Captured, argument, aten, channel_sources, is_call, shape, sole_user, value
+from voxtune.plan.passes.base import Context, Outcome, register_operators
 
 
 def fuse_norm(captured: Captured, _context: Context, _options: dict[str, Any]) -> Outcome:
-    from voxtune.kernels import ops  # noqa: F401  registers the operators
-
+    register_operators()
     count = 0
     for norm in captured.nodes(aten.group_norm.default):
         if len(shape(norm)) >= 3 and argument(norm, "weight") is not None and argument(norm, "bias") is not None:

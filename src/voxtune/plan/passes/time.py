@@ -1,0 +1,43 @@
+"""time: every block's own projection of the same time embedding, as one product whose columns they share."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from voxtune.plan.graph import Captured, argument, aten, shape
+from voxtune.plan.passes.base import Context, Outcome
+
+
+def merge_linears(captured: Captured, _context: Context, _options: dict[str, Any]) -> Outcome:
+    groups: dict[fx.Node, list[fx.Node]] = {}
+    for node in captured.nodes(aten.linear.default):
+        source = node.args[0]
+        plain = captured.constant(node.args[1]) is not None and captured.constant(argument(node, "bias")) is not None
+        if plain and isinstance(source, fx.Node) and len(shape(source)) == 2:
+            groups.setdefault(source, []).append(node)
+    count = 0
+    for source, linears in groups.items():
+        if len(linears) > 1:
+            _merge(captured, source, linears)
+            count += len(linears)
+    captured.refresh()
+    return Outcome(count, None if count else "no two projections of one embedding")
+
+
+def _merge(captured: Captured, source: fx.Node, linears: list[fx.Node]) -> None:
+    weights = [captured.constant(n.args[1]) for n in linears]
+    biases = [captured.constant(argument(n, "bias")) for n in linears]
+    sizes = [shape(n)[1] for n in linears]
+    weight = captured.add_constant(torch.cat([w for w in weights if w is not None]), "time_weight")
+    bias = captured.add_constant(torch.cat([b for b in biases if b is not None]), "time_bias")
+    anchor = source.next
+    while anchor.op in ("placeholder", "get_attr"):
+        anchor = anchor.next
+    whole = captured.insert(anchor, aten.linear.default, source, weight, bias)
+    parts = captured.insert(anchor, aten.split_with_sizes.default, whole, sizes, 1)
+    for place, node in enumerate(linears):
+        captured.replace(node, captured.insert(anchor, operator.getitem, parts, place))

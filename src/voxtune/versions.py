@@ -1,0 +1,19 @@
+"""Known defects of versions (issue numbers of pytorch/pytorch), for whoever has to warn of them or to keep clear of them."""
+
+from __future__ import annotations
+
+
+def cudnn_parts(version: int) -> tuple[int, int]:
+    """Major and minor of the number that cuDNN gives; its form changed with 9."""
+    return (version // 10000, version // 100 % 100) if version >= 90000 else (version // 1000, version // 100 % 10)
+
+
+def wrong_half_conv3d(cudnn: int) -> bool:
+    """BF16 3D convolutions can be wrong (#163539)."""
+    major, minor = cudnn_parts(cudnn)
+    return major == 9 and 8 <= minor <= 10
+
+
+def conv3d_without_cudnn(torch_version: str) -> bool:
+    """3D convolutions may run without cuDNN, slowly and in much memory (#166122, #166643)."""
+    return tuple(int(p) for p in torch_version.split("+", maxsplit=1)[0].split(".")[:2]) == (2, 9)
