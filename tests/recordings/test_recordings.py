@@ -18,7 +18,7 @@ FOLDERS = recorded_sessions()
 NAMES = [f.name for f in FOLDERS]
 EAGER = [n for n in NAMES if "compile" not in n]
 # Counters on every launch were not read: their times stand, ratios of their counters are refused.
-TIMES_ALONE = {"train-bf16+channels_last+compile"}
+TIMES_ALONE: set[str] = set()
 each = pytest.mark.parametrize("name", NAMES)
 
 
@@ -146,10 +146,10 @@ def test_phases_follow_each_other(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in EAGER if n.startswith("train-")])
 def test_a_training_steps_forward_pass_is_a_sampling_steps(name: str) -> None:
-    """The same kernels in the same classes; only the loss stands in place of the update."""
+    """The same kernels in the same classes; only the loss stands in place of the update. Two cards differ by up to 2 %."""
     train, sample = step(name), step(name.replace("train-", "sample-"))
     forward = train[train["phase"] == "forward"]
-    assert forward["duration_us"].sum() == pytest.approx(sample["duration_us"].sum(), rel=0.01)
+    assert forward["duration_us"].sum() == pytest.approx(sample["duration_us"].sum(), rel=0.02)
     counts = (rows["class"].value_counts() for rows in (forward, sample))
     left, right = (
         c.drop(["elementwise", "reduce", "random", "cast", "memset"], errors="ignore").to_dict() for c in counts

@@ -11,7 +11,7 @@ from voxtune.analysis.ledger import precision_audit
 from voxtune.analysis.mix import kernel_shares
 
 # What no recording holds: the paper's ratio and doi, the threshold, the window, the seconds of the two commands.
-GIVEN = {"0.01", "0.02", "10.1145", "3777884.3797012", "99", "409", "534"}
+GIVEN = {"0.01", "0.02", "10.1145", "3777884.3797012", "99", "409", "533"}
 FIGURE = re.compile(r"(?<![\w.])\d[\d,]*\.\d+|\d[\d,]*(?= (?:ms|%|s|x|GiB|times)\b)")
 
 
@@ -30,7 +30,7 @@ def facts() -> set[str]:
     """Figures of the prose that stand in the report's tables, not in the page's."""
     by_config = {s.meta["config"]: s for s in sessions("train")}
     rows = precision_audit(by_config["baseline"]).rows
-    beside = next(r for r in rows if (r["module"], r["class"]) == ("output_blocks.9.0.in_layers.2", "conv_wgrad"))
+    beside = next(r for r in rows if (r["module"], r["class"]) == ("output_blocks.8.0.in_layers.2", "conv_wgrad"))
     fused = kernel_shares(by_config["bf16+channels_last+compile"]).rows
     scatter = next(r for r in fused if "unsafe_index_put" in r["kernel"])
     return {number(beside["ms"], 1), number(scatter["ms"], 1)}
