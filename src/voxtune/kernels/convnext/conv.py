@@ -1,0 +1,269 @@
+"""Convolution as a matrix product over what its neighbours need: norm before it, bias, GELU, residual and sums after it.
+
+Why: at 64 x 64 pixels and batch 1 a step is hundreds of tiny operations, and each launch costs more than its arithmetic. Here one
+launch is one convolution with everything around it:
+
+- The gather is in the addressing (im2col is never written): 3x3 and 1x1, over a doubled image (Up) or over pixel-unshuffled
+  ones (Down), as one K loop of taps times channels.
+- The norm before it is applied after it. With x' = (x - mean) / deviation * w + b, conv(x') is linear in x:
+      conv(x') = conv_{W w}(x) / deviation - (mean / deviation) * slope + shift,
+  slope = the sum of W w over the taps inside the image, shift = the sum of W b over them, plus the bias. Zero padding comes after
+  the norm, so both differ at the border: nine cases (top, middle, bottom times left, middle, right), made ahead. The statistics
+  are needed only at the end, and slope is the sum of the rounded weights, so that a constant cancels exactly.
+- A residual of another width is a 1x1 convolution of the block's input: more K, in an accumulator of its own.
+- Where pixels and channels out are too few to fill the card, K is split: programs leave float32 parts, `voxtune_join` adds them
+  in a fixed order and does what comes after.
+
+Legend: N batch, H W pixels out of a sample, C channels in, K channels out, S parts of the sum, T tiles of a sample.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from voxtune.kernels.convnext.common import gelu, leave_sums, load_sums, norm_of, release, wait
+
+
+@triton.jit
+def product(
+    acc,  # (BLOCK_M, BLOCK_K) float32
+    x_ptr,  # (N, h, w, C), rows of LDX; h, w of the source
+    w_ptr,  # (taps * C padded, KP)
+    n,
+    y,  # (BLOCK_M,) pixel rows and columns of the result
+    x,
+    k,  # (BLOCK_K,) channels out
+    first,  # of the chunks of BLOCK_C
+    last,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    C: tl.constexpr,
+    LDX: tl.constexpr,
+    KP: tl.constexpr,
+    SIDE: tl.constexpr,  # taps along an axis
+    STRIDE: tl.constexpr,
+    DOUBLE: tl.constexpr,  # the source is at half the size, taken nearest
+    BLOCK_C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    PAD: tl.constexpr = SIDE // 2 if STRIDE == 1 else 0
+    HS: tl.constexpr = H * STRIDE // (2 if DOUBLE else 1)
+    WS: tl.constexpr = W * STRIDE // (2 if DOUBLE else 1)
+    column = tl.arange(0, BLOCK_C)
+    for chunk in range(first, last):
+        r = chunk * BLOCK_C + column
+        if C % BLOCK_C:
+            # A chunk reaches over several taps: each column has its own.
+            tap, c = r // C, r % C
+            yy = y[:, None] * STRIDE + (tap // SIDE - PAD)[None, :]
+            xx = x[:, None] * STRIDE + (tap % SIDE - PAD)[None, :]
+            keep = (yy >= 0) & (yy < H * STRIDE) & (xx >= 0) & (xx < W * STRIDE) & (tap < SIDE * SIDE)[None, :]
+        else:
+            tap = chunk // (C // BLOCK_C)
+            c = (chunk % (C // BLOCK_C)) * BLOCK_C + column
+            yy = (y * STRIDE + (tap // SIDE - PAD))[:, None]
+            xx = (x * STRIDE + (tap % SIDE - PAD))[:, None]
+            keep = (yy >= 0) & (yy < H * STRIDE) & (xx >= 0) & (xx < W * STRIDE)
+        if DOUBLE:
+            yy, xx = yy >> 1, xx >> 1
+        a = tl.load(x_ptr + ((n * HS + yy) * WS + xx) * LDX + c[None, :], mask=keep, other=0.0)
+        b = tl.load(w_ptr + r[:, None] * KP + k[None, :])
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def finish(
+    v,  # (BLOCK_M, BLOCK_K) float32: the product
+    more,  # the same: the residual's product, or zeros
+    total,  # of load_sums
+    squares,
+    shift_ptr,  # (9, KP) float32 with NORM, else (KP,)
+    slope_ptr,  # (9, KP) float32; unread without NORM
+    x2_ptr,  # (N, H, W, K), rows of LD2: added as it is when RESIDUAL is 1
+    y_ptr,  # (N, H, W, K), rows of LDY
+    sums_ptr,  # (N, 2, T) float32; unwritten without SUMS
+    n,
+    tile,
+    row,  # (BLOCK_M,) pixels, counted over all samples
+    y,
+    x,
+    k,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    LD2: tl.constexpr,
+    LDY: tl.constexpr,
+    COUNT: tl.constexpr,  # values a sample of what the norm reads
+    EPS: tl.constexpr,
+    NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,  # 0 none, 1 added as it is, 2 by a product
+    GELU: tl.constexpr,
+    SUMS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    inside = (k < K)[None, :]
+    if NORM:
+        # 0 top or left, 1 inside, 2 bottom or right.
+        case = (1 - (y == 0).to(tl.int32) + (y == H - 1).to(tl.int32)) * 3
+        case += 1 - (x == 0).to(tl.int32) + (x == W - 1).to(tl.int32)
+        at = case[:, None] * KP + k[None, :]
+        shift, slope = tl.load(shift_ptr + at), tl.load(slope_ptr + at)
+        mean, rate = norm_of(total, squares, COUNT, EPS)
+        v = (v - mean * slope) * rate + shift
+    else:
+        v += tl.load(shift_ptr + k)[None, :]
+    if RESIDUAL == 1:
+        v += tl.load(x2_ptr + row[:, None] * LD2 + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL == 2:
+        v += more
+    if GELU:
+        v = gelu(v)
+    tl.store(y_ptr + row[:, None] * LDY + k[None, :], v.to(y_ptr.dtype.element_ty), mask=inside)
+    if SUMS:
+        leave_sums(sums_ptr, tl.where(inside, v, 0.0), n, tile, TILES)
+
+
+@triton.jit
+def voxtune_conv(
+    x_ptr,  # see product
+    w_ptr,
+    x2_ptr,  # (N, H, W, C2), rows of LD2: the residual's source
+    w2_ptr,  # (C2 padded, KP): its 1x1 weights, with RESIDUAL 2
+    shift_ptr,  # see finish
+    slope_ptr,
+    read_ptr,  # (N, 2, READ) float32: the sums of what the norm reads
+    y_ptr,
+    sums_ptr,
+    parts_ptr,  # (S + 1, N * H * W, KP) float32; unwritten when SPLIT is 1
+    H: tl.constexpr,
+    W: tl.constexpr,
+    C: tl.constexpr,
+    C2: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    LDX: tl.constexpr,
+    LD2: tl.constexpr,
+    LDY: tl.constexpr,
+    ROWS: tl.constexpr,  # N * H * W
+    SIDE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GELU: tl.constexpr,
+    SUMS: tl.constexpr,
+    READ: tl.constexpr,
+    BLOCK_R: tl.constexpr,  # READ, rounded up to a power of two
+    EPS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    TILES_K: tl.constexpr = KP // BLOCK_K
+    TILES_M: tl.constexpr = ROWS // BLOCK_M
+    CHUNKS: tl.constexpr = (SIDE * SIDE * C + BLOCK_C - 1) // BLOCK_C
+    CHUNKS2: tl.constexpr = (C2 + BLOCK_C - 1) // BLOCK_C
+    pid = tl.program_id(0)
+    k = pid % TILES_K * BLOCK_K + tl.arange(0, BLOCK_K)
+    block = pid // TILES_K % TILES_M
+    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = block * BLOCK_M // (H * W)
+    p = row - n * (H * W)
+    y, x = p // W, p % W
+    release(CHAINED)
+    wait(CHAINED)
+    acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    if SPLIT == 1:
+        total, squares = 0.0, 0.0
+        if NORM:
+            total, squares = load_sums(read_ptr, n, READ, BLOCK_R)
+        more = acc
+        if RESIDUAL == 2:
+            more = product(
+                more, x2_ptr, w2_ptr, n, y, x, k, 0, CHUNKS2, H, W, C2, LD2, KP, 1, 1, False, BLOCK_C, PRECISION
+            )
+        acc = product(
+            acc, x_ptr, w_ptr, n, y, x, k, 0, CHUNKS, H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE, BLOCK_C, PRECISION
+        )
+        TILES: tl.constexpr = (H * W // BLOCK_M) * TILES_K
+        tile = pid % TILES
+        finish(
+            acc, more, total, squares, shift_ptr, slope_ptr, x2_ptr, y_ptr, sums_ptr, n, tile, row, y, x, k,
+            H, W, K, KP, LD2, LDY, H * W * C, EPS, NORM, RESIDUAL, GELU, SUMS, TILES,
+        )  # fmt: skip
+    else:
+        s = pid // (TILES_K * TILES_M)
+        EACH: tl.constexpr = (CHUNKS + SPLIT - 1) // SPLIT
+        if s < SPLIT:
+            last = tl.minimum((s + 1) * EACH, CHUNKS)
+            acc = product(
+                acc, x_ptr, w_ptr, n, y, x, k, s * EACH, last,
+                H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE, BLOCK_C, PRECISION,
+            )  # fmt: skip
+        elif RESIDUAL == 2:
+            acc = product(
+                acc, x2_ptr, w2_ptr, n, y, x, k, 0, CHUNKS2, H, W, C2, LD2, KP, 1, 1, False, BLOCK_C, PRECISION
+            )
+        tl.store(parts_ptr + (s * ROWS + row)[:, None] * KP + k[None, :], acc)
+
+
+@triton.jit
+def voxtune_join(
+    parts_ptr,  # see voxtune_conv
+    x2_ptr,
+    shift_ptr,
+    slope_ptr,
+    read_ptr,
+    y_ptr,
+    sums_ptr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    LD2: tl.constexpr,
+    LDY: tl.constexpr,
+    ROWS: tl.constexpr,
+    NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GELU: tl.constexpr,
+    SUMS: tl.constexpr,
+    READ: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    EPS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    TILES_K: tl.constexpr = KP // BLOCK_K
+    TILES: tl.constexpr = (H * W // BLOCK_M) * TILES_K
+    pid = tl.program_id(0)
+    k = pid % TILES_K * BLOCK_K + tl.arange(0, BLOCK_K)
+    block = pid // TILES_K
+    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = block * BLOCK_M // (H * W)
+    p = row - n * (H * W)
+    y, x = p // W, p % W
+    at = parts_ptr + row[:, None] * KP + k[None, :]
+    release(CHAINED)
+    wait(CHAINED)
+    total, squares = 0.0, 0.0
+    if NORM:
+        total, squares = load_sums(read_ptr, n, READ, BLOCK_R)
+    acc = tl.load(at)
+    for s in tl.static_range(1, SPLIT):
+        acc += tl.load(at + s * (ROWS * KP))
+    more = acc
+    if RESIDUAL == 2:
+        more = tl.load(at + SPLIT * (ROWS * KP))
+    finish(
+        acc, more, total, squares, shift_ptr, slope_ptr, x2_ptr, y_ptr, sums_ptr, n, pid % TILES, row, y, x, k,
+        H, W, K, KP, LD2, LDY, H * W * C, EPS, NORM, RESIDUAL, GELU, SUMS, TILES,
+    )  # fmt: skip

@@ -1,0 +1,79 @@
+"""Weights of the 2D network's convolutions, in the form that voxtune_conv reads.
+
+Legend: K channels out, C channels in, i j taps, KP padded channels out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedConv:
+    weight: Tensor  # (taps * C padded, KP)
+    shift: Tensor  # (9, KP) float32 behind a norm, else (KP,)
+    slope: Tensor | None  # (9, KP) float32
+    channels: int
+    out_channels: int
+    side: int
+    residual: Tensor | None = None  # (C2 padded, KP)
+
+
+def pack_conv(
+    weight_KCij: Tensor,
+    bias_K: Tensor,
+    *,
+    norm: tuple[Tensor, Tensor] | None = None,
+    residual: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype,
+    block_c: int,
+    block_k: int,
+) -> PackedConv:
+    """`norm` has weight and bias of the norm before it, `residual` those of the 1x1 convolution whose result is added."""
+    K, C, side, _ = weight_KCij.shape
+    wide = weight_KCij.detach().double()
+    shift = bias_K.detach().double()
+    slope = None
+    scaled = wide if norm is None else wide * norm[0].detach().double()[None, :, None, None]
+    if residual is not None:
+        shift = shift + residual[1].detach().double()
+    if norm is not None:
+        # Of the rounded weights, so that a constant image cancels exactly.
+        slope = _cases(scaled.to(dtype).double().sum(1))
+        shift = shift + _cases((wide * norm[1].detach().double()[None, :, None, None]).sum(1))
+
+    def columns(x: Tensor) -> Tensor:
+        return F.pad(x, (0, -K % block_k)).float().contiguous()
+
+    rows = scaled.permute(2, 3, 1, 0).reshape(side * side * C, K)
+    return PackedConv(
+        weight=_padded(rows, block_c, block_k).to(dtype),
+        shift=columns(shift),
+        slope=None if slope is None else columns(slope),
+        channels=C,
+        out_channels=K,
+        side=side,
+        residual=None
+        if residual is None
+        else _padded(residual[0].detach().double().flatten(1).t(), block_c, block_k).to(dtype),
+    )
+
+
+def unshuffled(weight_K4C11: Tensor) -> Tensor:
+    """A 1x1 weight over pixel_unshuffle(x, 2), whose channel is c * 4 + i * 2 + j, as a 2x2 weight over x itself."""
+    K, C4 = weight_K4C11.shape[:2]
+    return weight_K4C11.reshape(K, C4 // 4, 2, 2)
+
+
+def _cases(taps_Kij: Tensor) -> Tensor:
+    """(9, K): the sums over those of the 3x3 taps that lie inside the image: top, middle, bottom times left, middle, right."""
+    kept = (slice(1, 3), slice(0, 3), slice(0, 2))
+    return torch.stack([taps_Kij[:, ys, xs].sum((1, 2)) for ys in kept for xs in kept])
+
+
+def _padded(rows: Tensor, block_c: int, block_k: int) -> Tensor:
+    return F.pad(rows, (0, -rows.shape[1] % block_k, 0, -rows.shape[0] % block_c)).contiguous()

@@ -1,0 +1,94 @@
+"""Which tile a launch takes.
+
+At batch 1 a step is a chain of launches that each do little: a tile is small enough that every multiprocessor has one, K is long
+in one piece where that fills the card and split where it does not. With many images a tile is as large as the registers allow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# (pixels, channels out), large to small.
+SHAPES = ((128, 128), (128, 64), (128, 32), (64, 64), (64, 32), (32, 32), (32, 16), (16, 16))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    block_m: int
+    block_k: int
+    block_c: int
+    split: int = 1
+    warps: int = 4
+    stages: int = 4
+
+
+def power_of_two(x: int) -> int:
+    return 1 << max(0, x - 1).bit_length()
+
+
+def divisor(x: int, most: int) -> int:
+    """The largest power of two that divides x, up to `most`."""
+    return min(most, x & -x)
+
+
+def conv_tile(rows: int, pixels: int, depth: int, channels: int, *, processors: int, bytes_each: int = 2) -> Tile:
+    """For `rows` pixels in all, of samples of `pixels`, a sum over `depth` values, to `channels` out."""
+    wide = max(16, power_of_two(channels))
+    most = max(16, divisor(pixels, 128))
+    choices = [
+        _tile(m, k, depth, split=split, block_c=c)
+        for m, k in SHAPES
+        if m <= most and k <= wide
+        for c in ((64, 128) if bytes_each == 2 else (64,))
+        for split in (1, 2, 4, 8, 16)
+    ]
+    if processors == 1:
+        # The interpreter: its time is the number of operations, whatever their size.
+        return max(choices, key=lambda tile: (tile.block_m * tile.block_k, tile.block_c, -tile.split))
+    return min(choices, key=lambda tile: cost(tile, rows, depth, channels, processors))
+
+
+def cost(tile: Tile, rows: int, depth: int, channels: int, processors: int) -> float:
+    """Microseconds, roughly: what bounds a small product is the chain of its chunks, or what it reads from the L2."""
+    tiles = rows // tile.block_m * -(-channels // tile.block_k)
+    chunks = -(-depth // tile.block_c)
+    each = -(-chunks // tile.split)
+    moved = (tile.block_m + tile.block_k) * tile.block_c * 2
+    chunk = max(0.08, moved / 90e3, 2 * tile.block_m * tile.block_k * tile.block_c / 4e6)
+    alone = -(-tiles * tile.split // processors) * each * chunk
+    together = tiles * tile.split * each * moved / 6e6
+    parts = 2.2 + tile.split * rows * channels * 8 / 3e6 if tile.split > 1 else 0.0
+    return max(alone, together) + parts
+
+
+def _tile(m: int, k: int, depth: int, *, split: int, block_c: int) -> Tile:
+    block_c = max(16, min(block_c, power_of_two(depth)))
+    chunks = -(-depth // block_c)
+    each = -(-chunks // split)
+    stages = max(2, min(4, 160_000 // ((m + k) * block_c * 2)))
+    return Tile(block_m=m, block_k=k, block_c=block_c, split=-(-chunks // each), warps=_warps(m, k), stages=stages)
+
+
+def _warps(m: int, k: int) -> int:
+    return 8 if m * k >= 128 * 128 else 4 if m * k >= 32 * 16 else 2
+
+
+def depthwise_tile(rows: int, pixels: int, channels: int, processors: int) -> tuple[int, int, int]:
+    """(pixels, channels, warps): four values a lane, and a program for every multiprocessor where there is work."""
+    block_c = min(32, power_of_two(channels))
+    tiles_c = -(-channels // block_c)
+    block_p = 64 if processors > 1 else 256
+    while block_p > 8 and (rows // block_p) * tiles_c < processors and processors > 1:
+        block_p //= 2
+    block_p = divisor(pixels, block_p)
+    return block_p, block_c, max(1, min(8, block_p * block_c // 128))
+
+
+def join_tile(rows: int, pixels: int, channels: int, processors: int) -> tuple[int, int, int]:
+    """(pixels, channels, warps) of adding up the parts of a split sum."""
+    block_k = max(16, min(32, power_of_two(channels)))
+    block_m = 32 if processors > 1 else 128
+    while block_m > 4 and (rows // block_m) * -(-channels // block_k) < processors and processors > 1:
+        block_m //= 2
+    block_m = divisor(pixels, block_m)
+    return block_m, block_k, max(1, min(4, block_m * block_k // 128))

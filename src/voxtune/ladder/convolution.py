@@ -1,0 +1,124 @@
+"""One convolution of the fast path, prepared: its packed weights, tile and buffers as one launch, or two where the sum is split.
+
+Legend: M pixels of all samples, C channels; a view (M, C) of a wider buffer is that buffer's slice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from voxtune.kernels.convnext.conv import voxtune_conv, voxtune_join
+from voxtune.kernels.convnext.launch import Launch
+from voxtune.kernels.convnext.packing import PackedConv
+from voxtune.kernels.convnext.tiles import Tile, join_tile, power_of_two
+
+EPS = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Image:
+    """A (M, C) view of a buffer, at a resolution, with the sums that its writer left."""
+
+    data: Tensor
+    side: tuple[int, int]
+    sums: Tensor | None = None
+
+    @property
+    def channels(self) -> int:
+        return self.data.shape[1]
+
+    @property
+    def stride(self) -> int:
+        return self.data.stride(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convolution:
+    """One convolution's launches: the product, and the join of its parts where the sum is split."""
+
+    packed: PackedConv
+    tile: Tile
+    x: Image
+    source2: Image
+    into: Tensor
+    side: tuple[int, int]
+    rows: int
+    shape: dict[str, Any]
+    after: dict[str, Any]
+    batch: int
+    precision: str
+    part: str
+    processors: int
+
+    @property
+    def padded(self) -> int:
+        return self.packed.weight.shape[1]
+
+    def join(self) -> tuple[int, int, int]:
+        return join_tile(self.rows, self.side[0] * self.side[1], self.padded, self.processors)
+
+    def sums(self) -> Tensor:
+        m, k = (self.tile.block_m, self.tile.block_k) if self.tile.split == 1 else self.join()[:2]
+        tiles = self.side[0] * self.side[1] // m * (self.padded // k)
+        return torch.empty((self.batch, 2, tiles), device=self.into.device)
+
+    def launches(self, sums: Tensor | None, parts: Tensor) -> list[Launch]:
+        packed, tile = self.packed, self.tile
+        read = self.x.sums if self.after["NORM"] else None
+        tiles = self.rows // tile.block_m * (self.padded // tile.block_k)
+        both = {
+            "H": self.side[0],
+            "W": self.side[1],
+            "C": packed.channels,
+            "K": packed.out_channels,
+            "KP": self.padded,
+            "LD2": self.source2.stride,
+            "LDY": self.into.stride(0),
+            "ROWS": self.rows,
+            **self.after,
+            "READ": 1 if read is None else read.shape[2],
+            "BLOCK_R": 1 if read is None else power_of_two(read.shape[2]),
+            "EPS": EPS,
+            "SPLIT": tile.split,
+            "CHAINED": False,
+        }
+        slope = packed.shift if packed.slope is None else packed.slope
+        read = packed.shift if read is None else read
+        more = packed.weight if packed.residual is None else packed.residual
+        out = packed.shift if sums is None else sums
+        x2 = self.source2.data
+        product = Launch(
+            kernel=voxtune_conv,
+            programs=tiles * (tile.split + (tile.split > 1 and self.after["RESIDUAL"] == 2)),
+            arguments=(self.x.data, packed.weight, x2, more, packed.shift, slope, read, self.into, out, parts),
+            constants={
+                **both,
+                **self.shape,
+                "C2": self.source2.channels,
+                "LDX": self.x.stride,
+                "SIDE": packed.side,
+                "BLOCK_M": tile.block_m,
+                "BLOCK_K": tile.block_k,
+                "BLOCK_C": tile.block_c,
+                "PRECISION": self.precision,
+            },
+            warps=tile.warps,
+            stages=tile.stages,
+            part=self.part,
+        )
+        if tile.split == 1:
+            return [product]
+        m, k, warps = self.join()
+        join = Launch(
+            kernel=voxtune_join,
+            programs=self.rows // m * (self.padded // k),
+            arguments=(parts, x2, packed.shift, slope, read, self.into, out),
+            constants={**both, "BLOCK_M": m, "BLOCK_K": k},
+            warps=warps,
+            part=self.part,
+        )
+        return [product, join]

@@ -1,0 +1,363 @@
+"""The 2D network as a list of prepared launches over planned buffers: the ladder's upper rungs.
+
+Every tensor has its place before the first step. A skip is written into its slice of the decoder block's input and gated there;
+nothing is concatenated, padded, doubled or unshuffled by a pass of its own. A block is three launches (depthwise, two
+convolutions), more where a sum is split.
+
+Legend: M pixels of all samples, C channels; a view (M, C) of a wider buffer is that buffer's slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from voxtune.errors import InputError
+from voxtune.kernels.convnext.depthwise import pack_depthwise, voxtune_depthwise
+from voxtune.kernels.convnext.gate import voxtune_gate
+from voxtune.kernels.convnext.launch import Launch
+from voxtune.kernels.convnext.packing import pack_conv, unshuffled
+from voxtune.kernels.convnext.stem import CHANNELS, pack_stem, voxtune_stem
+from voxtune.kernels.convnext.tiles import Tile, conv_tile, depthwise_tile, divisor, power_of_two
+from voxtune.kernels.convnext.update import voxtune_update
+from voxtune.ladder.convolution import Convolution, Image
+from voxtune.workloads.convnext import ConvNextBlock, ConvNeXtUNet, Down, Up, time_sinusoid
+
+Tiles = Callable[[int, int, int, int], Tile]
+
+
+class Program:
+    """The launches of one step. `terms` and `rows` tell each step's depthwise and update launches what to read."""
+
+    def __init__(
+        self,
+        network: ConvNeXtUNet,
+        size: tuple[int, int],
+        batch: int,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        tiles: Tiles | None = None,
+        processors: int | None = None,
+    ):
+        check_size(network, size)
+        self.network, self.size, self.batch, self.dtype = network, size, batch, dtype
+        self.device = next(network.parameters()).device
+        self.processors = processors or processors_of(self.device)
+        self.tiles = tiles or (lambda *s: conv_tile(*s, processors=self.processors, bytes_each=dtype.itemsize))
+        self.precision = "ieee"
+        self.launches: list[Launch] = []
+        self.asked: list[tuple[int, int, int, int]] = []  # every convolution's shape, as `tiles` is asked for it
+        self.blocks: list[ConvNextBlock] = []
+        channels = network.config.channels
+        pixels = size[0] * size[1]
+        self.x = torch.zeros((batch, channels, pixels), device=self.device)
+        self.x4 = torch.zeros((batch * pixels, CHANNELS), dtype=dtype, device=self.device)
+        self.eps = torch.zeros_like(self.x)
+        self.seed = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.index = torch.arange(batch, dtype=torch.int64, device=self.device)
+        self._scratch: dict[tuple[str, int, int], Tensor] = {}
+        self._parts = torch.empty(4, device=self.device)
+        self._build()
+        self.launches = [
+            one.with_arguments(parts_ptr=self._parts) if "parts_ptr" in one.kernel.arg_names else one
+            for one in self.launches
+        ]
+
+    # -- buffers
+
+    def buffer(self, side: tuple[int, int], channels: int) -> Tensor:
+        return torch.empty((self.batch * side[0] * side[1], channels), dtype=self.dtype, device=self.device)
+
+    def scratch(self, name: str, side: tuple[int, int], channels: int) -> Tensor:
+        """A buffer that lives for one block; blocks of one size share it."""
+        key = (name, side[0] * side[1], channels)
+        if key not in self._scratch:
+            self._scratch[key] = self.buffer(side, channels)
+        return self._scratch[key]
+
+    # -- the network
+
+    def _build(self) -> None:
+        net: Any = self.network
+        sides = [self.size]
+        for _ in net.downs[:-1]:
+            sides.append((sides[-1][0] // 2, sides[-1][1] // 2))
+        width = net.config.width
+        # For each level the inputs of its two decoder blocks: decoder, then skip. The first takes the second skip.
+        inner = [level[0].in_conv.in_channels for level in net.downs]
+        outer = [*inner[1:], net.mid_block1.in_conv.in_channels]
+        joint = [[self.buffer(s, o + i) for _ in range(2)] for s, o, i in zip(sides, outer, inner, strict=True)]
+        last = self.buffer(self.size, 2 * width)
+        h = self._stem(last[:, width:])
+        for level, (first, second, down) in enumerate(net.downs):
+            h = self._block(first, h, joint[level][1][:, outer[level] :], f"downs.{level}.0")
+            h = self._block(second, h, joint[level][0][:, outer[level] :], f"downs.{level}.1")
+            h = self._between(
+                down, h, self.buffer(sides[min(level + 1, len(sides) - 1)], outer[level]), f"downs.{level}.2"
+            )
+        h = self._block(net.mid_block1, h, self.buffer(h.side, h.channels), "mid_block1")
+        h = self._block(net.mid_block2, h, joint[-1][0][:, : outer[-1]], "mid_block2")
+        for step, layers in enumerate(net.ups):
+            level = len(net.ups) - 1 - step
+            gate1, block1, gate2, block2, up = layers
+            name = f"ups.{step}"
+            h = self._gate(gate1, h, joint[level][0], f"{name}.0")
+            h = self._block(block1, h, joint[level][1][:, : outer[level]], f"{name}.1")
+            h = self._gate(gate2, h, joint[level][1], f"{name}.2")
+            h = self._block(block2, h, self.buffer(h.side, outer[level]), f"{name}.3")
+            into = joint[level - 1][0][:, : outer[level - 1]] if level else last[:, :width]
+            h = self._between(up, h, into, f"{name}.4")
+        h = Image(data=last, side=self.size)
+        h = self._block(net.final_res_block, h, self.buffer(self.size, width), "final_res_block")
+        self._end(h)
+
+    def _stem(self, into: Tensor) -> Image:
+        conv: Any = self.network.init_conv
+        K, (H, W) = conv.out_channels, self.size
+        weight = pack_stem(conv.weight, self.dtype).to(self.device)
+        KP = weight.shape[1]
+        bias = F.pad(conv.bias.detach().float(), (0, KP - K)).contiguous()
+        rows = self.batch * H * W
+        block_k = divisor(KP, 32)
+        block_m = divisor(H * W, 32 if self.batch == 1 else 64)
+        self.launches.append(
+            Launch(
+                kernel=voxtune_stem,
+                programs=rows // block_m * (KP // block_k),
+                arguments=(self.x4, weight, bias, into),
+                constants={
+                    "H": H,
+                    "W": W,
+                    "K": K,
+                    "KP": KP,
+                    "LDY": into.stride(0),
+                    "BLOCK_M": max(16, block_m),
+                    "BLOCK_K": block_k,
+                    "BLOCK_C": 128,
+                    "PRECISION": self.precision,
+                    "CHAINED": False,
+                },
+                part="init_conv",
+            )
+        )
+        return Image(data=into, side=self.size)
+
+    def _depthwise(self, block: ConvNextBlock, x: Image, part: str) -> Image:
+        (H, W), C = x.side, x.channels
+        block_p, block_c, warps = depthwise_tile(self.batch * H * W, H * W, C, self.processors)
+        tiles = H * W // block_p * -(-C // block_c)
+        y = self.scratch("depthwise", x.side, C)
+        sums = torch.empty((self.batch, 2, tiles), device=self.device)
+        weight = pack_depthwise(block.in_conv.weight, self.dtype)
+        term = torch.zeros(C, device=self.device)
+        self.blocks.append(block)
+        self.launches.append(
+            Launch(
+                kernel=voxtune_depthwise,
+                programs=self.batch * tiles,
+                arguments=(x.data, weight, term, y, sums),
+                constants={
+                    "H": H,
+                    "W": W,
+                    "C": C,
+                    "LDX": x.stride,
+                    "BLOCK_P": block_p,
+                    "BLOCK_C": block_c,
+                    "CHAINED": False,
+                },
+                warps=warps,
+                part=f"{part}.in_conv",
+            )
+        )
+        return Image(data=y, side=x.side, sums=sums)
+
+    def _block(self, block: ConvNextBlock, x: Image, into: Tensor, part: str) -> Image:
+        h = self._depthwise(block, x, part)
+        layers: Any = block.block
+        norm1, conv1, _, norm2, conv2 = layers
+        between = self.scratch("between", x.side, conv1.out_channels)
+        h = self._conv(conv1.weight, conv1.bias, h, between, f"{part}.block.1", norm=norm1, gelu=True, sums=True)
+        return self._conv(
+            conv2.weight, conv2.bias, h, into, f"{part}.block.4", norm=norm2, shortcut=(x, block.residual_conv)
+        )
+
+    def _between(self, layer: nn.Module, x: Image, into: Tensor, part: str) -> Image:
+        """Down, Up, or the last level's convolution."""
+        H, W = x.side
+        if isinstance(layer, Down):
+            half = (H // 2, W // 2)
+            return self._conv(unshuffled(layer.conv.weight), layer.conv.bias, x, into, part, side=half, stride=2)
+        if isinstance(layer, Up):
+            return self._conv(layer.conv.weight, layer.conv.bias, x, into, part, side=(2 * H, 2 * W), double=True)
+        assert isinstance(layer, nn.Conv2d)
+        return self._conv(layer.weight, layer.bias, x, into, part)
+
+    def _conv(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        x: Image,
+        into: Tensor,
+        part: str,
+        *,
+        side: tuple[int, int] | None = None,
+        stride: int = 1,
+        double: bool = False,
+        norm: nn.GroupNorm | None = None,
+        shortcut: tuple[Image, nn.Module] | None = None,
+        gelu: bool = False,
+        sums: bool = False,
+    ) -> Image:
+        assert bias is not None
+        H, W = side or x.side
+        K, C, taps, _ = weight.shape
+        rows = self.batch * H * W
+        shape = (rows, H * W, taps * taps * C, K)
+        self.asked.append(shape)
+        tile = self.tiles(*shape)
+        own: Any = shortcut[1] if shortcut and isinstance(shortcut[1], nn.Conv2d) else None
+        packed = pack_conv(
+            weight,
+            bias,
+            norm=None if norm is None else (norm.weight, norm.bias),
+            residual=None if own is None else (own.weight, own.bias),
+            dtype=self.dtype,
+            block_c=tile.block_c,
+            block_k=tile.block_k,
+        )
+        source2 = shortcut[0] if shortcut else x
+        made = Convolution(
+            packed=packed,
+            tile=tile,
+            x=x,
+            source2=source2,
+            into=into,
+            side=(H, W),
+            rows=rows,
+            shape={"STRIDE": stride, "DOUBLE": double},
+            after={
+                "NORM": norm is not None,
+                "RESIDUAL": 2 if own else 1 if shortcut else 0,
+                "GELU": gelu,
+                "SUMS": sums,
+            },
+            batch=self.batch,
+            precision=self.precision,
+            part=part,
+            processors=self.processors,
+        )
+        out_sums = made.sums() if sums else None
+        parts = self._parts_for(made)
+        self.launches += made.launches(out_sums, parts)
+        return Image(data=into, side=(H, W), sums=out_sums)
+
+    def _parts_for(self, made: Convolution) -> Tensor:
+        """Room for a split sum's parts. They live for one launch, so the largest buffer serves all once all are planned."""
+        if made.tile.split > 1:
+            need = (made.tile.split + 1) * made.rows * made.padded
+            self._parts = self._parts if self._parts.numel() >= need else torch.empty(need, device=self.device)
+        return self._parts
+
+    def _gate(self, gate: Any, x: Image, joint: Tensor, part: str) -> Image:
+        C, CS = x.channels, joint.shape[1] - x.channels
+        rows = joint.shape[0]
+        wide, narrow = power_of_two(max(16, C)), 64 if self.dtype.itemsize == 2 else 32
+        block_c = max(16, min(narrow, divisor(C, 128), divisor(CS, 128)))
+        pixels = x.side[0] * x.side[1]
+        block_m = max(16, min(divisor(pixels, 64), power_of_two(rows // 128)))
+        w = torch.zeros((-(-C // block_c) + -(-CS // block_c)) * block_c, wide, device=self.device)
+        w[:C, :C] = gate.gate_conv.weight.detach().flatten(1).t()
+        at = -(-C // block_c) * block_c
+        w[at : at + CS, :C] = gate.residual_conv.weight.detach().flatten(1).t()
+        inner = gate.gate_conv.bias.detach() + gate.residual_conv.bias.detach()
+        bias, v = (
+            F.pad(b.float(), (0, wide - C)).contiguous() for b in (inner, gate.in_conv.weight.detach().flatten())
+        )
+        self.launches.append(
+            Launch(
+                kernel=voxtune_gate,
+                programs=rows // block_m,
+                arguments=(joint, w.to(self.dtype), bias, v, gate.in_conv.bias.detach().float()),
+                constants={
+                    "C": C,
+                    "CS": CS,
+                    "CP": wide,
+                    "LD": joint.stride(0),
+                    "BLOCK_M": block_m,
+                    "BLOCK_C": block_c,
+                    "BLOCK_S": power_of_two(CS),
+                    "PRECISION": self.precision,
+                    "CHAINED": False,
+                },
+                warps=8 if wide >= 128 else 4,
+                part=part,
+            )
+        )
+        return Image(data=joint, side=x.side)
+
+    def _end(self, h: Image) -> None:
+        conv: Any = self.network.final_conv
+        V, C, K = self.size[0] * self.size[1], conv.out_channels, conv.in_channels
+        block_v = divisor(V, 64)
+        row = torch.zeros(8, device=self.device)
+        weight, bias = conv.weight.detach().flatten(1).float().contiguous(), conv.bias.detach().float()
+        self.launches.append(
+            Launch(
+                kernel=voxtune_update,
+                programs=self.batch * V // block_v,
+                arguments=(h.data, weight, bias, self.x, self.x4, self.eps, row, self.seed, self.index),
+                constants={
+                    "V": V,
+                    "C": C,
+                    "K": K,
+                    "LDH": h.stride,
+                    "BLOCK_K": power_of_two(K),
+                    "BLOCK_V": block_v,
+                    "KEEP": False,
+                    "CHAINED": False,
+                },
+                warps=1,
+                part="final_conv",
+            )
+        )
+
+    # -- steps
+
+    def time_terms(self, steps: list[int]) -> list[list[Tensor]]:
+        """For each step, each block's bias + time term (C,) float32: the whole time network, ahead of all steps."""
+        with torch.no_grad():
+            t = torch.tensor(steps, device=self.device)
+            time_SE = self.network.time_mlp(time_sinusoid(t, self.network.config.width))
+            table = [block.mlp(time_SE) + block.in_conv.bias for block in self.blocks]
+        return [[column[i].float().contiguous() for column in table] for i in range(len(steps))]
+
+    def step(self, terms: list[Tensor], row: Tensor | None, *, chained: bool = False) -> Iterator[Launch]:
+        """The launches of a step with its time terms; without a row of coefficients the noise found is kept in `eps`."""
+        left = iter(terms)
+        for planned in self.launches:
+            launch = planned
+            if launch.kernel is voxtune_depthwise:
+                launch = launch.with_arguments(term_ptr=next(left))
+            elif launch.kernel is voxtune_update:
+                launch = replace(launch, constants={**launch.constants, "KEEP": row is None})
+                launch = launch if row is None else launch.with_arguments(row_ptr=row)
+            yield launch.chained() if chained else launch
+
+
+def processors_of(device: torch.device) -> int:
+    """Programs that run at the same time; Triton's interpreter on a CPU runs one after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def check_size(network: ConvNeXtUNet, size: tuple[int, int]) -> None:
+    divisor_ = network.config.divisor
+    if any(s % divisor_ or s // divisor_ < 4 for s in size) or network.config.channels > CHANNELS:
+        raise InputError(
+            f"size {size[0]}x{size[1]}: the ladder needs sides of at least {4 * divisor_} that divide by {divisor_}, "
+            f"and images of at most {CHANNELS} channels"
+        )
