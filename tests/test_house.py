@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "profile": {"workloads", "diffusion", "plan", "runtime"},
     "analysis": {"profile", "workloads"},
     "report": {"analysis", "profile"},
+    "ladder": {"workloads", "diffusion", "kernels", "plan", "quality"},
     "scale": {"runtime"},
 }
 

@@ -1,0 +1,203 @@
+"""Convolution as im2col, written out, and a BF16 product on the matrix units with float32 accumulation.
+
+Why: the matrix units take matrices. A first kernel writes, for every pixel, the values that its window reads, as a row in BF16; a
+second multiplies rows by weights, adds the bias in its last step and writes the image. In the fused form the norm before the
+convolution is applied as the rows are written (padding stays zero), and the product also does what comes after: GELU, ReLU, an
+addition, and its tile's sums for the next norm.
+
+Legend: N batch, M pixels of all samples, V pixels of a sample, C channels in, K channels out, R a row's length.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from voxtune.kernels.convnext.common import gelu, leave_sums, load_sums, norm_of
+
+
+@triton.jit
+def voxtune_im2col(
+    x_ptr,  # (N, C, H, W)
+    rows_ptr,  # (M, RP): channels, then taps; zero from R on
+    sums_ptr,  # (N, 2, P) float32: of x, when NORM
+    w_ptr,  # (C,): the norm's weight and bias
+    b_ptr,
+    C,
+    H,
+    W,
+    R,
+    RP,
+    SIDE: tl.constexpr,
+    NORM: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    COUNT: tl.constexpr,
+    EPS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    n = tl.program_id(2)
+    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    c, tap = r // (SIDE * SIDE), r % (SIDE * SIDE)
+    h = (v // W)[:, None] + (tap // SIDE - SIDE // 2)[None, :]
+    w = (v % W)[:, None] + (tap % SIDE - SIDE // 2)[None, :]
+    keep = (h >= 0) & (h < H) & (w >= 0) & (w < W) & (r < R)[None, :]
+    x = tl.load(x_ptr + ((n * C + c)[None, :] * H + h) * W + w, mask=keep, other=0.0)
+    if NORM:
+        total, squares = load_sums(sums_ptr, n, P, BLOCK_P)
+        mean, rate = norm_of(total, squares, COUNT, EPS)
+        scale, offset = tl.load(w_ptr + c, mask=r < R, other=0.0), tl.load(b_ptr + c, mask=r < R, other=0.0)
+        # Zero padding comes after the norm.
+        x = tl.where(keep, (x - mean) * rate * scale[None, :] + offset[None, :], 0.0)
+    at = (n * H * W + v)[:, None] * RP + r[None, :]
+    tl.store(rows_ptr + at, x.to(rows_ptr.dtype.element_ty), mask=(v < H * W)[:, None] & (r < RP)[None, :])
+
+
+@triton.jit
+def voxtune_product(
+    a_ptr,  # (M, RP)
+    w_ptr,  # (RP, KP)
+    bias_ptr,  # (K,)
+    add_ptr,  # (N, K, V), added when ADD
+    y_ptr,  # (N, K, V)
+    sums_ptr,  # (N, 2, tiles of a sample) float32; written when SUMS
+    V,
+    K,
+    KP,
+    RP: tl.constexpr,
+    AFTER: tl.constexpr,  # none, gelu, relu
+    ADD: tl.constexpr,
+    SUMS: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    n = tl.program_id(2)
+    v = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    r = tl.arange(0, BLOCK_R)
+    keep = (v < V)[:, None]
+    a_at = a_ptr + (n * V + v)[:, None] * RP + r[None, :]
+    w_at = w_ptr + r[:, None] * KP + k[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    for r0 in range(0, RP, BLOCK_R):
+        acc = tl.dot(
+            tl.load(a_at + r0, mask=keep, other=0.0), tl.load(w_at + r0 * KP), acc, input_precision=PRECISION
+        )
+    acc += tl.load(bias_ptr + k, mask=k < K, other=0.0)[None, :]
+    inside = keep & (k < K)[None, :]
+    at = (n * K + k)[None, :] * V + v[:, None]
+    if ADD:
+        acc += tl.load(add_ptr + at, mask=inside, other=0.0)
+    if AFTER == "gelu":
+        acc = gelu(acc)
+    elif AFTER == "relu":
+        acc = tl.maximum(acc, 0.0)
+    tl.store(y_ptr + at, acc, mask=inside)
+    if SUMS:
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        leave_sums(sums_ptr, tl.where(inside, acc, 0.0), n, tile, TILES)
+
+
+@triton.jit
+def voxtune_depthwise_direct(
+    x_ptr,  # (N, C, H, W)
+    w_ptr,  # (C, 49)
+    bias_ptr,  # (C,)
+    term_ptr,  # (N, C): added when TERM
+    y_ptr,  # (N, C, H, W)
+    sums_ptr,  # (N, 2, tiles of a sample); written when SUMS
+    C,
+    H,
+    W,
+    TERM: tl.constexpr,
+    SUMS: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """7x7, a channel a program row: no product for the matrix units."""
+    n, c = tl.program_id(2), tl.program_id(1)
+    v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    h, w = v // W, v % W
+    base = x_ptr + (n * C + c) * H * W
+    acc = tl.zeros((BLOCK,), tl.float32) + tl.load(bias_ptr + c)
+    if TERM:
+        acc += tl.load(term_ptr + n * C + c)
+    for i in tl.static_range(7):
+        for j in tl.static_range(7):
+            y, x = h + (i - 3), w + (j - 3)
+            keep = (y >= 0) & (y < H) & (x >= 0) & (x < W)
+            acc += tl.load(base + y * W + x, mask=keep, other=0.0) * tl.load(w_ptr + c * 49 + i * 7 + j)
+    tl.store(y_ptr + (n * C + c) * H * W + v, acc, mask=v < H * W)
+    if SUMS:
+        tile = c * tl.num_programs(0) + tl.program_id(0)
+        leave_sums(sums_ptr, tl.where(v < H * W, acc, 0.0), n, tile, TILES)
+
+
+@triton.jit
+def voxtune_gate_product(
+    x_ptr,  # (N, C, V): decoder
+    skip_ptr,  # (N, CS, V)
+    wx_ptr,  # (C padded, KP)
+    ws_ptr,  # (CS padded, KP)
+    bias_ptr,  # (K,): both inner biases
+    y_ptr,  # (N, K, V): relu(A x + B skip + b)
+    V,
+    C,
+    CS,
+    K,
+    KP,
+    CP: tl.constexpr,
+    CSP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gate + residual + ReLU: two 1x1 convolutions into one sum."""
+    n = tl.program_id(2)
+    v = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    c = tl.arange(0, BLOCK_C)
+    acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    for c0 in range(0, CP, BLOCK_C):
+        keep = (c0 + c < C)[None, :] & (v < V)[:, None]
+        a = tl.load(x_ptr + (n * C + c0 + c)[None, :] * V + v[:, None], mask=keep, other=0.0)
+        b = tl.load(wx_ptr + (c0 + c)[:, None] * KP + k[None, :])
+        acc = tl.dot(a.to(b.dtype), b, acc, input_precision=PRECISION)
+    for c0 in range(0, CSP, BLOCK_C):
+        keep = (c0 + c < CS)[None, :] & (v < V)[:, None]
+        a = tl.load(skip_ptr + (n * CS + c0 + c)[None, :] * V + v[:, None], mask=keep, other=0.0)
+        b = tl.load(ws_ptr + (c0 + c)[:, None] * KP + k[None, :])
+        acc = tl.dot(a.to(b.dtype), b, acc, input_precision=PRECISION)
+    acc += tl.load(bias_ptr + k, mask=k < K, other=0.0)[None, :]
+    inside = (v < V)[:, None] & (k < K)[None, :]
+    tl.store(y_ptr + (n * K + k)[None, :] * V + v[:, None], tl.maximum(acc, 0.0), mask=inside)
+
+
+@triton.jit
+def voxtune_gate_apply(
+    hidden_ptr,  # (N, K, V)
+    w_ptr,  # (K,)
+    bias_ptr,  # (1,)
+    skip_ptr,  # (N, CS, V)
+    y_ptr,  # (N, CS, V)
+    V,
+    K,
+    CS,
+    BLOCK: tl.constexpr,
+):
+    """sigmoid(w . hidden + b) * skip."""
+    n = tl.program_id(1)
+    v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    logit = tl.zeros((BLOCK,), tl.float32) + tl.load(bias_ptr)
+    for k in range(K):
+        logit += tl.load(hidden_ptr + (n * K + k) * V + v, mask=v < V, other=0.0) * tl.load(w_ptr + k)
+    weight = 1.0 / (1.0 + tl.exp(-logit))
+    for c in range(CS):
+        at = (n * CS + c) * V + v
+        tl.store(y_ptr + at, tl.load(skip_ptr + at, mask=v < V, other=0.0) * weight, mask=v < V)

@@ -1,0 +1,62 @@
+"""Convolution tiled through shared memory: each tile's inputs, border included, are loaded once by its threads together.
+
+Why: neighbouring outputs share nearly all of their inputs. A program takes a square of pixels with its border, a channel at a
+time: one load brings the square in, a gather inside the tile (which goes through shared memory) gives every tap its shifted copy.
+The taps are then the short side of a small product in float32 on the plain units, for several channels out at a time.
+
+Legend: N batch, C channels in, K channels out, H W pixels, T taps.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def voxtune_tiled(
+    x_ptr,  # (N, C, H, W)
+    w_ptr,  # (K, C / groups, SIDE * SIDE)
+    bias_ptr,  # (K,)
+    y_ptr,  # (N, K, H, W)
+    C,
+    K,
+    H,
+    W,
+    each,  # channels in of a group
+    SIDE: tl.constexpr,
+    TAPS: tl.constexpr,  # SIDE * SIDE, rounded up to a power of two
+    TILE: tl.constexpr,  # pixels along a side, border included
+    BLOCK_K: tl.constexpr,
+    ALONE: tl.constexpr,  # one channel in and out a group
+):
+    R: tl.constexpr = SIDE // 2
+    INNER: tl.constexpr = TILE - 2 * R
+    AREA: tl.constexpr = TILE * TILE
+    tiles_w, tiles_h = tl.cdiv(W, INNER), tl.cdiv(H, INNER)
+    block, n = tl.program_id(0), tl.program_id(2)
+    v = tl.arange(0, AREA)
+    i, j = v // TILE, v % TILE
+    h, w = block // tiles_w * INNER - R + i, block % tiles_w * INNER - R + j
+    in_image = (h >= 0) & (h < H) & (w >= 0) & (w < W)
+    inner = in_image & (i >= R) & (i < TILE - R) & (j >= R) & (j < TILE - R)
+    # For every pixel of the tile and every tap, the pixel that the tap reads; the border's own results are never stored.
+    t = tl.arange(0, TAPS)
+    shift = tl.where(t < SIDE * SIDE, (t // SIDE - R) * TILE + t % SIDE - R, 0)
+    source = tl.minimum(tl.maximum(v[:, None] + shift[None, :], 0), AREA - 1)
+    source = tl.reshape(source, (AREA * TAPS,))
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    acc = tl.zeros((AREA, BLOCK_K), tl.float32)
+    first = tl.program_id(1) * BLOCK_K // (K // (C // each)) * each
+    for c in range(each):
+        x = tl.load(x_ptr + ((n * C + first + c) * H + h) * W + w, mask=in_image, other=0.0)
+        taps = tl.reshape(tl.gather(x, source, 0), (AREA, TAPS))
+        at = (k[None, :] * each + c) * (SIDE * SIDE) + t[:, None]
+        weight = tl.load(w_ptr + at, mask=(t < SIDE * SIDE)[:, None] & (k < K)[None, :], other=0.0)
+        if ALONE:
+            acc += tl.sum(taps * tl.reshape(weight, (1, TAPS)), axis=1)[:, None]
+        else:
+            acc = tl.dot(taps, weight, acc, input_precision="ieee")
+    acc += tl.load(bias_ptr + k, mask=k < K, other=0.0)[None, :]
+    at = ((n * K + k)[None, :] * H + h[:, None]) * W + w[:, None]
+    tl.store(y_ptr + at, acc, mask=inner[:, None] & (k < K)[None, :])
