@@ -26,6 +26,7 @@ from voxtune.kernels.convnext.stem import CHANNELS, pack_stem, voxtune_stem
 from voxtune.kernels.convnext.tiles import Tile, conv_tile, depthwise_tile, divisor, power_of_two
 from voxtune.kernels.convnext.update import voxtune_update
 from voxtune.ladder.convolution import Convolution, Image
+from voxtune.ladder.whole import whole_block
 from voxtune.workloads.convnext import ConvNextBlock, ConvNeXtUNet, Down, Up, time_sinusoid
 
 Tiles = Callable[[int, int, int, int], Tile]
@@ -43,13 +44,17 @@ class Program:
         dtype: torch.dtype = torch.bfloat16,
         tiles: Tiles | None = None,
         processors: int | None = None,
+        whole: int = 0,
     ):
+        """Blocks of at most `whole` pixels become one launch each."""
         check_size(network, size)
         self.network, self.size, self.batch, self.dtype = network, size, batch, dtype
         self.device = next(network.parameters()).device
         self.processors = processors or processors_of(self.device)
         self.tiles = tiles or (lambda *s: conv_tile(*s, processors=self.processors, bytes_each=dtype.itemsize))
         self.precision = "ieee"
+        self.whole = whole
+        self.counter = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.launches: list[Launch] = []
         self.asked: list[tuple[int, int, int, int]] = []  # every convolution's shape, as `tiles` is asked for it
         self.blocks: list[ConvNextBlock] = []
@@ -176,7 +181,22 @@ class Program:
         )
         return Image(data=y, side=x.side, sums=sums)
 
+    def tile(self, rows: int, pixels: int, depth: int, channels: int) -> Tile:
+        self.asked.append((rows, pixels, depth, channels))
+        return self.tiles(rows, pixels, depth, channels)
+
+    def reserve(self, split: int, rows: int, padded: int) -> int:
+        """Room for a split sum's parts. They live for one launch, so the largest buffer serves all once all are planned."""
+        need = (split + 1) * rows * padded if split > 1 else 0
+        if self._parts.numel() < need:
+            self._parts = torch.empty(need, device=self.device)
+        return need
+
     def _block(self, block: ConvNextBlock, x: Image, into: Tensor, part: str) -> Image:
+        if x.side[0] * x.side[1] <= self.whole:
+            self.blocks.append(block)
+            self.launches += whole_block(self, block, x, into, part)
+            return Image(data=into, side=x.side)
         h = self._depthwise(block, x, part)
         layers: Any = block.block
         norm1, conv1, _, norm2, conv2 = layers
@@ -217,9 +237,7 @@ class Program:
         H, W = side or x.side
         K, C, taps, _ = weight.shape
         rows = self.batch * H * W
-        shape = (rows, H * W, taps * taps * C, K)
-        self.asked.append(shape)
-        tile = self.tiles(*shape)
+        tile = self.tile(rows, H * W, taps * taps * C, K)
         own: Any = shortcut[1] if shortcut and isinstance(shortcut[1], nn.Conv2d) else None
         packed = pack_conv(
             weight,
@@ -252,16 +270,9 @@ class Program:
             processors=self.processors,
         )
         out_sums = made.sums() if sums else None
-        parts = self._parts_for(made)
-        self.launches += made.launches(out_sums, parts)
+        self.reserve(tile.split, rows, made.padded)
+        self.launches += made.launches(out_sums, self.eps)
         return Image(data=into, side=(H, W), sums=out_sums)
-
-    def _parts_for(self, made: Convolution) -> Tensor:
-        """Room for a split sum's parts. They live for one launch, so the largest buffer serves all once all are planned."""
-        if made.tile.split > 1:
-            need = (made.tile.split + 1) * made.rows * made.padded
-            self._parts = self._parts if self._parts.numel() >= need else torch.empty(need, device=self.device)
-        return self._parts
 
     def _gate(self, gate: Any, x: Image, joint: Tensor, part: str) -> Image:
         C, CS = x.channels, joint.shape[1] - x.channels
@@ -338,11 +349,13 @@ class Program:
 
     def step(self, terms: list[Tensor], row: Tensor | None, *, chained: bool = False) -> Iterator[Launch]:
         """The launches of a step with its time terms; without a row of coefficients the noise found is kept in `eps`."""
-        left = iter(terms)
+        left, term = iter(terms), terms[0]
         for planned in self.launches:
             launch = planned
-            if launch.kernel is voxtune_depthwise:
-                launch = launch.with_arguments(term_ptr=next(left))
+            if "term_ptr" in launch.kernel.arg_names:
+                # A block in several phases has one term.
+                term = next(left) if launch.constants.get("FIRST", 0) == 0 else term
+                launch = launch.with_arguments(term_ptr=term)
             elif launch.kernel is voxtune_update:
                 launch = replace(launch, constants={**launch.constants, "KEEP": row is None})
                 launch = launch if row is None else launch.with_arguments(row_ptr=row)

@@ -127,7 +127,8 @@ def finish(
 
 
 @triton.jit
-def voxtune_conv(
+def conv_work(
+    pid,
     x_ptr,  # see product
     w_ptr,
     x2_ptr,  # (N, H, W, C2), rows of LD2: the residual's source
@@ -163,21 +164,18 @@ def voxtune_conv(
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
     PRECISION: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
+    """One tile of a convolution; with SPLIT one part of its sum."""
     TILES_K: tl.constexpr = KP // BLOCK_K
     TILES_M: tl.constexpr = ROWS // BLOCK_M
     CHUNKS: tl.constexpr = (SIDE * SIDE * C + BLOCK_C - 1) // BLOCK_C
     CHUNKS2: tl.constexpr = (C2 + BLOCK_C - 1) // BLOCK_C
-    pid = tl.program_id(0)
     k = pid % TILES_K * BLOCK_K + tl.arange(0, BLOCK_K)
     block = pid // TILES_K % TILES_M
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     n = block * BLOCK_M // (H * W)
     p = row - n * (H * W)
     y, x = p // W, p % W
-    release(CHAINED)
-    wait(CHAINED)
     acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     if SPLIT == 1:
         total, squares = 0.0, 0.0
@@ -192,9 +190,8 @@ def voxtune_conv(
             acc, x_ptr, w_ptr, n, y, x, k, 0, CHUNKS, H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE, BLOCK_C, PRECISION
         )
         TILES: tl.constexpr = (H * W // BLOCK_M) * TILES_K
-        tile = pid % TILES
         finish(
-            acc, more, total, squares, shift_ptr, slope_ptr, x2_ptr, y_ptr, sums_ptr, n, tile, row, y, x, k,
+            acc, more, total, squares, shift_ptr, slope_ptr, x2_ptr, y_ptr, sums_ptr, n, pid % TILES, row, y, x, k,
             H, W, K, KP, LD2, LDY, H * W * C, EPS, NORM, RESIDUAL, GELU, SUMS, TILES,
         )  # fmt: skip
     else:
@@ -214,8 +211,9 @@ def voxtune_conv(
 
 
 @triton.jit
-def voxtune_join(
-    parts_ptr,  # see voxtune_conv
+def join_work(
+    pid,
+    parts_ptr,  # see conv_work
     x2_ptr,
     shift_ptr,
     slope_ptr,
@@ -240,11 +238,10 @@ def voxtune_join(
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
+    """One tile of a split sum: its parts added in order, and what comes after."""
     TILES_K: tl.constexpr = KP // BLOCK_K
     TILES: tl.constexpr = (H * W // BLOCK_M) * TILES_K
-    pid = tl.program_id(0)
     k = pid % TILES_K * BLOCK_K + tl.arange(0, BLOCK_K)
     block = pid // TILES_K
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -252,8 +249,6 @@ def voxtune_join(
     p = row - n * (H * W)
     y, x = p // W, p % W
     at = parts_ptr + row[:, None] * KP + k[None, :]
-    release(CHAINED)
-    wait(CHAINED)
     total, squares = 0.0, 0.0
     if NORM:
         total, squares = load_sums(read_ptr, n, READ, BLOCK_R)
@@ -266,4 +261,43 @@ def voxtune_join(
     finish(
         acc, more, total, squares, shift_ptr, slope_ptr, x2_ptr, y_ptr, sums_ptr, n, pid % TILES, row, y, x, k,
         H, W, K, KP, LD2, LDY, H * W * C, EPS, NORM, RESIDUAL, GELU, SUMS, TILES,
+    )  # fmt: skip
+
+
+@triton.jit
+def voxtune_conv(
+    x_ptr, w_ptr, x2_ptr, w2_ptr, shift_ptr, slope_ptr, read_ptr, y_ptr, sums_ptr, parts_ptr,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, C2: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    LDX: tl.constexpr, LD2: tl.constexpr, LDY: tl.constexpr, ROWS: tl.constexpr,
+    SIDE: tl.constexpr, STRIDE: tl.constexpr, DOUBLE: tl.constexpr,
+    NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, SUMS: tl.constexpr,
+    READ: tl.constexpr, BLOCK_R: tl.constexpr, EPS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+    PRECISION: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """A convolution, a tile a program: conv_work."""
+    release(CHAINED)
+    wait(CHAINED)
+    conv_work(
+        tl.program_id(0), x_ptr, w_ptr, x2_ptr, w2_ptr, shift_ptr, slope_ptr, read_ptr, y_ptr, sums_ptr, parts_ptr,
+        H, W, C, C2, K, KP, LDX, LD2, LDY, ROWS, SIDE, STRIDE, DOUBLE, NORM, RESIDUAL, GELU, SUMS, READ, BLOCK_R, EPS,
+        SPLIT, BLOCK_M, BLOCK_K, BLOCK_C, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def voxtune_join(
+    parts_ptr, x2_ptr, shift_ptr, slope_ptr, read_ptr, y_ptr, sums_ptr,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    LD2: tl.constexpr, LDY: tl.constexpr, ROWS: tl.constexpr,
+    NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, SUMS: tl.constexpr,
+    READ: tl.constexpr, BLOCK_R: tl.constexpr, EPS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """The parts of a split sum, a tile a program: join_work."""
+    release(CHAINED)
+    wait(CHAINED)
+    join_work(
+        tl.program_id(0), parts_ptr, x2_ptr, shift_ptr, slope_ptr, read_ptr, y_ptr, sums_ptr,
+        H, W, C, K, KP, LD2, LDY, ROWS, NORM, RESIDUAL, GELU, SUMS, READ, BLOCK_R, EPS, SPLIT, BLOCK_M, BLOCK_K,
     )  # fmt: skip

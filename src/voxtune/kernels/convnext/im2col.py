@@ -85,9 +85,7 @@ def voxtune_product(
     w_at = w_ptr + r[:, None] * KP + k[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     for r0 in range(0, RP, BLOCK_R):
-        acc = tl.dot(
-            tl.load(a_at + r0, mask=keep, other=0.0), tl.load(w_at + r0 * KP), acc, input_precision=PRECISION
-        )
+        acc = tl.dot(tl.load(a_at + r0, mask=keep, other=0.0), tl.load(w_at + r0 * KP), acc, input_precision=PRECISION)
     acc += tl.load(bias_ptr + k, mask=k < K, other=0.0)[None, :]
     inside = keep & (k < K)[None, :]
     at = (n * K + k)[None, :] * V + v[:, None]

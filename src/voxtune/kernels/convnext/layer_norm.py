@@ -1,8 +1,8 @@
 """Layer norm over channels and pixels together, in the forms of the ladder: by one lane's order, by warps, by three kernels.
 
-Why: a mean over a whole image is a sum that every program must wait for. One small program a sample walks through it (the
-start); a large one reduces by warps, by shuffles and then through shared memory, so that few steps are left; and three kernels use
-the whole card: partial sums, their reduction, the normalisation.
+Why: a mean over a whole image is a sum that every program must wait for. One small program a sample walks through it (the start);
+a large one reduces by warps, by shuffles and then through shared memory, so that few steps are left; and three kernels use the
+whole card: partial sums, their reduction, the normalisation.
 
 Legend: N batch, V values a sample (C * pixels), C channels, P partial sums a sample.
 """

@@ -33,7 +33,7 @@ def voxtune_tiled(
     R: tl.constexpr = SIDE // 2
     INNER: tl.constexpr = TILE - 2 * R
     AREA: tl.constexpr = TILE * TILE
-    tiles_w, tiles_h = tl.cdiv(W, INNER), tl.cdiv(H, INNER)
+    tiles_w = tl.cdiv(W, INNER)
     block, n = tl.program_id(0), tl.program_id(2)
     v = tl.arange(0, AREA)
     i, j = v // TILE, v % TILE

@@ -1,0 +1,87 @@
+"""What a rung does, written down as it happens: every launch and every transfer between host and device.
+
+The rungs' claims (transfers, launches, what a fusion saved) are counted here, not believed; the tables are made from this.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["kernel", "up", "down"]
+
+
+@dataclass(kw_only=True)
+class Event:
+    kind: Kind
+    part: str  # the operation, as the component table names it
+    name: str  # of the kernel
+    bytes: int = 0
+    seconds: float | None = None
+    _marks: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+
+    def settle(self) -> Event:
+        if self._marks is not None:
+            self.seconds, self._marks = self._marks[0].elapsed_time(self._marks[1]) / 1e3, None
+        return self
+
+
+class Machine:
+    """A device that remembers. With `timed`, each event has its own time, taken on the device."""
+
+    def __init__(self, device: torch.device | str, *, timed: bool = False):
+        self.device, self.timed = torch.device(device), timed
+        self.events: list[Event] = []
+
+    def launch(
+        self,
+        part: str,
+        kernel: Any,
+        grid: tuple[int, ...],
+        *arguments: Any,
+        warps: int = 4,
+        stages: int = 3,
+        **constants: Any,
+    ) -> None:
+        with self._noted(Event(kind="kernel", part=part, name=kernel.fn.__name__)):
+            kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages)
+
+    def up(self, x: Tensor, part: str) -> Tensor:
+        """To the device. On a machine without one a copy all the same: what is counted has happened."""
+        with self._noted(Event(kind="up", part=part, name="to the device", bytes=x.nbytes)):
+            return x.to(self.device) if self.device.type == "cuda" else x.clone()
+
+    def down(self, x: Tensor, part: str) -> Tensor:
+        with self._noted(Event(kind="down", part=part, name="to the host", bytes=x.nbytes)):
+            return x.to("cpu") if self.device.type == "cuda" else x.clone()
+
+    def count(self, kind: Kind) -> int:
+        return sum(event.kind == kind for event in self.events)
+
+    def settled(self) -> list[Event]:
+        """All events with their times; waits for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return [event.settle() for event in self.events]
+
+    @contextmanager
+    def _noted(self, event: Event) -> Iterator[None]:
+        self.events.append(event)
+        if not self.timed:
+            yield
+        elif self.device.type == "cuda":
+            marks = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            marks[0].record()
+            yield
+            marks[1].record()
+            event._marks = marks
+        else:
+            began = time.perf_counter()
+            yield
+            event.seconds = time.perf_counter() - began

@@ -1,0 +1,151 @@
+"""Rungs 4 and 5: convolutions on the matrix units by im2col, then with their neighbours fused into them.
+
+Activations still cross to the host around each operation: what the fusions save is passes and, with them, crossings.
+
+Legend: N batch, C K channels, V pixels of a sample, R a row's length (channels times taps).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from voxtune.kernels.convnext.im2col import (
+    voxtune_depthwise_direct,
+    voxtune_gate_apply,
+    voxtune_gate_product,
+    voxtune_im2col,
+    voxtune_product,
+)
+from voxtune.kernels.convnext.tiles import divisor, power_of_two
+from voxtune.ladder.machine import Machine
+from voxtune.ladder.operations import EPS, Reduced
+from voxtune.workloads.convnext import ConvNeXtUNet
+
+
+class Products(Reduced):
+    """Rung 4. im2col, then a BF16 product with float32 accumulation and the bias in its last step; depthwise stays direct."""
+
+    def __init__(self, network: ConvNeXtUNet, machine: Machine, dtype: torch.dtype = torch.bfloat16):
+        super().__init__(network, machine)
+        self.dtype = dtype
+        self._packed: dict[int, Tensor] = {}
+        on_cpu = machine.device.type != "cuda"
+        self.block_v, self.block_r, self.pixels = (256, 256, 1024) if on_cpu else (32, 64, 256)
+
+    def conv2d(self, x: Tensor, conv: Any) -> Tensor:
+        given = self.up(x, "conv2d")
+        y = self._depthwise(given, conv)[0] if conv.groups > 1 else self._convolve(given, conv)[0]
+        return self.down(y, "conv2d")
+
+    def _depthwise(
+        self, x: Tensor, conv: Any, term_NC: Tensor | None = None, sums: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        N, C, H, W = x.shape
+        block = min(self.pixels, power_of_two(H * W))
+        across = -(-H * W // block)
+        y = torch.empty_like(x)
+        left = x.new_empty((N, 2, across * C)) if sums else None
+        self.machine.launch(
+            "conv2d", voxtune_depthwise_direct, (across, C, N),
+            x, conv.weight, conv.bias, x if term_NC is None else term_NC, y, x if left is None else left, C, H, W,
+            TERM=term_NC is not None, SUMS=sums, TILES=across * C, BLOCK=block,
+        )  # fmt: skip
+        return y, left
+
+    def _convolve(
+        self,
+        x: Tensor,
+        conv: Any,
+        *,
+        norm: tuple[Any, Tensor] | None = None,
+        after: str = "none",
+        add: Tensor | None = None,
+        sums: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`norm` is the norm before it, with the sums that the maker of x left."""
+        N, C, H, W = x.shape
+        K, side = conv.out_channels, conv.kernel_size[0]
+        R = C * side * side
+        RP = -(-R // 64) * 64
+        rows = torch.empty((N * H * W, RP), dtype=self.dtype, device=x.device)
+        block_v = min(self.block_v, power_of_two(H * W))
+        P = norm[1].shape[2] if norm else 1
+        self.machine.launch(
+            "conv2d", voxtune_im2col, (-(-H * W // block_v), -(-RP // self.block_r), N),
+            x, rows, norm[1] if norm else x, norm[0].weight if norm else x, norm[0].bias if norm else x, C, H, W, R, RP,
+            SIDE=side, NORM=norm is not None, P=P, BLOCK_P=power_of_two(P), COUNT=C * H * W, EPS=EPS,
+            BLOCK_V=block_v, BLOCK_R=self.block_r,
+        )  # fmt: skip
+        weight = self._weight(conv, R, RP)
+        KP = weight.shape[1]
+        block_m, block_k = max(16, divisor(H * W, 64)), min(KP, 32)
+        across = -(-H * W // block_m)
+        tiles = across * (KP // block_k)
+        y = x.new_empty((N, K, H, W))
+        left = x.new_empty((N, 2, tiles)) if sums else None
+        self.machine.launch(
+            "conv2d", voxtune_product, (across, KP // block_k, N),
+            rows, weight, conv.bias, y if add is None else add, y, y if left is None else left, H * W, K, KP,
+            RP=RP, AFTER=after, ADD=add is not None, SUMS=sums, TILES=tiles,
+            BLOCK_M=block_m, BLOCK_K=block_k, BLOCK_R=64, PRECISION="ieee",
+        )  # fmt: skip
+        return y, left
+
+    def _weight(self, conv: Any, R: int, RP: int) -> Tensor:
+        """(RP, KP) in the product's type; made once."""
+        if id(conv) not in self._packed:
+            rows = conv.weight.detach().reshape(conv.out_channels, R).t()
+            K = rows.shape[1]
+            KP = -(-K // 32) * 32 if K > 16 else 16
+            self._packed[id(conv)] = F.pad(rows, (0, KP - K, 0, RP - R)).to(self.dtype).contiguous()
+        return self._packed[id(conv)]
+
+
+class Fused(Products):
+    """Rung 5. Bias + GELU, gate + residual + ReLU, sigmoid times skip, the time term, the norm: each into its neighbour."""
+
+    def block(self, block: Any, x: Tensor, time_NE: Tensor) -> Tensor:
+        norm1, conv1, _, norm2, conv2 = block.block
+        term = self.linear(self.unary("gelu", time_NE), block.mlp[1])
+        given, at = self.up(x, "conv2d"), self.up(term, "conv2d")
+        h, sums = self._depthwise(given, block.in_conv, at, sums=True)
+        h, sums = self._crossed(h, sums, "conv2d")
+        h, sums = self._convolve(h, conv1, norm=(norm1, sums), after="gelu", sums=True)
+        h, sums = self._crossed(h, sums, "conv2d")
+        short = given
+        if isinstance(block.residual_conv, nn.Conv2d):
+            short = self.up(self.down(self._convolve(given, block.residual_conv)[0], "conv2d"), "conv2d")
+        y, _ = self._convolve(h, conv2, norm=(norm2, sums), add=short)
+        return self.down(y, "conv2d")
+
+    def gate(self, gate: Any, x: Tensor, skip: Tensor) -> Tensor:
+        given, past = self.up(x, "gate"), self.up(skip, "gate")
+        (N, C, H, W), CS, K = x.shape, skip.shape[1], gate.gate_conv.out_channels
+        block_c = 32 if min(C, CS) >= 32 else 16
+        CP, CSP = -(-C // block_c) * block_c, -(-CS // block_c) * block_c
+        weight_x, weight_s = self._weight(gate.gate_conv, C, CP), self._weight(gate.residual_conv, CS, CSP)
+        bias = gate.gate_conv.bias + gate.residual_conv.bias
+        hidden, KP = given.new_empty((N, K, H, W)), weight_x.shape[1]
+        block_m, block_k = max(16, divisor(H * W, 64)), min(KP, 32)
+        self.machine.launch(
+            "gate", voxtune_gate_product, (-(-H * W // block_m), KP // block_k, N),
+            given, past, weight_x, weight_s, bias, hidden, H * W, C, CS, K, KP,
+            CP=CP, CSP=CSP, BLOCK_M=block_m, BLOCK_K=block_k, BLOCK_C=block_c, PRECISION="ieee",
+        )  # fmt: skip
+        hidden = self.up(self.down(hidden, "gate"), "gate")
+        y = torch.empty_like(past)
+        block = min(self.pixels, power_of_two(H * W))
+        self.machine.launch(
+            "gate", voxtune_gate_apply, (-(-H * W // block), N),
+            hidden, gate.in_conv.weight, gate.in_conv.bias, past, y, H * W, K, CS, BLOCK=block,
+        )  # fmt: skip
+        return self.down(y, "gate")
+
+    def _crossed(self, h: Tensor, sums: Tensor | None, part: str) -> tuple[Tensor, Any]:
+        """To the host and back, as everything here; the sums go along."""
+        assert sums is not None
+        return self.up(self.down(h, part), part), self.up(self.down(sums, part), part)

@@ -1,0 +1,118 @@
+"""A whole block as one launch, from the same packed weights and tiles as its separate launches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from voxtune.kernels.convnext.block import PHASES, voxtune_block
+from voxtune.kernels.convnext.depthwise import pack_depthwise
+from voxtune.kernels.convnext.launch import Launch
+from voxtune.kernels.convnext.packing import pack_conv
+from voxtune.kernels.convnext.tiles import depthwise_tile, join_tile, power_of_two
+from voxtune.ladder.convolution import EPS, Image
+
+if TYPE_CHECKING:
+    from voxtune.ladder.program import Program
+
+# All phases share the launch's warps.
+WARPS = 4
+
+
+def whole_block(program: Program, block: Any, x: Image, into: Tensor, part: str) -> list[Launch]:
+    """One launch; under the interpreter, which runs programs in turn, one for each phase."""
+    (H, W), C = x.side, x.channels
+    rows = program.batch * H * W
+    norm1, conv1, _, norm2, conv2 = block.block
+    own: Any = block.residual_conv if isinstance(block.residual_conv, nn.Conv2d) else None
+    K1, K2 = conv1.out_channels, conv2.out_channels
+    tile1, tile2 = (program.tile(rows, H * W, 9 * conv.in_channels, conv.out_channels) for conv in (conv1, conv2))
+    packed = [
+        pack_conv(
+            conv.weight,
+            conv.bias,
+            norm=(norm.weight, norm.bias),
+            residual=(own.weight, own.bias) if own and conv is conv2 else None,
+            dtype=program.dtype,
+            block_c=tile.block_c,
+            block_k=tile.block_k,
+        )
+        for conv, norm, tile in ((conv1, norm1, tile1), (conv2, norm2, tile2))
+    ]
+    KP1, KP2 = (one.weight.shape[1] for one in packed)
+    joins = [join_tile(rows, H * W, KP, program.processors)[:2] for KP in (KP1, KP2)]
+    block_p, block_d, _ = depthwise_tile(rows, H * W, C, program.processors)
+    read1 = H * W // block_p * -(-C // block_d)
+    m1, k1 = (tile1.block_m, tile1.block_k) if tile1.split == 1 else joins[0]
+    read2 = H * W // m1 * (KP1 // k1)
+    device = program.device
+    sums1, sums2 = (torch.empty((program.batch, 2, reads), device=device) for reads in (read1, read2))
+    for tile, KP in ((tile1, KP1), (tile2, KP2)):
+        program.reserve(tile.split, rows, KP)
+    more = packed[1].weight if packed[1].residual is None else packed[1].residual
+    arguments = (
+        x.data,
+        pack_depthwise(block.in_conv.weight, program.dtype),
+        torch.zeros(C, device=device),
+        program.scratch("depthwise", x.side, C),
+        sums1,
+        packed[0].weight,
+        packed[0].shift,
+        packed[0].slope,
+        program.scratch("between", x.side, K1),
+        sums2,
+        packed[1].weight,
+        packed[1].shift,
+        packed[1].slope,
+        more,
+        into,
+        program.eps,
+        program.counter,
+    )
+    constants: dict[str, Any] = {
+        "H": H,
+        "W": W,
+        "C": C,
+        "K1": K1,
+        "KP1": KP1,
+        "K2": K2,
+        "KP2": KP2,
+        "LDX": x.stride,
+        "LDY": into.stride(0),
+        "ROWS": rows,
+        "RESIDUAL": 2 if own else 1,
+        "READ1": read1,
+        "BLOCK_R1": power_of_two(read1),
+        "READ2": read2,
+        "BLOCK_R2": power_of_two(read2),
+        "EPS": EPS,
+        "BLOCK_P": block_p,
+        "BLOCK_D": block_d,
+        "PRECISION": program.precision,
+        "CHAINED": False,
+    }
+    for number, tile, join in ((1, tile1, joins[0]), (2, tile2, joins[1])):
+        constants |= {
+            f"SPLIT{number}": tile.split,
+            f"BLOCK_M{number}": tile.block_m,
+            f"BLOCK_K{number}": tile.block_k,
+            f"BLOCK_C{number}": tile.block_c,
+            f"JOIN_M{number}": join[0],
+            f"JOIN_K{number}": join[1],
+        }
+    programs = 1 << (program.processors.bit_length() - 1)
+    spans = [(0, PHASES)] if device.type == "cuda" or program.processors > 1 else [(p, p + 1) for p in range(PHASES)]
+    return [
+        Launch(
+            kernel=voxtune_block,
+            programs=programs,
+            arguments=arguments,
+            constants={**constants, "PROGRAMS": programs, "FIRST": first, "LAST": last},
+            warps=WARPS,
+            stages=min(tile1.stages, tile2.stages),
+            part=part,
+        )
+        for first, last in spans
+    ]
