@@ -37,6 +37,18 @@ class Image:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One operation of the network: a stretch of launches, the view that they read and the one that they write."""
+
+    kind: str
+    part: str
+    reads: Tensor
+    writes: Tensor
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Convolution:
     """One convolution's launches: the product, and the join of its parts where the sum is split."""
 

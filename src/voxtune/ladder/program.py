@@ -24,10 +24,11 @@ from voxtune.kernels.convnext.launch import Launch
 from voxtune.kernels.convnext.packing import pack_conv, unshuffled
 from voxtune.kernels.convnext.stem import CHANNELS, pack_stem, voxtune_stem
 from voxtune.kernels.convnext.tiles import Tile, conv_tile, depthwise_tile, divisor, power_of_two
+from voxtune.kernels.convnext.time_terms import voxtune_time_terms
 from voxtune.kernels.convnext.update import voxtune_update
-from voxtune.ladder.convolution import Convolution, Image
+from voxtune.ladder.convolution import Convolution, Image, Unit
 from voxtune.ladder.whole import whole_block
-from voxtune.workloads.convnext import ConvNextBlock, ConvNeXtUNet, Down, Up, time_sinusoid
+from voxtune.workloads.convnext import ConvNextBlock, ConvNeXtUNet, Down, Up
 
 Tiles = Callable[[int, int, int, int], Tile]
 
@@ -58,6 +59,7 @@ class Program:
         self.launches: list[Launch] = []
         self.asked: list[tuple[int, int, int, int]] = []  # every convolution's shape, as `tiles` is asked for it
         self.blocks: list[ConvNextBlock] = []
+        self.units: list[Unit] = []
         channels = network.config.channels
         pixels = size[0] * size[1]
         self.x = torch.zeros((batch, channels, pixels), device=self.device)
@@ -68,6 +70,7 @@ class Program:
         self._scratch: dict[tuple[str, int, int], Tensor] = {}
         self._parts = torch.empty(4, device=self.device)
         self._build()
+        self.time = self._time()
         self.launches = [
             one.with_arguments(parts_ptr=self._parts) if "parts_ptr" in one.kernel.arg_names else one
             for one in self.launches
@@ -150,7 +153,13 @@ class Program:
                 part="init_conv",
             )
         )
+        self._unit("stem", "init_conv", self.x4, into)
         return Image(data=into, side=self.size)
+
+    def _unit(self, kind: str, part: str, reads: Tensor, writes: Tensor) -> None:
+        """What was planned since the last unit is one operation of the network: it reads one view and writes one."""
+        first = self.units[-1].last if self.units else 0
+        self.units.append(Unit(kind=kind, part=part, reads=reads, writes=writes, first=first, last=len(self.launches)))
 
     def _depthwise(self, block: ConvNextBlock, x: Image, part: str) -> Image:
         (H, W), C = x.side, x.channels
@@ -196,26 +205,29 @@ class Program:
         if x.side[0] * x.side[1] <= self.whole:
             self.blocks.append(block)
             self.launches += whole_block(self, block, x, into, part)
+            self._unit("block", part, x.data, into)
             return Image(data=into, side=x.side)
         h = self._depthwise(block, x, part)
         layers: Any = block.block
         norm1, conv1, _, norm2, conv2 = layers
         between = self.scratch("between", x.side, conv1.out_channels)
         h = self._conv(conv1.weight, conv1.bias, h, between, f"{part}.block.1", norm=norm1, gelu=True, sums=True)
-        return self._conv(
+        y = self._conv(
             conv2.weight, conv2.bias, h, into, f"{part}.block.4", norm=norm2, shortcut=(x, block.residual_conv)
         )
+        self._unit("block", part, x.data, into)
+        return y
 
     def _between(self, layer: nn.Module, x: Image, into: Tensor, part: str) -> Image:
         """Down, Up, or the last level's convolution."""
         H, W = x.side
-        if isinstance(layer, Down):
-            half = (H // 2, W // 2)
-            return self._conv(unshuffled(layer.conv.weight), layer.conv.bias, x, into, part, side=half, stride=2)
-        if isinstance(layer, Up):
-            return self._conv(layer.conv.weight, layer.conv.bias, x, into, part, side=(2 * H, 2 * W), double=True)
-        assert isinstance(layer, nn.Conv2d)
-        return self._conv(layer.weight, layer.bias, x, into, part)
+        conv: Any = layer.conv if isinstance(layer, (Down, Up)) else layer
+        weight = unshuffled(conv.weight) if isinstance(layer, Down) else conv.weight
+        side = (H // 2, W // 2) if isinstance(layer, Down) else (2 * H, 2 * W) if isinstance(layer, Up) else x.side
+        stride, double = 2 if isinstance(layer, Down) else 1, isinstance(layer, Up)
+        y = self._conv(weight, conv.bias, x, into, part, side=side, stride=stride, double=double)
+        self._unit("between", part, x.data, into)
+        return y
 
     def _conv(
         self,
@@ -309,6 +321,7 @@ class Program:
                 part=part,
             )
         )
+        self._unit("gate", part, joint, joint[:, C:])
         return Image(data=joint, side=x.side)
 
     def _end(self, h: Image) -> None:
@@ -336,16 +349,39 @@ class Program:
                 part="final_conv",
             )
         )
+        self._unit("end", "final_conv", h.data, self.eps)
 
     # -- steps
 
     def time_terms(self, steps: list[int]) -> list[list[Tensor]]:
         """For each step, each block's bias + time term (C,) float32: the whole time network, ahead of all steps."""
-        with torch.no_grad():
-            t = torch.tensor(steps, device=self.device)
-            time_SE = self.network.time_mlp(time_sinusoid(t, self.network.config.width))
-            table = [block.mlp(time_SE) + block.in_conv.bias for block in self.blocks]
-        return [[column[i].float().contiguous() for column in table] for i in range(len(steps))]
+        given = torch.tensor(steps, dtype=torch.int64).to(self.device)
+        table = torch.empty((len(steps), self.time[4].shape[0]), device=self.device)
+        self.time_launch(given, table)()
+        return self.terms_of(table)
+
+    def terms_of(self, table_ST: Tensor) -> list[list[Tensor]]:
+        """The table's slices: for each step, for each block."""
+        return [list(row.split([block.in_conv.in_channels for block in self.blocks])) for row in table_ST]
+
+    def time_launch(self, t_S: Tensor, table_ST: Tensor) -> Launch:
+        E, D = self.time[0].shape
+        return Launch(
+            kernel=voxtune_time_terms,
+            programs=(-(-table_ST.shape[1] // 32), t_S.shape[0]),
+            arguments=(t_S, *self.time, table_ST, table_ST.shape[1]),
+            constants={"D": D, "E": E, "BLOCK_D": power_of_two(D), "BLOCK_E": power_of_two(E), "BLOCK_T": 32},
+            part="time_mlp",
+        )
+
+    def _time(self) -> tuple[Tensor, ...]:
+        """The time network's weights, and all blocks' own layers as one; a block's term carries its depthwise bias."""
+        net: Any = self.network
+        weights = [net.time_mlp[0].weight, net.time_mlp[0].bias, net.time_mlp[2].weight, net.time_mlp[2].bias]
+        layers: list[Any] = [(block.mlp[1], block.in_conv) for block in self.blocks]
+        own = torch.cat([layer.weight.detach() for layer, _ in layers])
+        bias = torch.cat([layer.bias.detach() + conv.bias.detach() for layer, conv in layers])
+        return tuple(w.detach().float().contiguous() for w in (*weights, own, bias))
 
     def step(self, terms: list[Tensor], row: Tensor | None, *, chained: bool = False) -> Iterator[Launch]:
         """The launches of a step with its time terms; without a row of coefficients the noise found is kept in `eps`."""

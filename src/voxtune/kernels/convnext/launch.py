@@ -9,7 +9,7 @@ from typing import Any
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     kernel: Any
-    programs: int
+    programs: int | tuple[int, ...]
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
     warps: int = 4
@@ -22,7 +22,8 @@ class Launch:
         return self.kernel.fn.__name__
 
     def __call__(self) -> None:
-        self.kernel[(self.programs,)](
+        grid = (self.programs,) if isinstance(self.programs, int) else self.programs
+        self.kernel[grid](
             *self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages, **self.options
         )
 

@@ -1,0 +1,105 @@
+"""The fast path's two main kernels with shapes as run-time arguments: what compile-time shapes are measured against.
+
+Why: with shapes as constants the compiler folds divisions into shifts, unrolls, and drops masks; with many shapes it also makes
+many kernels, which take room in the instruction caches. Which of the two wins is a question for the card. The arguments have the
+same names as those of depthwise.py and conv.py, so that one prepared launch serves both.
+
+Legend: as conv.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from voxtune.kernels.convnext.common import leave_sums, load_sums, release, wait
+from voxtune.kernels.convnext.conv import finish
+
+
+@triton.jit
+def voxtune_depthwise_dynamic(
+    x_ptr, w_ptr, term_ptr, y_ptr, sums_ptr,
+    H, W, C, LDX,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    release(CHAINED)
+    wait(CHAINED)
+    tiles_c = tl.cdiv(C, BLOCK_C)
+    tiles = (H * W // BLOCK_P) * tiles_c
+    n, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    c = (tile % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)
+    p = (tile // tiles_c) * BLOCK_P + tl.arange(0, BLOCK_P)
+    h, w = p // W, p % W
+    inside = (c < C)[None, :]
+    w_at = w_ptr + (p * 0)[:, None] + c[None, :]
+    x_at = x_ptr + ((n * H * W + p) * LDX)[:, None] + c[None, :]
+    v = tl.zeros((BLOCK_P, BLOCK_C), tl.float32) + tl.load(term_ptr + c, mask=c < C, other=0.0)[None, :]
+    for i in range(7):
+        for j in range(7):
+            y, x = h + (i - 3), w + (j - 3)
+            keep = ((y >= 0) & (y < H) & (x >= 0) & (x < W))[:, None] & inside
+            taken = tl.load(x_at + ((i - 3) * W + (j - 3)) * LDX, mask=keep, other=0.0)
+            weight = tl.load(w_at + (i * 7 + j) * C, mask=inside, other=0.0)
+            v += taken.to(tl.float32) * weight.to(tl.float32)
+    v = tl.where(inside, v, 0.0)
+    tl.store(y_ptr + (n * H * W + p)[:, None] * C + c[None, :], v.to(y_ptr.dtype.element_ty), mask=inside)
+    leave_sums(sums_ptr, v, n, tile, tiles)
+
+
+@triton.jit
+def product_dynamic(
+    acc, x_ptr, w_ptr, n, y, x, k,
+    H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    half = 2 if DOUBLE else 1
+    pad = tl.where(STRIDE == 1, SIDE // 2, 0)
+    hs, ws = H * STRIDE // half, W * STRIDE // half
+    column = tl.arange(0, BLOCK_C)
+    for chunk in range(tl.cdiv(SIDE * SIDE * C, BLOCK_C)):
+        r = chunk * BLOCK_C + column
+        tap, c = r // C, r % C
+        yy = y[:, None] * STRIDE + (tap // SIDE - pad)[None, :]
+        xx = x[:, None] * STRIDE + (tap % SIDE - pad)[None, :]
+        keep = (yy >= 0) & (yy < H * STRIDE) & (xx >= 0) & (xx < W * STRIDE) & (tap < SIDE * SIDE)[None, :]
+        if DOUBLE:
+            yy, xx = yy >> 1, xx >> 1
+        a = tl.load(x_ptr + ((n * hs + yy) * ws + xx) * LDX + c[None, :], mask=keep, other=0.0)
+        b = tl.load(w_ptr + r[:, None] * KP + k[None, :])
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def voxtune_conv_dynamic(
+    x_ptr, w_ptr, x2_ptr, w2_ptr, shift_ptr, slope_ptr, read_ptr, y_ptr, sums_ptr, parts_ptr,
+    H, W, C, C2, K, KP, LDX, LD2, LDY, ROWS, SIDE, STRIDE,
+    DOUBLE: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, SUMS: tl.constexpr,
+    READ, BLOCK_R: tl.constexpr, EPS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+    PRECISION: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Sums in one piece only: a split one keeps its compile-time kernel."""
+    tl.static_assert(SPLIT == 1)
+    release(CHAINED)
+    wait(CHAINED)
+    pid = tl.program_id(0)
+    tiles_k = KP // BLOCK_K
+    k = pid % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    block = pid // tiles_k
+    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = block * BLOCK_M // (H * W)
+    p = row - n * (H * W)
+    y, x = p // W, p % W
+    acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    total, squares = 0.0, 0.0
+    if NORM:
+        total, squares = load_sums(read_ptr, n, READ, BLOCK_R)
+    more = acc
+    if RESIDUAL == 2:
+        more = product_dynamic(more, x2_ptr, w2_ptr, n, y, x, k, H, W, C2, LD2, KP, 1, 1, False, BLOCK_C, PRECISION)
+    acc = product_dynamic(acc, x_ptr, w_ptr, n, y, x, k, H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE, BLOCK_C, PRECISION)
+    tiles = (H * W // BLOCK_M) * tiles_k
+    finish(
+        acc, more, total, squares, shift_ptr, slope_ptr, x2_ptr, y_ptr, sums_ptr, n, pid % tiles, row, y, x, k,
+        H, W, K, KP, LD2, LDY, H * W * C, EPS, NORM, RESIDUAL, GELU, SUMS, tiles,
+    )  # fmt: skip
