@@ -18,64 +18,37 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from networks import FOREIGN, inputs, network
 from results_file import RESULTS, row, show, write
 from torch import Tensor, nn
 
 from voxtune.plan.api import FUSED
 from voxtune.plan.build import build
+from voxtune.plan.gate import volume_of
 from voxtune.plan.plan import Plan
 from voxtune.precision import tf32_allowed
-from voxtune.workloads import build as build_network
-from voxtune.workloads import without_zeros, workload
 
 WHOLE = ("bf16", *FUSED, "edges", "conv3d", "cuda_graph")
-Step = Callable[[], Tensor]
+Step = Callable[[], Any]
 
 
-def network(name: str) -> nn.Module:
-    """Weights of a trained network's size everywhere: zero-initialised layers would hide every error and draw less power."""
-    torch.manual_seed(0)
-    if name == "monai":
-        from monai.networks.nets import DiffusionModelUNet
-
-        net: nn.Module = DiffusionModelUNet(
-            spatial_dims=3,
-            in_channels=3,
-            out_channels=1,
-            channels=(64, 64, 128, 192, 256),
-            attention_levels=(False, False, False, True, True),
-            num_res_blocks=1,
-            num_head_channels=64,
-            norm_num_groups=32,
-        )
-    else:
-        net = build_network(workload(name).network)
-    return without_zeros(net).eval()
-
-
-def inputs(name: str, size: tuple[int, ...]) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(0)
-    t = torch.tensor([120])
-    if name == "monai":
-        return torch.randn(1, 3, *size, generator=generator), t
-    config = workload(name).network
-    x = torch.randn(1, config.out_channels, *size, generator=generator)
-    return x, t, torch.randn(1, config.mask_channels, *size, generator=generator).sign()
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def lasting(net: nn.Module) -> nn.Module:
     for parameter in net.parameters():
-        if parameter.dim() == 5:
-            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last_3d)
+        if parameter.dim() in FORMATS:
+            parameter.data = parameter.data.contiguous(memory_format=FORMATS[parameter.dim()])
     return net
 
 
 def moved(xs: tuple[Tensor, ...], dtype: torch.dtype = torch.float32, last: bool = False) -> tuple[Tensor, ...]:
     def one(x: Tensor) -> Tensor:
         x = x.cuda().to(dtype) if x.is_floating_point() else x.cuda()
-        return x.contiguous(memory_format=torch.channels_last_3d) if last and x.dim() == 5 else x
+        return x.contiguous(memory_format=FORMATS[x.dim()]) if last and x.dim() in FORMATS else x
 
     return tuple(one(x) for x in xs)
 
@@ -83,7 +56,7 @@ def moved(xs: tuple[Tensor, ...], dtype: torch.dtype = torch.float32, last: bool
 def plain(net: nn.Module, xs: tuple[Tensor, ...], *, tf32: bool = False, last: bool = False) -> Step:
     net, xs = (lasting(net) if last else net).cuda(), moved(xs, last=last)
 
-    def step() -> Tensor:
+    def step() -> Any:
         with tf32_allowed(tf32):
             return net(*xs)
 
@@ -93,7 +66,7 @@ def plain(net: nn.Module, xs: tuple[Tensor, ...], *, tf32: bool = False, last: b
 def autocast(net: nn.Module, xs: tuple[Tensor, ...]) -> Step:
     net, xs = net.cuda(), moved(xs)
 
-    def step() -> Tensor:
+    def step() -> Any:
         with torch.autocast("cuda", torch.bfloat16):
             return net(*xs)
 
@@ -116,7 +89,7 @@ def compiled_autocast(net: nn.Module, xs: tuple[Tensor, ...]) -> Step:
     fast = torch.compile(net, dynamic=False)
     torch.backends.cudnn.benchmark = True
 
-    def step() -> Tensor:
+    def step() -> Any:
         with torch.autocast("cuda", torch.bfloat16):
             return fast(*xs)
 
@@ -146,6 +119,7 @@ ROWS: dict[str, Callable[[nn.Module, tuple[Tensor, ...]], Step]] = {
     "voxtune_cudnn": planned("bf16", *FUSED, "cuda_graph"),
     "voxtune": planned(*WHOLE),
 }
+THEIRS = ("bf16_autocast", "torch_compile_bf16_autocast", "voxtune_cudnn", "voxtune")
 PARTS: dict[str, tuple[str, tuple[int, ...], tuple[str, ...]]] = {
     "whole_head": (
         "med-ddpm",
@@ -154,7 +128,10 @@ PARTS: dict[str, tuple[str, tuple[int, ...], tuple[str, ...]]] = {
     ),
     "brats": ("med-ddpm-brats", (144, 192, 192), ("torch_compile_bf16", "voxtune")),
     "whole_head_256": ("med-ddpm", (256, 256, 256), ("torch_compile_bf16", "voxtune")),
-    "monai": ("monai", (128, 128, 128), ("bf16_autocast", "torch_compile_bf16_autocast", "voxtune_cudnn", "voxtune")),
+    "monai": ("monai", (128, 128, 128), THEIRS),
+    "monai_2d": ("monai_2d", (256, 256), THEIRS),
+    "diffusers_2d": ("diffusers_2d", (256, 256), THEIRS),
+    "diffusers_3d": ("diffusers_3d", (16, 32, 32), THEIRS),
 }
 
 
@@ -175,7 +152,7 @@ def reference(net: nn.Module, xs: tuple[Tensor, ...], wide: bool) -> Tensor:
     dtype = torch.float64 if wide else torch.float32
     began = time.monotonic()
     with tf32_allowed(False):
-        y = copy.deepcopy(net).to("cuda", dtype)(*moved(xs, dtype)).cpu()
+        y = volume_of(copy.deepcopy(net).to("cuda", dtype)(*moved(xs, dtype))).cpu()
     print(f"    reference in {dtype}: {time.monotonic() - began:.1f} s", flush=True)
     return y
 
@@ -184,7 +161,7 @@ def reference(net: nn.Module, xs: tuple[Tensor, ...], wide: bool) -> Tensor:
 def measure(part: str, wanted: list[str] | None, seconds: float) -> list[dict]:
     name, size, names = PARTS[part]
     master, xs = network(name), inputs(name, size)
-    wide = part in ("whole_head", "monai")
+    wide = part == "whole_head" or part in FOREIGN
     truth = reference(master, xs, wide).double()
     rows = []
     for label in names:
@@ -197,7 +174,7 @@ def measure(part: str, wanted: list[str] | None, seconds: float) -> list[dict]:
         began = time.monotonic()
         try:
             step = ROWS[label](copy.deepcopy(master), xs)
-            y = step().double().cpu()
+            y = volume_of(step()).double().cpu()
             torch.cuda.synchronize()
             first = time.monotonic() - began
             torch.cuda.empty_cache()
@@ -219,7 +196,8 @@ def measure(part: str, wanted: list[str] | None, seconds: float) -> list[dict]:
 
 COLD = """
 import time; began = time.monotonic()
-import torch, sys
+import logging, torch, sys
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="    %(message)s")
 sys.path.insert(0, {here!r})
 import gpu_unet3d_sample as bench
 from voxtune.plan import optimize
@@ -230,6 +208,7 @@ with torch.no_grad():
     fast = optimize(net, xs)
     fast(*xs)
 torch.cuda.synchronize()
+torch.cuda.empty_cache()
 print("COLD", ready - began, time.monotonic() - ready, "+".join(fast.plan.names))
 """
 
@@ -248,6 +227,7 @@ def cold_start() -> dict[str, float]:
             if line is None:
                 print(done.stderr[-2000:])
                 continue
+            print("\n".join(x for x in done.stdout.splitlines() if x != line), flush=True)
             _, load, first, plan = line.split()
             found |= {f"{name}_first_step_s": round(float(first), 2), f"{name}_load_s": round(float(load), 2)}
             print(name, "first step", first, "s after loading in", load, "s:", plan, flush=True)
@@ -279,7 +259,9 @@ def breakdown(top: int = 40) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--part", default="whole_head,brats,whole_head_256,monai,cold")
+    parser.add_argument(
+        "--part", default="whole_head,brats,whole_head_256,monai,monai_2d,diffusers_2d,diffusers_3d,cold"
+    )
     parser.add_argument("--rows", help="only these, by comma")
     parser.add_argument("--seconds", type=float, default=1.5, help="of timing for each row")
     parser.add_argument("-o", "--out", type=Path, default=RESULTS / "h200" / "unet3d_sample.json")

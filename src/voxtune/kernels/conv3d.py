@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from voxtune.kernels.ahead import ready
 from voxtune.kernels.conv3d_tiles import Tile, tiles
 
 
@@ -272,7 +273,7 @@ def convolve(
     whole = tile.split == 1
     target = y_NDHWK if whole else y_NDHWK.new_empty((tile.split * N, D, H, W, K), dtype=torch.float32)
     box = [1, 1, tile.h, tile.w]
-    voxtune_conv3d[(P * N * triton.cdiv(K, tile.k), tile.split)](
+    ready(voxtune_conv3d)[(P * N * triton.cdiv(K, tile.k), tile.split)](
         TensorDescriptor.from_tensor(x_NDHWC, [*box, tile.c]),
         TensorDescriptor.from_tensor(packed.view(27 * K, C), [tile.k, tile.c]),
         TensorDescriptor.from_tensor(target, [*box, tile.k]),
@@ -291,7 +292,7 @@ def convolve(
         num_warps=tile.warps,
     )
     if not whole:
-        voxtune_conv3d_join[(stretches, triton.cdiv(K, join_k), N)](
+        ready(voxtune_conv3d_join)[(stretches, triton.cdiv(K, join_k), N)](
             target,
             y_NDHWK,
             r_NDHWK,

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from voxtune.kernels.ahead import ready
 from voxtune.kernels.conv3d_tiles import Tile
 
 NEWER = hasattr(gl.shared_memory_descriptor, "reinterpret")
@@ -240,7 +241,7 @@ def launch(
     K = y_NDHWK.shape[4]
     box, L = [1, 1, tile.h, tile.w], layout(5)
     programs = N * -(-W // tile.w) * -(-H // tile.h) * -(-D // 2) * -(-K // tile.k)
-    voxtune_conv3d_halo[(programs,)](
+    ready(voxtune_conv3d_halo)[(programs,)](
         TensorDescriptor.from_tensor(x_NDHWC, [*box, tile.c], L),
         TensorDescriptor.from_tensor(x_NDHWC, [1, 1, 2, tile.w, tile.c], L),
         TensorDescriptor.from_tensor(packed.view(27 * K, C), [tile.k, tile.c], layout(2)),

@@ -26,6 +26,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from voxtune.kernels.ahead import ready
+
 # Programs of step 1 for each multiprocessor: enough loads in flight to fill the memory system.
 WAVES = 4
 MIN_VOXELS = 64
@@ -218,7 +220,7 @@ def moments(source: Tensor) -> Tensor:
     stretch, P = stretches(V, N, CS, source.device)
     found = torch.empty((N, P, 3, CS), dtype=torch.float32, device=source.device)
     block_c = channel_block(CS)
-    voxtune_moments[(P, triton.cdiv(CS, block_c), N)](
+    ready(voxtune_moments)[(P, triton.cdiv(CS, block_c), N)](
         view, found, V, CS, stretch, BLOCK_V=4096 // block_c, BLOCK_C=block_c, num_warps=8
     )
     return found
@@ -251,7 +253,7 @@ def group_norm_silu(
     group = C // groups
     block_g = triton.next_power_of_2(group)
     many = max(part.shape[1] for part in parts)
-    voxtune_finalize[(groups, N)](
+    ready(voxtune_finalize)[(groups, N)](
         parts[0],
         parts[-1],
         affine if shift_NC is None else shift_NC,
@@ -278,7 +280,7 @@ def group_norm_silu(
         CS = view.shape[2]
         block_c = channel_block(CS)
         block_v = 4096 // block_c
-        voxtune_normalize[(triton.cdiv(V, block_v), triton.cdiv(CS, block_c), N)](
+        ready(voxtune_normalize)[(triton.cdiv(V, block_v), triton.cdiv(CS, block_c), N)](
             view, affine, y_NVC, V, CS, C, first, SILU=silu, BLOCK_V=block_v, BLOCK_C=block_c, num_warps=8
         )
         first += CS

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from voxtune.kernels.ahead import ready
 from voxtune.kernels.group_norm import empty_channels_last
 from voxtune.kernels.pointwise import TYPES
 from voxtune.kernels.stem_conv import FEW, as_volume, span
@@ -205,7 +206,7 @@ def head(
     blocks = triton.cdiv(H, tile["BLOCK_H"] - 2) * triton.cdiv(W, tile["BLOCK_W"] - 2)
     walk = head_walk(N * blocks, D) if volume else 1
     padded = triton.next_power_of_2(M)
-    voxtune_head[(blocks * triton.cdiv(D, walk), padded // tile["BLOCK_M"], N)](
+    ready(voxtune_head)[(blocks * triton.cdiv(D, walk), padded // tile["BLOCK_M"], N)](
         x,
         x if affine is None else affine,
         packed.weight,

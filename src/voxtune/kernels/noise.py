@@ -17,10 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from voxtune.kernels.ahead import ready
+
 BLOCK = 512
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed", "draw"])
 def voxtune_noise(
     index_ptr,  # (N,) int64: the samples' numbers
     y_ptr,  # (N, V) float32
@@ -57,7 +59,7 @@ def normal_batch(seed: int, indices: Tensor, draw: int, shape: Sequence[int]) ->
     assert V < 2**31, "one counter's word numbers the blocks of a sample"
     y = torch.empty((indices.shape[0], V), dtype=torch.float32, device=indices.device)
     grid = (triton.cdiv(V, 4 * BLOCK), indices.shape[0])
-    voxtune_noise[grid](indices, y, seed, draw, V, BLOCK_B=BLOCK, num_warps=4)
+    ready(voxtune_noise)[grid](indices, y, seed, draw, V, BLOCK_B=BLOCK, num_warps=4)
     return y.view(indices.shape[0], *shape)
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from voxtune.kernels.ahead import ready
 from voxtune.kernels.group_norm import channel_block, empty_channels_last, voxels_last
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -182,7 +183,7 @@ def pointwise(
     M = weight_MK.shape[0]
     y = empty_channels_last(sources[0], M)
     tile = tile_of(N, V, CA, CB, M, a.dtype)
-    voxtune_pointwise[(triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(V, tile["BLOCK_V"]), N)](
+    ready(voxtune_pointwise)[(triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(V, tile["BLOCK_V"]), N)](
         a,
         b,
         weight_MK,
@@ -209,7 +210,7 @@ def add(a: Tensor, b: Tensor, shift_NC: Tensor | None = None) -> Tensor:
     y = empty_channels_last(a, C)
     block_c = channel_block(C)
     block_v = 4096 // block_c
-    voxtune_add[(triton.cdiv(C, block_c) * triton.cdiv(V, block_v), N)](
+    ready(voxtune_add)[(triton.cdiv(C, block_c) * triton.cdiv(V, block_v), N)](
         voxels_last(a),
         voxels_last(b),
         a if shift_NC is None else shift_NC,

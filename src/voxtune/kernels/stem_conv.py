@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from voxtune.kernels.ahead import ready
 from voxtune.kernels.group_norm import empty_channels_last
 from voxtune.kernels.pointwise import TYPES, why_no_shift
 
@@ -208,7 +209,7 @@ def stem(
     two = len(sources) == 2
     block_w = stem_run(W, packed.weight.dtype)
     grid = (D * H * triton.cdiv(W, block_w), packed.weight.shape[0] // packed.block_m, N)
-    voxtune_stem[grid](
+    ready(voxtune_stem)[grid](
         a,
         b,
         packed.weight,

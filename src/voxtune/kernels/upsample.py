@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from voxtune.kernels.ahead import ready
 from voxtune.kernels.group_norm import channel_block, empty_channels_last
 from voxtune.kernels.pointwise import TYPES
 
@@ -193,12 +194,14 @@ def upsample(x: Tensor, mode: str) -> Tensor:
     blocks_c = triton.cdiv(C, block_c)
     if mode == "nearest":
         grid: tuple[int, ...] = (blocks_c * triton.cdiv(H * W, block_q), D, N)
-        voxtune_upsample_nearest[grid](x, y, D, H, W, C, VOLUME=volume, BLOCK_Q=block_q, BLOCK_C=block_c, num_warps=4)
+        ready(voxtune_upsample_nearest)[grid](
+            x, y, D, H, W, C, VOLUME=volume, BLOCK_Q=block_q, BLOCK_C=block_c, num_warps=4
+        )
         return y
     columns = blocks_c * triton.cdiv((H + 1) * (W + 1), block_q)
     walk = walk_of(N * columns, D) if volume else 1
     grid = (columns, triton.cdiv(D + 1, walk) if volume else 1, N)
-    voxtune_upsample_linear[grid](
+    ready(voxtune_upsample_linear)[grid](
         x, y, D, H, W, C, WALK=walk, VOLUME=volume, BLOCK_Q=block_q, BLOCK_C=block_c, num_warps=4
     )
     return y

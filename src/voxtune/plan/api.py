@@ -13,13 +13,15 @@ from torch.utils._pytree import tree_map_only
 
 from voxtune.errors import InputError
 from voxtune.plan.build import Subject, build
-from voxtune.plan.cache import remember, remembered
+from voxtune.plan.cache import graph_place, remember, remembered
 from voxtune.plan.gate import Trajectory
 from voxtune.plan.hazards import refuses_half
 from voxtune.plan.identity import identity, unlike
+from voxtune.plan.kept import keep, kept
+from voxtune.plan.measure import clocked
 from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan
-from voxtune.plan.run import Inputs, Optimized
+from voxtune.plan.run import Inputs, Optimized, kernels_ready
 from voxtune.plan.tuner import Tuned, first_admitted, gate_for, judge, precision_of, tune
 
 log = logging.getLogger("voxtune")
@@ -125,10 +127,11 @@ def _auto(
     search: bool,
     say: Callable[[str], None],
 ) -> Optimized:
-    here = identity(model, inputs)
+    with clocked("identified"):
+        here = identity(model, inputs)
     known = remembered(here) if cache else None
     if known is not None:
-        return build(model, *inputs, known)
+        return _known(Subject(model, inputs), known)
     if next(model.parameters()).device.type == "cuda":
         network = _ready(Subject(model, inputs), here, trajectory)
     elif search:
@@ -138,6 +141,22 @@ def _auto(
         return build(model, *inputs, BASELINE)
     if cache:
         remember(network.plan)
+        keep(graph_place(network.plan), network.runner.inner, network.notes, network.signature.device)
+    return network
+
+
+def _known(subject: Subject, plan: Plan) -> Optimized:
+    """By a plan that passed the gate here: from the graph that it left, else rewritten once more."""
+    place = graph_place(plan)
+    with clocked("read back"):
+        found = kept(place, subject.device)
+    if found is None:
+        network = subject.build(plan)
+        keep(place, network.runner.inner, network.notes, subject.device)
+    else:
+        network = subject.restore(plan, *found)
+    with clocked("kernels ready"), kernels_ready((network,), subject.inputs):
+        pass
     return network
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from voxtune.files import one_line
 from voxtune.plan.graph import Captured, capture
+from voxtune.plan.measure import clocked
 from voxtune.plan.passes import PASSES, Context
 from voxtune.plan.passes.layout import lasting
 from voxtune.plan.plan import Plan
@@ -56,7 +57,8 @@ class Subject:
         """A graph to rewrite, or why there is none."""
         if self._captured is None:
             try:
-                self._captured = capture(self.model, *self.inputs)
+                with clocked("captured"):
+                    self._captured = capture(self.model, *self.inputs)
             except Exception as error:  # torch.export raises of many families for what it cannot capture
                 self._captured = f"{type(error).__name__}: {one_line(error)}"
         return self._captured if isinstance(self._captured, str) else self._captured.clone()
@@ -71,10 +73,18 @@ class Subject:
             captured = self.captured()
             if isinstance(captured, str):
                 return _uncaptured(self.model, plan, context, self.signature, captured)
-            notes: dict[str, str] = rewrite(captured, plan, context)
+            with clocked("rewritten"):
+                notes: dict[str, str] = rewrite(captured, plan, context)
             inner: nn.Module = captured.module
         else:
             notes, inner = rewrite(None, plan, context), self.model
+        return self._wrap(inner, plan, notes, context)
+
+    def restore(self, plan: Plan, inner: nn.Module, notes: dict[str, str]) -> Optimized:
+        """A network that `build` made in an earlier process."""
+        return self._wrap(inner, plan, notes, Context(self.device, plan.names, False))
+
+    def _wrap(self, inner: nn.Module, plan: Plan, notes: dict[str, str], context: Context) -> Optimized:
         return Optimized(self.model, Runner(inner, _in_force(plan, notes), context), plan, notes, self.signature)
 
 

@@ -27,6 +27,13 @@ def _place(made_for: dict[str, Any]) -> Path:
     return cache_folder() / "plans" / f"{key}.json"
 
 
+def graph_place(plan: Plan) -> Path:
+    """Of the network rewritten by a plan, beside the plan: another plan for the same model has a graph of its own."""
+    steps = hashlib.blake2b(json.dumps(plan.to_json()["passes"]).encode(), digest_size=4).hexdigest()
+    place = _place(plan.made_for)
+    return place.with_name(f"{place.stem}-{steps}.graph")
+
+
 def remembered(made_for: dict[str, Any]) -> Plan | None:
     """The plan of exactly this model, shape, device and versions; a file that cannot be used is told and passed over."""
     path = _place(made_for)

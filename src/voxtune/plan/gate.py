@@ -90,6 +90,15 @@ class Gate:
                 self._paths[seed] = self.trajectory(self.model, seed).float().cpu()
         return self._paths[seed]
 
+    def prepare(self, precision: str) -> None:
+        """All that does not need the candidate: references, paths and what plain PyTorch errs."""
+        try:
+            assert self.references
+            self.yardstick("fp32")
+            self.yardstick(precision)
+        except torch.OutOfMemoryError as error:
+            log.info("the gate's references: %s", one_line(error))  # judging tells it as the verdict
+
     def judge(self, candidate: Call, precision: str, structure: Call | None = None) -> Verdict:
         """`structure` is the same rewriting computed in float32; leave it out where nothing was rewritten."""
         figures: dict[str, Any] = {"precision": precision}

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+log = logging.getLogger("voxtune")
+
+
+@contextmanager
+def clocked(what: str) -> Iterator[None]:
+    """Logs how long a part of the way to the first step took."""
+    began = time.perf_counter()
+    yield
+    log.info("%s in %.2f s", what, time.perf_counter() - began)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from voxtune.plan.graph import module_of
+from voxtune.plan.measure import clocked
 from voxtune.plan.passes.base import Context
 from voxtune.plan.plan import Plan
 from voxtune.precision import tf32_allowed
@@ -22,6 +24,8 @@ log = logging.getLogger("voxtune")
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 # Runs before a CUDA graph is recorded: kernels compile and cuDNN chooses in them.
 WARM_UP = 2
+# A graph's memory over what its tensors need at most at one time: the gaps between them.
+SLACK = 1.04
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,8 @@ class Runner:
             if "cuda_graph" not in self.in_force:
                 return self._plain(*args, **kwargs)
             if self.graph is None:
-                self.graph = _Graph(self._plain, args, kwargs)
+                with clocked("recorded as a graph"):
+                    self.graph = _Graph(self._plain, args, kwargs)
             return self.graph(args, kwargs)
 
     @contextmanager
@@ -106,6 +111,17 @@ class Runner:
             yield dict(module_of(n) for n in self.inner.graph.nodes if n.op == "call_function")
         finally:
             self.call, self.graph, self.in_force = call, graph, in_force
+
+    @property
+    def graph_gib(self) -> float:
+        """What the recorded graph keeps; the allocator's own counts leave it out."""
+        return self.graph.bytes / 2**30 if self.graph is not None else 0.0
+
+    def rehearse(self, inputs: Inputs) -> None:
+        """One call outside the graph, for what it makes ready: kernels, cuDNN's choices. Its result is nobody's."""
+        if "compile" not in self.in_force:
+            with self.flags():
+                self._plain(*inputs[0], **inputs[1])
 
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
         casting = torch.autocast(self.context.device.type, self.autocast) if self.autocast else nullcontext()
@@ -141,13 +157,21 @@ class _Graph:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UP):
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
                 call(*self.args, **self.kwargs)
+            needed = torch.cuda.max_memory_allocated() - before
         torch.cuda.current_stream().wait_stream(side)
         # What the warm-up held is of no use to the graph, which allocates in a pool of its own.
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+        self.bytes = int(needed * SLACK)
         self.recorded = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.recorded):
+        # On the same stream, whose libraries have their workspaces already.
+        with torch.cuda.graph(self.recorded, stream=side):
+            # The pool begins as one block, which all tensors are cut from: tensors of many sizes in blocks of their own
+            # would leave gaps that none of the later ones fits.
+            torch.empty(self.bytes, dtype=torch.uint8, device=torch.cuda.current_device())
             self.output = call(*self.args, **self.kwargs)
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -185,3 +209,17 @@ class Optimized(nn.Module):
             self._told.add(reason)
             log.warning("the plan is not used: %s; the network runs as its owner wrote it", reason)
         return self.original(*args, **kwargs)
+
+
+def kernels_ready(networks: Iterable[Optimized | None], inputs: Inputs) -> AbstractContextManager[None]:
+    """The kernels of these networks are compiled side by side, beginning now and done at the end of the block."""
+    runners = [n.runner for n in networks if n is not None]
+    if not runners or runners[0].context.device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return nullcontext()
+    from voxtune.kernels.ahead import compiled_ahead
+
+    def rehearse() -> None:
+        for runner in runners:
+            runner.rehearse(inputs)
+
+    return compiled_ahead(rehearse)

@@ -10,7 +10,7 @@ import gc
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,10 +22,10 @@ from voxtune.plan.build import Subject
 from voxtune.plan.gate import Gate, Trajectory, Verdict, vary, volume_of
 from voxtune.plan.hazards import refuses_half
 from voxtune.plan.identity import identity
-from voxtune.plan.measure import Timing, measure
+from voxtune.plan.measure import Timing, clocked, measure
 from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan, Step
-from voxtune.plan.run import Optimized
+from voxtune.plan.run import Optimized, kernels_ready
 from voxtune.plan.trajectory import trajectory_of
 
 log = logging.getLogger("voxtune")
@@ -113,10 +113,12 @@ def judge(subject: Subject, network: Optimized, gate: Gate) -> Verdict:
     """Asks the gate about a plan that was built, and about its float32 twin where the graph was rewritten."""
     plan = network.plan
     twin = Plan(tuple(s for s in plan.steps if s.name not in NOT_STRUCTURE))
-    structure = None
-    if twin.steps:
-        structure = subject.build(twin, twin=True)
-    return gate.judge(network, precision_of(plan), structure)
+    structure = subject.build(twin, twin=True) if twin.steps else None
+    # Kernels compile on the processor's cores while the gate computes its references on the GPU.
+    with clocked("kernels and references ready"), kernels_ready((network, structure), subject.inputs):
+        gate.prepare(precision_of(plan))
+    with clocked("judged"):
+        return gate.judge(network, precision_of(plan), structure)
 
 
 def first_admitted(subject: Subject, plans: Sequence[Plan], gate: Gate) -> tuple[Optimized, Verdict] | None:
@@ -202,7 +204,8 @@ def _try(subject: Subject, rung: Rung, plan: Plan, gate: Gate, best: Optimized |
 
 def _time(network: Optimized, subject: Subject, **options: Any) -> Timing:
     args, kwargs = subject.inputs
-    return measure(lambda: network(*args, **kwargs), subject.device, **options)
+    found = measure(lambda: network(*args, **kwargs), subject.device, **options)
+    return found if found.peak_gib is None else replace(found, peak_gib=found.peak_gib + network.runner.graph_gib)
 
 
 def _faster(network: Optimized, timing: Timing, best: Optimized, subject: Subject) -> bool:

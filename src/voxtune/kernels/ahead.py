@@ -1,0 +1,65 @@
+"""Kernels compiled side by side before they are needed.
+
+Why: a network's first step meets some forty kernels, each compiled when it is first launched, one after the other: most of a
+minute on one core while the others idle. Here a rehearsal of the network asks for all of them; threads compile, nothing runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+log = logging.getLogger("voxtune")
+_rehearsing: ContextVar[bool] = ContextVar("voxtune_rehearsing", default=False)
+
+
+class _Compiling:
+    """Takes a kernel's launches, and compiles instead."""
+
+    def __init__(self, kernel: Any):
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self.kernel.run(*args, grid=grid, warmup=True, **kwargs)
+
+
+def ready(kernel: Any) -> Any:
+    """The kernel, to be launched as ever: `ready(kernel)[grid](...)`. In a rehearsal it is only compiled."""
+    return _Compiling(kernel) if _rehearsing.get() else kernel
+
+
+@contextmanager
+def compiled_ahead(rehearse: Callable[[], object]) -> Iterator[None]:
+    """Calls `rehearse` without launching our kernels; they compile while the body runs, and are there when it ends.
+
+    A rehearsal computes nothing that may be used. What fails here is told at the real launch, which tries again.
+    """
+    try:
+        from triton.runtime._async_compile import AsyncCompileMode, active_mode
+    except ImportError:
+        log.info("this version of Triton compiles kernels one by one")
+        yield
+        return
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        mode = AsyncCompileMode(pool)
+        mode.__enter__()
+        token = _rehearsing.set(True)
+        try:
+            rehearse()
+        except Exception as error:
+            log.info("the rehearsal stopped: %s: %s", type(error).__name__, error)
+        finally:
+            _rehearsing.reset(token)
+            active_mode.set(None)  # launches of others, in the body, are none of this mode's
+        try:
+            yield
+        finally:
+            try:
+                mode.__exit__(None, None, None)
+            except Exception as error:
+                log.info("a kernel was not compiled ahead: %s: %s", type(error).__name__, error)
