@@ -18,8 +18,9 @@ import voxtune
 from voxtune.cli.main import main
 from voxtune.errors import InputError
 from voxtune.runtime.train import read_run
-from voxtune.runtime.trainconfig import model_config, read_config, setting_names
+from voxtune.runtime.trainconfig import read_config, setting_names
 from voxtune.runtime.trainlog import read_metrics
+from voxtune.runtime.trainmodel import model_config
 
 GOOD = """\
 # A small run

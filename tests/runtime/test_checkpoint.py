@@ -23,8 +23,8 @@ from voxtune.runtime.checkpoint import (
 )
 from voxtune.runtime.storage import read_safetensors, write_safetensors
 from voxtune.runtime.train import load_init, train
-from voxtune.runtime.trainconfig import model_config
 from voxtune.runtime.trainlog import METRICS, read_metrics, truncate_metrics
+from voxtune.runtime.trainmodel import model_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -19,8 +19,9 @@ from voxtune.runtime.loader import Loader, epoch_order, timesteps, training_nois
 from voxtune.runtime.model import Model, ModelConfig
 from voxtune.runtime.storage import load
 from voxtune.runtime.train import locked, read_run, train
-from voxtune.runtime.trainconfig import DataSettings, ModelSettings, TrainConfig, model_config
+from voxtune.runtime.trainconfig import DataSettings, ModelSettings, TrainConfig
 from voxtune.runtime.trainlog import sample_picture
+from voxtune.runtime.trainmodel import model_config
 from voxtune.workloads import ConvNeXtConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")

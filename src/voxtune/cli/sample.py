@@ -1,87 +1,142 @@
-"""voxtune sample: draw volumes from masks."""
+"""voxtune sample: draw volumes from masks, or images from nothing."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, choose_device, parse_size
+from voxtune.errors import InputError
+
+if TYPE_CHECKING:
+    from voxtune.runtime.generate import Request
+    from voxtune.runtime.images import DrawnImage
+    from voxtune.runtime.model import Model
+
+# Images on the page of --picture.
+PICTURE_IMAGES = 64
 
 
 def command(
     model: Annotated[Path, typer.Argument(help="A model folder, or a published .pt checkpoint.")],
-    mask: Annotated[list[Path], typer.Option("--mask", "-m", help="A mask (NIfTI), or a folder of masks; repeatable.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the volumes.")],
-    count: Annotated[int, typer.Option("--count", "-n", min=1, help="Volumes for each mask.")] = 1,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the volumes or images.")],
+    mask: Annotated[
+        list[Path] | None,
+        typer.Option("--mask", "-m", help="A mask (NIfTI), or a folder of masks; repeatable. None for images."),
+    ] = None,
+    count: Annotated[int, typer.Option("--count", "-n", min=1, help="Volumes for each mask; or images.")] = 1,
     sampler: Annotated[str | None, typer.Option(help="ddpm, ddim, dpm++, unipc or ipndm; else the model's.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps; default: the model's.")] = None,
-    seed: Annotated[int, typer.Option(help="Volume i depends on the seed and i alone.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Volumes computed together.")] = 1,
+    seed: Annotated[int, typer.Option(help="Volume or image i depends on the seed and i alone.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Volumes or images computed together.")] = 1,
     fit: Annotated[str, typer.Option(help="How a mask goes to the model's grid: auto, pad or resample.")] = "auto",
-    size: Annotated[str | None, typer.Option(help="Another grid than the model's, as depth,height,width.")] = None,
+    size: Annotated[
+        str | None, typer.Option(help="Another grid than the model's, as depth,height,width; or height,width.")
+    ] = None,
     plan: Annotated[
         str, typer.Option(help="auto (the fastest known that gives the same answer), baseline, or a plan's file.")
     ] = "auto",
-    picture: Annotated[bool, typer.Option("--picture", help="Also write a PNG of mask and volume.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace volumes that exist.")] = False,
+    picture: Annotated[bool, typer.Option("--picture", help="Also write a PNG of mask and volume; or a page.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what exists.")] = False,
     device: DeviceOption = "auto",
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Draw MRI volumes from masks, on each mask's own grid and geometry."""
-    from voxtune.errors import InputError
+    """Draw MRI volumes from masks, on each mask's own grid and geometry; or images, with a model that takes no mask."""
     from voxtune.optimizing import optimize
-    from voxtune.runtime.generate import generate, prepare
+    from voxtune.runtime.images import check_image_request
     from voxtune.runtime.storage import load
 
     output = Output(json=json, quiet=quiet)
     loaded = load(model, device=choose_device(device))
-    sides = parse_size(size) if size else None
-    if sides is not None and len(sides) != 3:
-        raise InputError(f"--size {size}: give three sides, depth,height,width")
-    requests = prepare(loaded, _masks(mask), mode=fit, size=sides)  # type: ignore[arg-type]
+    images = loaded.config.network.dimensions == 2
+    sides = _sides(size, loaded)
+    options: dict[str, Any] = {"count": count, "seed": seed, "sampler": sampler, "steps": steps, "batch": batch}
+    options |= {"overwrite": overwrite, "provenance": {"model": str(model)}}
+    requests = [] if images else _requests(loaded, mask, fit, sides, output)
+    if images:
+        if mask or fit != "auto":
+            raise InputError(
+                f"{model}: takes no mask: leave {'--mask' if mask else '--fit'} away; --count says how many"
+            )
+        check_image_request(loaded, out, count, sides, overwrite=overwrite)
+    if plan != "baseline":
+        loaded = optimize(loaded, plan=plan, search=False, say=output.say)
+    number = count * (1 if images else len(requests))
+    total, used = steps or loaded.default_steps, sampler or loaded.config.sampling.sampler
+    kind = "image" if images else "volume"
+    output.say(f"drawing {number} {kind}(s) with {used}, {total} steps, seed {seed}, on {loaded.device}")
+    started = time.perf_counter()
+    with output.progress("sampling", number * total) as update:
+        options["progress"] = lambda done, _total: update(done)
+        if images:
+            drawn = _draw_images(loaded, out, picture, {"size": sides, **options})
+        else:
+            drawn = _draw_volumes(loaded, requests, out, picture, options)
+    seconds = time.perf_counter() - started
+    for each in drawn:
+        output.say("wrote " + ", ".join(each["files"]))
+    output.say(f"{seconds:.1f} s")
+    output.result({f"{kind}s": drawn, "sampler": used, "steps": total, "seed": seed, "seconds": round(seconds, 3)})
+
+
+def _sides(size: str | None, model: Model) -> tuple[int, ...] | None:
+    if size is None:
+        return None
+    sides, wanted = parse_size(size), model.config.network.dimensions
+    if len(sides) != wanted:
+        raise InputError(f"--size {size}: give {'height,width' if wanted == 2 else 'three sides, depth,height,width'}")
+    return sides
+
+
+def _requests(
+    model: Model, masks: list[Path] | None, fit: str, sides: tuple[int, ...] | None, output: Output
+) -> list[Request]:
+    from voxtune.runtime.generate import mask_contract, prepare
+
+    mask_contract(model)
+    if not masks:
+        raise InputError("this model draws from masks: give --mask, a NIfTI file or a folder of them")
+    requests = prepare(model, _masks(masks), mode=fit, size=sides)  # type: ignore[arg-type]
     for request in requests:
         output.say(f"{request.path.name}: {request.placement.describe()}")
         for warning in request.warnings:
             output.warn(warning)
-    if plan != "baseline":
-        loaded = optimize(loaded, plan=plan, search=False, say=output.say)
-    total = steps or loaded.default_steps
-    used = sampler or loaded.config.sampling.sampler
-    output.say(f"drawing {len(requests) * count} volume(s) with {used}, {total} steps, seed {seed}, on {loaded.device}")
-    started = time.perf_counter()
-    volumes: list[dict[str, Any]] = []
-    with output.progress("sampling", len(requests) * count * total) as update:
-        for drawn in generate(
-            loaded,
-            requests,
-            out,
-            count=count,
-            seed=seed,
-            sampler=sampler,
-            steps=steps,
-            batch=batch,
-            overwrite=overwrite,
-            provenance={"model": str(model)},
-            progress=lambda done, _total: update(done),
-        ):
-            files = list(drawn.files)
-            if picture:
-                files.append(_picture(drawn))
-            volumes.append({"mask": str(drawn.request.path), "index": drawn.index, "files": [str(f) for f in files]})
-    seconds = time.perf_counter() - started
-    for volume in volumes:
-        output.say("wrote " + ", ".join(volume["files"]))
-    output.say(f"{seconds:.1f} s")
-    output.result({"volumes": volumes, "sampler": used, "steps": total, "seed": seed, "seconds": round(seconds, 3)})
+    return requests
+
+
+def _draw_volumes(
+    model: Model, requests: list[Request], out: Path, picture: bool, options: dict[str, Any]
+) -> list[dict[str, Any]]:
+    from voxtune.runtime.generate import generate
+
+    volumes = []
+    for drawn in generate(model, requests, out, **options):
+        files = list(drawn.files)
+        if picture:
+            files.append(_picture(drawn))
+        volumes.append({"mask": str(drawn.request.path), "index": drawn.index, "files": [str(f) for f in files]})
+    return volumes
+
+
+def _draw_images(model: Model, out: Path, picture: bool, options: dict[str, Any]) -> list[dict[str, Any]]:
+    from voxtune.runtime.images import generate_images
+
+    images: list[dict[str, Any]] = []
+    page: list[DrawnImage] = []
+    for drawn in generate_images(model, out, **options):
+        images.append({"index": drawn.index, "files": [str(drawn.file)]})
+        if picture and len(page) < PICTURE_IMAGES:
+            page.append(drawn)
+    if page:
+        images[-1]["files"].append(str(_page(page, out / "picture.png")))
+    return images
 
 
 def _masks(paths: list[Path]) -> list[Path]:
-    from voxtune.errors import InputError
-
     found: list[Path] = []
     for path in paths:
         inside = (
@@ -104,3 +159,13 @@ def _picture(drawn: Any) -> Path:
     return contact_sheet(
         panels, drawn.files[0].with_name(drawn.files[0].name.replace(".nii.gz", ".png")), around=labels
     )
+
+
+def _page(drawn: list[DrawnImage], path: Path) -> Path:
+    import numpy as np
+
+    from voxtune.data.pixels import png, sheet
+    from voxtune.files import write_whole
+
+    write_whole(path, png(sheet(np.stack([image.pixels_HWC for image in drawn]))))
+    return path

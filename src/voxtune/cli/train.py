@@ -1,4 +1,4 @@
-"""voxtune train: teaches a model to draw images for masks."""
+"""voxtune train: teaches a model to draw volumes for masks, or images."""
 
 from __future__ import annotations
 
@@ -29,20 +29,22 @@ def command(
     config: Annotated[Path | None, _option("--config", "-c", help="A YAML or JSON file; options go over it.")] = None,
     resume: Annotated[Path | None, _option(help="Go on with the run in this folder.")] = None,
     out: Annotated[Path | None, _option("--out", "-o", help="The run folder to write.")] = None,
-    images: Annotated[str | None, _option(help="Folder of NIfTI images.")] = None,
+    images: Annotated[str | None, _option(help="Folder of NIfTI images; with convnext of CIFAR-10 batches.")] = None,
     masks: Annotated[str | None, _option(help="Folder of NIfTI masks, paired with the images by name.")] = None,
     labels: Annotated[str | None, _option(help="The masks' labels, as brain=1,tumour=2.")] = None,
     cohort: Annotated[int | None, _option(help="Train on this many subjects of the embedded cohort.")] = None,
-    workload: Annotated[str | None, _option(help="med-ddpm (default) or med-ddpm-brats.")] = None,
+    workload: Annotated[str | None, _option(help="med-ddpm (default), med-ddpm-brats or convnext.")] = None,
     init: Annotated[str | None, _option(help="Fine-tune: a model or run folder, or a checkpoint.")] = None,
-    size: Annotated[str | None, _option(help="Voxels, depth first, as 64,64,64.")] = None,
+    size: Annotated[str | None, _option(help="Voxels, depth first, as 64,64,64; or pixels, as 32,32.")] = None,
     base: Annotated[int | None, _option(help="Channels at full resolution.")] = None,
     multipliers: Annotated[str | None, _option(help="Channels of each level in units of base, as 1,2,3,4.")] = None,
     steps: Annotated[int | None, _option(help="Updates of the weights (default 100000).")] = None,
-    batch: Annotated[int | None, _option(help="Subjects computed at once (default 1).")] = None,
-    accumulation: Annotated[int | None, _option(help="Batches to one update (default 2).")] = None,
-    learning_rate: Annotated[float | None, _option("--learning-rate", "--lr", help="Adam's (default 1e-5).")] = None,
-    loss: Annotated[str | None, _option(help="l1 (default) or l2.")] = None,
+    batch: Annotated[int | None, _option(help="Subjects computed at once (default 1; convnext 128).")] = None,
+    accumulation: Annotated[int | None, _option(help="Batches to one update (default 2; convnext 1).")] = None,
+    learning_rate: Annotated[
+        float | None, _option("--learning-rate", "--lr", help="Adam's (default 1e-5; convnext 2e-4).")
+    ] = None,
+    loss: Annotated[str | None, _option(help="l1 (default) or l2 (convnext's).")] = None,
     autocast: Annotated[str | None, _option(help="none (default), bf16 or fp16.")] = None,
     seed: Annotated[int | None, _option(help="Fixes order, noise and first weights (default 0).")] = None,
     checkpoint_every: Annotated[int | None, _option(help="Steps between checkpoints (default 1000).")] = None,
@@ -52,7 +54,7 @@ def command(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Train a model on your folders or on the embedded cohort; it can be stopped and resumed at any moment."""
+    """Train a model on your folders, the embedded cohort or CIFAR-10; it can be stopped and resumed at any moment."""
     output = Output(json=json, quiet=quiet)
     plain: dict[str, Any] = {"data.images": _absolute(images), "data.masks": _absolute(masks), "data.cohort": cohort}
     plain |= {"model.workload": workload, "model.init": _absolute(init), "model.base": base}
@@ -72,10 +74,6 @@ def _train(
     from voxtune.runtime.train import read_run, train
     from voxtune.runtime.trainconfig import make_config, read_config
 
-    if overrides.get("model.workload") == "convnext":
-        raise InputError(
-            "--workload convnext: training 2D images is not offered yet; choose med-ddpm or med-ddpm-brats"
-        )
     if resume is not None and (file is not None or (out is not None and out != resume)):
         raise InputError("--resume takes settings and folder from the run; leave --config and --out away")
     folder = resume or out

@@ -13,7 +13,7 @@ def model_card(model: Model, *, title: str, origin: str) -> str:
     lines = [
         "---",
         "library_name: voxtune",
-        "tags: [diffusion, unet, mri]",
+        f"tags: [diffusion, unet{', mri' if config.network.dimensions == 3 else ''}]",
         "---",
         f"# {title}",
         "",
@@ -34,7 +34,7 @@ def model_card(model: Model, *, title: str, origin: str) -> str:
         "",
         "## Use",
         "```",
-        "voxtune sample THIS_FOLDER --mask MASK.nii.gz -o OUT",
+        f"voxtune sample THIS_FOLDER {'--mask MASK.nii.gz' if config.network.mask_channels else '--count 16'} -o OUT",
         "```",
         "",
         "## Limits",

@@ -114,7 +114,7 @@ def generate(
             steps=steps,
             seed=seed,
             indices=[i for i, _ in chunk],
-            progress=None if progress is None else _overall(progress, done, len(chunk), len(jobs), total_steps),
+            progress=None if progress is None else overall(progress, done, len(chunk), len(jobs), total_steps),
         )
         for (i, request), image in zip(chunk, x.cpu().numpy(), strict=True):
             record = {
@@ -142,7 +142,7 @@ def output_names(masks: list[Path], images: tuple[str, ...]) -> list[tuple[str, 
     return names
 
 
-def _overall(
+def overall(
     progress: Callable[[int, int], None], done: int, batch: int, jobs: int, steps: int
 ) -> Callable[[int, int], None]:
     """Steps of one batch as volume-steps of the whole run."""

@@ -19,18 +19,19 @@ from voxtune.runtime import checkpoint as disk
 from voxtune.runtime.card import model_card
 from voxtune.runtime.checkpoint import Checkpoint
 from voxtune.runtime.loader import Loader, Source, read_item
-from voxtune.runtime.model import Model, ModelConfig
+from voxtune.runtime.model import Model
 from voxtune.runtime.storage import load, save
-from voxtune.runtime.trainconfig import TrainConfig, differences, model_config, read_config
+from voxtune.runtime.trainconfig import TrainConfig, differences, read_config
 from voxtune.runtime.trainer import Trainer
-from voxtune.runtime.trainlog import TrainLog, sample_picture
+from voxtune.runtime.trainlog import TrainLog, image_picture, sample_picture
+from voxtune.runtime.trainmodel import model_config
+from voxtune.runtime.trainsource import Warn, check_items, describe_source, open_source
 
 CONFIG, CHECKPOINTS, MODEL, LOCK = "train.json", "checkpoints", "model", ".lock"
-# Findings of the pre-flight that are shown; the rest are counted.
-SHOWN_WARNINGS = 5
+# On the page of images that is drawn while training.
+PICTURE_IMAGES = 16
 
 Progress = Callable[[int, int, float], None]
-Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ def train(
         from_python = source is not None
         if source is None:
             source = open_source(config, model.config, warn, check=found is None)
-        _check_items(source, model.config)
+        check_items(source, model.config)
         if found is not None and config.steps < found.state.step:
             raise InputError(
                 f"{out}: stands at step {found.state.step} already; give --steps {found.state.step} or more"
@@ -88,7 +89,8 @@ def train(
             trainer.restore(found)
         with replacing(out / CONFIG) as part:
             part.write_text(json.dumps(to_mapping(config), indent=2) + "\n")
-        card = _card(config, model, len(source), from_python, command)
+        origin = f"{len(source)} subjects given from Python" if from_python else describe_source(config, len(source))
+        card = _card(config, model, origin, command)
         run = Run(trainer, source, out, warn=warn, card=card, last=None if found is None else found.path)
         return run.loop(progress, stop, None if found is None else found.state.step)
 
@@ -178,18 +180,23 @@ class Run:
         return Model(self.trainer.model.config, self.trainer.ema.network)
 
     def _picture(self) -> None:
-        """A sample for the first subject's mask. Its noise has no state, so training goes on as if it had not been."""
+        """A sample for the first subject's mask, or a page of images. Noise has no state: training goes on as if it had
+        not been drawn."""
         image, cond = read_item(self.source, 0)
+        flat = self.trainer.model.config.network.dimensions == 2
         with self.trainer.autocast():
-            sample = self._ema_model().sample(
+            samples = self._ema_model().sample(
                 None if cond is None else cond[None],
                 sampler=self.config.sampler,
                 steps=min(self.config.sample_steps, len(self.trainer.model.schedule)),
                 seed=self.config.seed,
+                indices=range(PICTURE_IMAGES if flat else 1),
             )
-        drawn = sample[0].float().cpu().numpy()
-        pixels = sample_picture(None if cond is None else cond.numpy(), drawn, image.numpy())
-        self.log.picture(self.trainer.step, pixels)
+        drawn = samples.float().cpu().numpy()
+        mask = None if cond is None else cond.numpy()
+        self.log.picture(
+            self.trainer.step, image_picture(drawn) if flat else sample_picture(mask, drawn[0], image.numpy())
+        )
 
     @contextmanager
     def _saying_how_to_resume(self) -> Iterator[None]:
@@ -229,31 +236,6 @@ def read_run(out: Path, overrides: dict[str, Any] | None = None) -> TrainConfig:
     return read_config(out / CONFIG, overrides)
 
 
-def open_source(config: TrainConfig, model: ModelConfig, warn: Warn, *, check: bool) -> Source:
-    """What `config.data` names, on the model's grid; `check` looks into every file before any work."""
-    from voxtune.data.dataset import CohortSource, PairedFolders
-
-    data, contract = config.data, model.data
-    if contract is None:
-        raise InputError("this model takes no mask, and folders or the cohort give some: train it from Python")
-    if data.cohort is not None:
-        cohort = CohortSource(contract, data.cohort_seed, data.cohort)
-        if config.workers > 2:
-            cohort.warm(config.workers)
-        return cohort
-    if data.images is None or data.masks is None:
-        raise InputError("no data: give folders (--images DIR --masks DIR) or the embedded cohort (--cohort 64)")
-    source = PairedFolders(contract, data.images, data.masks, mode=data.fit)
-    if check:
-        report = source.check()
-        report.raise_errors()
-        for finding in report.warnings[:SHOWN_WARNINGS]:
-            warn(finding.message)
-        if len(report.warnings) > SHOWN_WARNINGS:
-            warn(f"and {len(report.warnings) - SHOWN_WARNINGS} more of the kind")
-    return source
-
-
 def load_init(path: str) -> Model:
     """The model to go on from: a model folder, a run folder, a training checkpoint or a published `.pt`."""
     place = Path(path)
@@ -289,35 +271,10 @@ def _find_checkpoint(out: Path, resume: bool, warn: Warn) -> Checkpoint | None:
     return None
 
 
-def _check_items(source: Source, model: ModelConfig) -> None:
-    """The first subject against the model, so that a wrong shape is told before any work."""
-    if len(source) < 1:
-        raise InputError("the data holds no subjects")
-    image, cond = read_item(source, 0)
-    network = model.network
-    wanted = [
-        (network.out_channels, *model.size),
-        (network.mask_channels, *model.size) if network.mask_channels else None,
-    ]
-    found = [tuple(image.shape), None if cond is None else tuple(cond.shape)]
-    for what, want, have in zip(("image", "mask"), wanted, found, strict=True):
-        if want != have:
-            raise InputError(f"the data's {what} has shape {have}, the model takes {want}")
-
-
-def _card(
-    config: TrainConfig, model: Model, subjects: int, from_python: bool, command: str | None
-) -> Callable[[int], str]:
+def _card(config: TrainConfig, model: Model, origin: str, command: str | None) -> Callable[[int], str]:
     """step -> the model card: the data, the recipe and the command."""
     from voxtune import __version__
 
-    data = config.data
-    if from_python:
-        origin = f"{subjects} subjects given from Python"
-    elif data.cohort is not None:
-        origin = f"{subjects} subjects of the embedded cohort, seed {data.cohort_seed}"
-    else:
-        origin = f"{subjects} subjects: images of `{data.images}`, masks of `{data.masks}`"
     start = "" if config.model.init is None else f", from the weights of `{config.model.init}`"
     recipe = (
         f"Adam, learning rate {config.learning_rate:g}, {config.loss.upper()} loss, batch {config.batch} x "

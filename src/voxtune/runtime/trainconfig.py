@@ -1,27 +1,22 @@
-"""What a training run is: its settings, read from YAML or JSON, and the model and data that follow from them."""
+"""What a training run is: its settings, checked, and read from YAML or JSON."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from voxtune.config import from_mapping, to_mapping
-from voxtune.data.contract import BRATS, WHOLE_HEAD, DataContract, Label, check_orientation
-from voxtune.diffusion import DiffusionConfig
+from voxtune.data.contract import Label, check_orientation
 from voxtune.diffusion.noise import check_seed
 from voxtune.errors import InputError
 from voxtune.files import reporting_os_errors
-from voxtune.runtime.model import ModelConfig
-from voxtune.workloads import WORKLOADS, MedDDPMConfig
-from voxtune.workloads.med_ddpm import PUBLISHED_MULTIPLIERS
+from voxtune.workloads import WORKLOADS
 
 MAX_FILE_BYTES = 2**20
 MAX_COUNT = 10**9
-# A level narrower than this has too few voxels for its norms to mean anything.
-SMALLEST_SIDE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +34,11 @@ class DataSettings:
     orientation: str | None = None
     mask_range: Literal["signed", "unit"] | None = None
     scaling: Literal["volume", "slice"] | None = None
+    mirror: bool | None = None
 
     def __post_init__(self) -> None:
         if self.cohort is not None and (self.images is not None or self.masks is not None):
             raise InputError("data: give either folders (images, masks) or a cohort, not both")
-        if (self.images is None) != (self.masks is None):
-            raise InputError(f"data: {'masks' if self.masks is None else 'images'} is missing; the two go together")
         if self.cohort is not None:
             _check_range("cohort", self.cohort, 1, MAX_COUNT)
         _check_range("cohort_seed", self.cohort_seed, 0, 2**63 - 1)
@@ -58,9 +52,9 @@ class DataSettings:
 class ModelSettings:
     """The network: a stored model to go on from (`init`), or a fresh one. None: as `init`, or the workload, has it."""
 
-    workload: Literal["med-ddpm", "med-ddpm-brats"] = "med-ddpm"
+    workload: Literal["med-ddpm", "med-ddpm-brats", "convnext"] = "med-ddpm"
     init: str | None = None
-    size: tuple[int, int, int] | None = None
+    size: tuple[int, ...] | None = None
     base: int | None = None
     blocks: int | None = None
     multipliers: tuple[float, ...] | None = None
@@ -70,6 +64,14 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         _check_path("model: init", self.init)
+        if self.size is not None and len(self.size) != self.dimensions:
+            raise InputError(f"model: size {self.size[:8]}: {self.workload} takes {self.dimensions} sides")
+        if self.size is not None and not all(1 <= side <= 4096 for side in self.size):
+            raise InputError(f"model: size {self.size}: sides must lie in 1 to 4096")
+
+    @property
+    def dimensions(self) -> int:
+        return WORKLOADS[self.workload].network.dimensions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,17 +116,50 @@ class TrainConfig:
             raise InputError(f"ema_decay {self.ema_decay}: must lie in [0, 1)")
         if self.clip is not None and not self.clip > 0:
             raise InputError(f"clip {self.clip}: the largest gradient norm must be above 0; leave it out for none")
+        if self.model.dimensions == 2:
+            check_images(self)
+        else:
+            check_volumes(self)
 
     @property
     def samples_per_step(self) -> int:
         return self.batch * self.accumulation
 
 
+# What other networks than Med-DDPM are usually trained with: Ho et al. on CIFAR-10 (their batch, rate and loss).
+RECIPES: dict[str, dict[str, Any]] = {
+    "convnext": {"batch": 128, "accumulation": 1, "learning_rate": 2e-4, "loss": "l2"},
+}
 # What may change when a run is continued: none of it reaches the weights of a given step.
 FREE_TO_CHANGE = frozenset(
     {"steps", "workers", "checkpoint_every", "keep", "log_every", "sample_every", "sample_steps", "sampler"}
     | {"tensorboard", "data.images", "data.masks", "model.init"}
 )
+
+
+def check_volumes(config: TrainConfig) -> None:
+    """Volumes are drawn for masks."""
+    data = config.data
+    if (data.images is None) != (data.masks is None):
+        hint = "; images alone train --workload convnext" if data.masks is None else ""
+        raise InputError(f"data: {'masks' if data.masks is None else 'images'} is missing; the two go together{hint}")
+    if data.mirror is not None:
+        raise InputError("data: mirror is for images (convnext): a head's sides are not alike, leave it out")
+
+
+def check_images(config: TrainConfig) -> None:
+    """Images are drawn from nothing: no masks, no millimetres; and their network is its width and its levels alone."""
+    if config.data.cohort is not None:
+        raise InputError("data: the embedded cohort holds volumes; convnext learns from images: give --images DIR")
+    of_masks = ("masks", "fit", "labels", "modalities", "spacing", "orientation", "mask_range", "scaling")
+    parts = (
+        ("data", config.data, DataSettings(), of_masks),
+        ("model", config.model, ModelSettings(), ("blocks", "attention")),
+    )
+    for section, part, plain, names in parts:
+        given = [name for name in names if getattr(part, name) != getattr(plain, name)]
+        if given:
+            raise InputError(f"{section}: convnext has no {given[0]}: leave it out")
 
 
 def _check_range(name: str, value: int, low: int, high: int) -> None:
@@ -188,6 +223,7 @@ def make_config(data: Mapping[str, Any], overrides: Mapping[str, Any], where: st
             target[name] = value
     # A section left empty in YAML is null: nothing is set in it.
     settings = {k: v for k, v in merged.items() if not (k in ("data", "model") and v is None)}
+    settings = {**_recipe(settings.get("model")), **settings}
     try:
         return from_mapping(TrainConfig, settings, where)
     except OverflowError:
@@ -197,6 +233,11 @@ def make_config(data: Mapping[str, Any], overrides: Mapping[str, Any], where: st
     except InputError as error:
         text = str(error)
         raise InputError(text if len(text) <= 600 else f"{text[:600]}...") from None
+
+
+def _recipe(model: Any) -> dict[str, Any]:
+    name = model.get("workload") if isinstance(model, dict) else None
+    return RECIPES.get(name, {}) if isinstance(name, str) else {}
 
 
 def _override_source(merged: dict[Any, Any], overrides: Mapping[str, Any]) -> None:
@@ -244,84 +285,6 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _kind(value: Any) -> str:
     return "nothing" if value is None else type(value).__name__
-
-
-def model_config(config: TrainConfig, start: ModelConfig | None = None) -> ModelConfig:
-    """The model of a run: fresh as its settings say, or that of `start`, the model it goes on from."""
-    settings = config.model
-    if start is None:
-        return _fresh(config)
-    if not isinstance(start.network, MedDDPMConfig):
-        raise InputError(f"model: init: a {start.family} network cannot be trained here; give a med-ddpm model")
-    for name in ("base", "blocks", "multipliers", "attention"):
-        asked = getattr(settings, name)
-        if asked is not None and asked != getattr(start.network, name):
-            raise InputError(f"model: {name} is {getattr(start.network, name)} in {settings.init}; leave it out")
-    diffusion = start.diffusion
-    for name, found in (("schedule", diffusion.schedule), ("diffusion_steps", diffusion.steps)):
-        if getattr(settings, name) not in (None, found):
-            raise InputError(f"model: {name} is {found} in {settings.init}; leave it out")
-    size = settings.size or (start.size[0], start.size[1], start.size[2])
-    contract = None if start.data is None else _contract(config, start.data, size)
-    return ModelConfig(network=start.network, size=size, diffusion=replace(diffusion, loss=config.loss), data=contract)
-
-
-def _fresh(config: TrainConfig) -> ModelConfig:
-    settings, published = config.model, WORKLOADS[config.model.workload]
-    assert isinstance(published.network, MedDDPMConfig)
-    size = settings.size or (published.size[0], published.size[1], published.size[2])
-    if min(size) < 1 or max(size) > 4096:
-        raise InputError(f"model: size {size}: sides must lie in 1 to 4096")
-    contract = _contract(config, BRATS if settings.workload == "med-ddpm-brats" else WHOLE_HEAD, size)
-    multipliers = default_multipliers(size) if settings.multipliers is None else settings.multipliers
-    network = MedDDPMConfig(
-        in_channels=len(contract.images) + len(contract.labels),
-        out_channels=len(contract.images),
-        base=published.network.base if settings.base is None else settings.base,
-        blocks=published.network.blocks if settings.blocks is None else settings.blocks,
-        multipliers=multipliers,
-        attention=default_attention(size, multipliers) if settings.attention is None else settings.attention,
-    )
-    steps = published.steps if settings.diffusion_steps is None else settings.diffusion_steps
-    diffusion = DiffusionConfig(schedule=settings.schedule or "cosine", steps=steps, loss=config.loss)
-    return ModelConfig(network=network, size=size, diffusion=diffusion, data=contract)
-
-
-def default_multipliers(size: tuple[int, int, int]) -> tuple[float, ...]:
-    """The published ones of the largest published size that is not larger, with as many levels as the sides allow."""
-    known = max((s for s in PUBLISHED_MULTIPLIERS if s <= max(size)), default=min(PUBLISHED_MULTIPLIERS))
-    multipliers = PUBLISHED_MULTIPLIERS[known]
-    levels = len(multipliers)
-    while levels > 1 and any(s % 2 ** (levels - 1) or s // 2 ** (levels - 1) < SMALLEST_SIDE for s in size):
-        levels -= 1
-    return multipliers[:levels]
-
-
-def default_attention(size: tuple[int, int, int], multipliers: tuple[float, ...]) -> tuple[int, ...]:
-    """Where the downsampling equals the in-plane size // 16, at published sizes; elsewhere in the middle alone."""
-    factor = max(size) // 16
-    return (factor,) if max(size) in PUBLISHED_MULTIPLIERS and factor in [2**i for i in range(len(multipliers))] else ()
-
-
-def _contract(config: TrainConfig, template: DataContract, size: tuple[int, int, int]) -> DataContract:
-    """The workload's contract with the run's own settings over it; a smaller grid covers the same head."""
-    data = config.data
-    if data.cohort is not None and data.spacing is None:
-        from voxtune.data.cohort import cohort_spacing
-
-        spacing = (cohort_spacing(size),) * 3
-    else:
-        depth, height, width = (mm * n / s for mm, n, s in zip(template.spacing, template.size, size, strict=True))
-        spacing = data.spacing or (depth, height, width)
-    changed: dict[str, Any] = {
-        "labels": data.labels,
-        "images": data.modalities,
-        "orientation": data.orientation,
-        "mask_range": data.mask_range,
-        "scaling": data.scaling,
-    }
-    given = {k: v for k, v in changed.items() if v is not None}
-    return replace(template, size=size, spacing=spacing, **given)
 
 
 def setting_names() -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from voxtune.errors import InputError
+from voxtune.data.pixels import sheet, to_pixels
 from voxtune.files import replacing
 
 METRICS, TENSORBOARD, SAMPLES = "metrics.jsonl", "tensorboard", "samples"
@@ -101,14 +101,17 @@ def truncate_metrics(path: Path, step: int) -> None:
         part.write_text("".join(json.dumps(row) + "\n" for row in kept))
 
 
+def image_picture(samples_NCHW: np.ndarray) -> np.ndarray:
+    """All samples on one page."""
+    return sheet(np.stack([to_pixels(image_CHW) for image_CHW in samples_NCHW]))
+
+
 def sample_picture(cond: np.ndarray | None, sample: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Middle slices of (channel, *size) arrays: mask, sample and real side by side, one row a plane."""
+    """Middle slices of (channel, *size) volumes: mask, sample and real side by side, one row a plane."""
     columns = [_grey(sample[0]), _grey(real[0])]
     if cond is not None:
         columns.insert(0, _coloured(cond))
-    if sample.ndim not in (3, 4):
-        raise InputError(f"samples have shape {sample.shape}: pictures need (channel, height, width) or a volume")
-    planes = [columns] if sample.ndim == 3 else [[_slice(c, axis) for c in columns] for axis in range(3)]
+    planes = [[_slice(c, axis) for c in columns] for axis in range(3)]
     side = max(max(cell.shape[:2]) for row in planes for cell in row)
     zoom = max(1, -(-CELL_PIXELS // side))
     rows = [np.concatenate([_cell(cell, side, zoom) for cell in row], axis=1) for row in planes]

@@ -1,0 +1,89 @@
+"""The model that follows from a run's settings, where it draws images; tests of volumes stand in test_train.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from voxtune.errors import InputError
+from voxtune.runtime.model import Model, ModelConfig, workload_config
+from voxtune.runtime.trainconfig import DataSettings, ModelSettings, TrainConfig, make_config
+from voxtune.runtime.trainmodel import model_config
+from voxtune.workloads import ConvNeXtConfig, workload
+
+
+def images(**settings) -> ModelConfig:
+    return model_config(TrainConfig(model=ModelSettings(workload="convnext", **settings)))
+
+
+def test_the_published_network_at_the_datas_own_size():
+    config = images()
+    assert config.network == workload("convnext").network
+    assert config.size == (32, 32)
+    assert (config.diffusion.schedule, config.diffusion.steps, config.data) == ("linear", 100, None)
+
+
+@pytest.mark.parametrize(
+    ("size", "multipliers"), [((64, 64), (1, 2, 4, 8)), ((16, 16), (1, 2, 4)), ((20, 32), (1, 2, 4)), ((4, 4), (1,))]
+)
+def test_as_many_levels_as_the_size_allows(size, multipliers):
+    config = images(size=size)
+    assert (config.size, config.network.multipliers) == (size, multipliers)
+
+
+def test_width_and_levels_as_asked():
+    config = images(base=8, multipliers=(1.0, 3.0), schedule="cosine", diffusion_steps=7)
+    assert config.network == ConvNeXtConfig(width=8, multipliers=(1, 3))
+    assert (config.diffusion.schedule, config.diffusion.steps) == ("cosine", 7)
+    with pytest.raises(InputError, match="whole numbers"):
+        images(multipliers=(1, 1.5))
+    with pytest.raises(InputError, match="takes 2 sides"):
+        images(size=(8, 8, 8))
+    with pytest.raises(InputError, match="divide by 8"):
+        images(size=(20, 20), multipliers=(1, 2, 4, 8))
+
+
+def test_a_stored_model_goes_on_as_it_is():
+    start = Model(ModelConfig(network=ConvNeXtConfig(width=8, multipliers=(1, 2)), size=(64, 64))).config
+    config = TrainConfig(model=ModelSettings(workload="convnext", init="m"), loss="l2")
+    found = model_config(config, start)
+    assert (found.network, found.size, found.diffusion.loss) == (start.network, (64, 64), "l2")
+    smaller = TrainConfig(model=ModelSettings(workload="convnext", init="m", size=(32, 32), base=8, multipliers=(1, 2)))
+    assert model_config(smaller, start).size == (32, 32)
+    with pytest.raises(InputError, match="base is 8 in m"):
+        model_config(TrainConfig(model=ModelSettings(workload="convnext", init="m", base=16)), start)
+    with pytest.raises(InputError, match="m is a convnext model; give --workload convnext"):
+        model_config(TrainConfig(model=ModelSettings(init="m")), start)
+    with pytest.raises(InputError, match="give --workload med-ddpm"):
+        model_config(config, workload_config("med-ddpm"))
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "said"),
+    [
+        ({"images": "a", "masks": "b"}, {}, "convnext has no masks"),
+        ({"cohort": 2}, {}, "the embedded cohort holds volumes"),
+        ({"fit": "pad"}, {}, "convnext has no fit"),
+        ({"spacing": (1.0, 1.0, 1.0)}, {}, "convnext has no spacing"),
+        ({}, {"attention": (2,)}, "convnext has no attention"),
+        ({}, {"blocks": 1}, "convnext has no blocks"),
+    ],
+)
+def test_settings_of_volumes_are_refused_for_images(data, model, said):
+    with pytest.raises(InputError, match=said):
+        TrainConfig(data=DataSettings(**data), model=ModelSettings(workload="convnext", **model))
+
+
+def test_settings_of_images_are_refused_for_volumes():
+    with pytest.raises(InputError, match="mirror is for images"):
+        TrainConfig(data=DataSettings(mirror=True))
+    with pytest.raises(InputError, match="takes 3 sides"):
+        ModelSettings(size=(32, 32))
+    with pytest.raises(InputError, match="images alone train --workload convnext"):
+        TrainConfig(data=DataSettings(images="a"))
+
+
+def test_the_usual_recipe_unless_told_otherwise():
+    plain = make_config({}, {"model.workload": "convnext", "batch": 64}, "options")
+    assert (plain.batch, plain.accumulation, plain.learning_rate, plain.loss) == (64, 1, 2e-4, "l2")
+    volumes = make_config({}, {}, "options")
+    assert (volumes.batch, volumes.accumulation, volumes.learning_rate, volumes.loss) == (1, 2, 1e-5, "l1")
