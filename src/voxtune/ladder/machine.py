@@ -14,7 +14,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from voxtune.kernels.convnext.launch import Launch
+
 Kind = Literal["kernel", "up", "down"]
+# The operation that a kernel of the fast path stands for, as the component table names it.
+PARTS = {
+    "voxtune_stem": "conv2d",
+    "voxtune_depthwise": "conv2d",
+    "voxtune_depthwise_dynamic": "conv2d",
+    "voxtune_conv": "conv2d",
+    "voxtune_conv_dynamic": "conv2d",
+    "voxtune_join": "conv2d",
+    "voxtune_block": "block",
+    "voxtune_gate": "gate",
+    "voxtune_time_terms": "linear",
+    "voxtune_update": "update",
+    "voxtune_begin": "update",
+}
 
 
 @dataclass(kw_only=True)
@@ -51,6 +67,20 @@ class Machine:
     ) -> None:
         with self._noted(Event(kind="kernel", part=part, name=kernel.fn.__name__)):
             kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages)
+
+    def run(self, launch: Launch) -> None:
+        """A prepared launch."""
+        with self._noted(Event(kind="kernel", part=PARTS.get(launch.name, launch.part), name=launch.name)):
+            launch()
+
+    def up_into(self, target: Tensor, x: Tensor, part: str, *, waits: bool = True) -> None:
+        """Into a place on the device that is there already; without `waits` the host goes on (x must be pinned)."""
+        with self._noted(Event(kind="up", part=part, name="to the device", bytes=x.nbytes)):
+            target.copy_(x, non_blocking=not waits)
+
+    def down_into(self, target: Tensor, x: Tensor, part: str, *, waits: bool = True) -> None:
+        with self._noted(Event(kind="down", part=part, name="to the host", bytes=x.nbytes)):
+            target.copy_(x, non_blocking=not waits)
 
     def up(self, x: Tensor, part: str) -> Tensor:
         """To the device. On a machine without one a copy all the same: what is counted has happened."""

@@ -1,0 +1,149 @@
+"""Rungs 6 to 9: whole blocks, then everything on the GPU, shapes known to the compiler, and transfers hidden behind work.
+
+All of them run the launches of program.py. What differs is what crosses between host and device, and when.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from voxtune.kernels.convnext.conv import voxtune_conv
+from voxtune.kernels.convnext.depthwise import voxtune_depthwise
+from voxtune.kernels.convnext.dynamic import voxtune_conv_dynamic, voxtune_depthwise_dynamic
+from voxtune.kernels.convnext.launch import Launch
+from voxtune.ladder.machine import Machine
+from voxtune.ladder.program import Program
+from voxtune.ladder.sampling import begin
+from voxtune.workloads.convnext import ConvNeXtUNet
+
+# Pixels of the largest blocks that become one kernel.
+WHOLE = 16 * 16
+
+
+class Crossing:
+    """Rung 6. A ConvNeXt block is one kernel where it fits, else the fewest; activations still cross around each operation."""
+
+    def __init__(
+        self,
+        network: ConvNeXtUNet,
+        machine: Machine,
+        size: tuple[int, int],
+        batch: int = 1,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        whole: int = WHOLE,
+        **options: Any,
+    ):
+        self.machine = machine
+        self.program = Program(network, size, batch, dtype=dtype, whole=whole, **options)
+        self.table = torch.empty((1, self.program.time[4].shape[0]), device=self.program.device)
+        self.t = torch.zeros(1, dtype=torch.int64, device=self.program.device)
+        self._host: dict[int, Tensor] = {}
+        self.found = torch.empty_like(self.program.eps, device="cpu", pin_memory=self.on_gpu)
+        self.image = torch.empty_like(self.found, pin_memory=self.on_gpu)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.machine.device.type == "cuda"
+
+    def __call__(self, x_NCHW: Tensor, t: int) -> Tensor:
+        """The noise in x, both on the host."""
+        self.enter(x_NCHW, t)
+        launches = self.launches()
+        for unit in self.program.units:
+            mirror = self._mirror(unit.reads)
+            self.machine.up_into(unit.reads, mirror, unit.kind)
+            for launch in launches[unit.first : unit.last]:
+                self.machine.run(launch)
+            self.machine.down_into(self._mirror(unit.writes), unit.writes, unit.kind)
+        return self._mirror(self.program.eps).view_as(x_NCHW).clone()
+
+    def enter(self, x_NCHW: Tensor, t: int) -> None:
+        """Image and time terms, to where the launches read them."""
+        self.machine.up_into(self.program.x, x_NCHW.flatten(2), "image")
+        self.machine.run(begin(self.program, draw=False))
+        self.machine.down_into(self._mirror(self.program.x4), self.program.x4, "image")
+        self.t.fill_(t)
+        self.machine.run(self.program.time_launch(self.t, self.table))
+
+    def launches(self) -> list[Launch]:
+        return [self.form(one) for one in self.program.step(self.program.terms_of(self.table)[0], None)]
+
+    def form(self, launch: Launch) -> Launch:
+        return launch
+
+    def _mirror(self, view: Tensor) -> Tensor:
+        """The host's copy of a device view, kept for its whole buffer: views that overlap share it."""
+        key = view.untyped_storage().data_ptr()
+        if key not in self._host:
+            count = view.untyped_storage().nbytes() // view.element_size()
+            self._host[key] = torch.zeros(count, dtype=view.dtype)
+        return self._host[key].as_strided(view.shape, view.stride(), view.storage_offset())
+
+
+class Resident(Crossing):
+    """Rung 7. Only the image crosses: one transfer in, one out. Shapes are arguments at run time."""
+
+    def __call__(self, x_NCHW: Tensor, t: int) -> Tensor:
+        self.enter(x_NCHW, t)
+        for launch in self.launches():
+            self.machine.run(launch)
+        self.machine.down_into(self.found, self.program.eps, "image")
+        return self.found.view_as(x_NCHW).clone()
+
+    def enter(self, x_NCHW: Tensor, t: int) -> None:
+        self.machine.up_into(self.program.x, x_NCHW.flatten(2), "image")
+        self.machine.run(begin(self.program, draw=False))
+        self.t.fill_(t)
+        self.machine.run(self.program.time_launch(self.t, self.table))
+
+    def form(self, launch: Launch) -> Launch:
+        if launch.kernel is voxtune_depthwise:
+            return replace(launch, kernel=voxtune_depthwise_dynamic)
+        if launch.kernel is voxtune_conv and launch.constants["SPLIT"] == 1:
+            return replace(launch, kernel=voxtune_conv_dynamic)
+        return launch
+
+
+class Constant(Resident):
+    """Rung 8. Shapes are known to the compiler."""
+
+    def form(self, launch: Launch) -> Launch:
+        return launch
+
+
+class Overlapped(Constant):
+    """Rung 9. The image travels on a stream of its own while the time network runs; the host does not wait between."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.side = torch.cuda.Stream(self.machine.device) if self.on_gpu else None
+        self._planned: list[Launch] | None = None
+
+    def enter(self, x_NCHW: Tensor, t: int) -> None:
+        self.image.copy_(x_NCHW.flatten(2))
+        main = torch.cuda.current_stream() if self.on_gpu else None
+        if self.side is not None and main is not None:
+            self.side.wait_stream(main)
+        with torch.cuda.stream(self.side) if self.side is not None else nullcontext():
+            self.machine.up_into(self.program.x, self.image, "image", waits=not self.on_gpu)
+            self.machine.run(begin(self.program, draw=False))
+        self.t.fill_(t)
+        self.machine.run(self.program.time_launch(self.t, self.table))
+        if self.side is not None and main is not None:
+            main.wait_stream(self.side)
+
+    def __call__(self, x_NCHW: Tensor, t: int) -> Tensor:
+        self.enter(x_NCHW, t)
+        self._planned = self._planned or self.launches()
+        for launch in self._planned:
+            self.machine.run(launch)
+        self.machine.down_into(self.found, self.program.eps, "image", waits=not self.on_gpu)
+        if self.on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return self.found.view_as(x_NCHW).clone()
