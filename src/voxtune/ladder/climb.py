@@ -1,0 +1,172 @@
+"""Climbing: each rung made, checked against float64, measured, and taken apart into the tables.
+
+A rung's row has the whole loop's time (its own measurement, nothing noted) and one noted step: what every operation, transfer and
+kernel of it took. Slow rungs run fewer steps than asked for; the row says how many were measured.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from voxtune.diffusion.noise import noise_source
+from voxtune.diffusion.samplers import ddpm
+from voxtune.ladder.machine import Event, Machine
+from voxtune.ladder.rungs import Graph, Rung, Setting
+from voxtune.ladder.weights import FORMS, Weights, unified
+from voxtune.precision import tf32_allowed
+
+SEED = 0
+# Of a rung's loop, seconds after which the rest of the steps is taken as alike.
+PATIENCE_S = 6.0
+CONVOLUTIONS = ("conv2d", "conv2d_pad", "block")
+
+
+def climb(
+    setting: Setting, rungs: Sequence[Rung], *, runs: int = 20, say: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """All tables, as plain JSON."""
+    device = next(setting.network.parameters()).device
+    x, t, truth = reference(setting)
+    rows = []
+    for rung in rungs:
+        rows.append(row(rung, setting, device, x, t, truth))
+        told = rows[-1]
+        say(
+            f"{rung.number:2d} {rung.name:16} {told['total_ms']:12.2f} ms  error {told['error']:.1e}  {told['launches']} launches"
+        )
+    first = first_steps(setting, device, runs) if any(rung.number == 9 for rung in rungs) else None
+    return {
+        "size": list(setting.size),
+        "batch": setting.batch,
+        "steps": len(setting.timesteps),
+        "width": setting.network.config.width,
+        "multipliers": list(setting.network.config.multipliers),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, Triton's interpreter",
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton_version()},
+        "rows": rows,
+        "first_step": first,
+    }
+
+
+def triton_version() -> str:
+    import triton
+
+    return str(triton.__version__)
+
+
+def reference(setting: Setting) -> tuple[Tensor, int, Tensor]:
+    """(image, step, the noise in it by float64), on the host."""
+    channels = setting.network.config.channels
+    generator = torch.Generator().manual_seed(SEED)
+    x = torch.randn(setting.batch, channels, *setting.size, generator=generator)
+    t = setting.timesteps[len(setting.timesteps) // 2]
+    device = next(setting.network.parameters()).device
+    with torch.no_grad(), tf32_allowed(False):
+        wide = copy.deepcopy(setting.network).double()
+        truth = wide(x.double().to(device), torch.full((setting.batch,), t, device=device)).cpu()
+    return x, t, truth
+
+
+def row(rung: Rung, setting: Setting, device: torch.device, x: Tensor, t: int, truth: Tensor) -> dict[str, Any]:
+    quiet, noting = Machine(device), Machine(device, timed=True)
+    made = rung.make(setting, quiet)
+    found = made(x, t)
+    error = float((found.double() - truth).norm() / truth.norm())
+    total_s, measured = loop_seconds(made, setting)
+    made.machine = noting
+    with torch.no_grad():
+        made(x, t)
+    events = noting.settled()
+    return {
+        "number": rung.number,
+        "name": rung.name,
+        "does": rung.does,
+        "error": error,
+        "total_ms": total_s * 1e3,
+        "measured_steps": measured,
+        "launches": noting.count("kernel"),
+        "transfers": noting.count("up") + noting.count("down"),
+        "bytes": sum(e.bytes for e in events),
+        "components": by(events, lambda e: e.part if e.kind == "kernel" else None),
+        "kernels": by(events, lambda e: e.name if e.kind == "kernel" else None),
+        "crossing": crossing(events),
+        "end_to_end": end_to_end(events),
+    }
+
+
+def loop_seconds(made: Any, setting: Setting) -> tuple[float, int]:
+    """(seconds for all steps, how many were run): DDPM around the rung; update and noise on the host where it has none."""
+    if isinstance(made, Graph):
+        made.sample(SEED)
+        began = time.perf_counter()
+        made.sample(SEED + 1).cpu()
+        return time.perf_counter() - began, len(setting.timesteps)
+    shape = (setting.network.config.channels, *setting.size)
+    noises = noise_source(SEED, range(setting.batch), shape)
+
+    def walk(timesteps: Sequence[int]) -> float:
+        began = time.perf_counter()
+        with torch.no_grad():
+            ddpm(lambda image, t_N: made(image, int(t_N[0])), noises(0), setting.schedule, timesteps, noise=noises)
+        return time.perf_counter() - began
+
+    one = walk(setting.timesteps[:1])
+    some = setting.timesteps[: max(1, min(len(setting.timesteps), int(PATIENCE_S / one)))]
+    taken = one if len(some) == 1 else walk(some)
+    return taken * len(setting.timesteps) / len(some), len(some)
+
+
+def by(events: Sequence[Event], key: Callable[[Event], str | None]) -> dict[str, dict[str, float]]:
+    """Seconds and calls by a key, the longest first."""
+    found: dict[str, dict[str, float]] = {}
+    for event in events:
+        name = key(event)
+        if name is not None:
+            one = found.setdefault(name, {"seconds": 0.0, "calls": 0})
+            one["seconds"] += event.seconds or 0.0
+            one["calls"] += 1
+    return dict(sorted(found.items(), key=lambda item: -item[1]["seconds"]))
+
+
+def crossing(events: Sequence[Event]) -> dict[str, float]:
+    """The transfer table: to the GPU, kernels, to the host, and the transfers' share."""
+    seconds = {kind: sum(e.seconds or 0.0 for e in events if e.kind == kind) for kind in ("up", "kernel", "down")}
+    moved = seconds["up"] + seconds["down"]
+    return {**{f"{kind}_s": s for kind, s in seconds.items()}, "share": moved / max(moved + seconds["kernel"], 1e-12)}
+
+
+def end_to_end(events: Sequence[Event]) -> dict[str, float]:
+    """Convolution, other, transfers and their total, in seconds of device time for one step."""
+    kernels = [e for e in events if e.kind == "kernel"]
+    convolution = sum(e.seconds or 0.0 for e in kernels if e.part in CONVOLUTIONS)
+    other = sum(e.seconds or 0.0 for e in kernels) - convolution
+    transfers = sum(e.seconds or 0.0 for e in events if e.kind != "kernel")
+    return {
+        "convolution_s": convolution,
+        "other_s": other,
+        "transfers_s": transfers,
+        "total_s": convolution + other + transfers,
+    }
+
+
+def first_steps(setting: Setting, device: torch.device, runs: int) -> dict[str, Any]:
+    """From the first byte of weights to the end of the first step, for each form: best, worst and average of `runs`."""
+    rung = Graph(setting, Machine(device))
+    weights = Weights(rung.program)
+    terms = rung.program.time_terms([setting.timesteps[0]])[0]
+    found: dict[str, Any] = {"bytes": weights.bytes, "runs": runs, "forms": {}}
+    for form in FORMS:
+        weights.first_step(form, terms)
+        times = []
+        for _ in range(runs):
+            weights.clear()
+            times.append(weights.first_step(form, terms) * 1e3)
+        found["forms"][form] = {"best_ms": min(times), "worst_ms": max(times), "average_ms": sum(times) / len(times)}
+    found["managed"] = "on" if unified(device) else "off: this device does not share the host's memory"
+    return found
