@@ -1,8 +1,8 @@
 """The 2D ConvNeXt U-Net at 64 x 64 on a GPU: the ladder's top beside PyTorch's own ways, all in one run.
 
 `--part top` checks the fast path against float64, times 100 DDPM steps as one graph (with and without overlapped launches),
-lists its kernels, and times eager and torch.compile. `--part launches` says what a launch costs on this card. `--part tiles`
-measures tiles for every convolution of a step and prints those that beat the ones in use.
+lists its kernels, and times eager and torch.compile. `--part rungs` climbs the ladder. `--part launches` says what a launch and a
+barrier cost on this card. `--part tiles` measures tiles for every convolution of a step and prints those that beat the ones in use.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ from voxtune.kernels.convnext.barrier import voxtune_barriers
 from voxtune.kernels.convnext.launch import Launch
 from voxtune.kernels.convnext.tiles import Tile, cost
 from voxtune.ladder.ahead import compile_ahead
+from voxtune.ladder.climb import climb
 from voxtune.ladder.program import Program
+from voxtune.ladder.resident import WHOLE
+from voxtune.ladder.rungs import Setting, rungs_of
 from voxtune.ladder.sampling import Loop, denoise
+from voxtune.ladder.seeds import all_figures
 from voxtune.precision import tf32_allowed
 from voxtune.workloads import ConvNeXtConfig
 from voxtune.workloads.convnext import ConvNeXtUNet
@@ -78,11 +82,13 @@ def loop_of(step: Callable[[Tensor, Tensor], Tensor], x: Tensor, dtype: torch.dt
     return lambda: ddpm(lambda a, t: step(a.to(dtype), t).float().clone(), x, schedule(), times, noise=noises)
 
 
-def check(batch: int, net: ConvNeXtUNet) -> tuple[Program, float]:
+def check(batch: int, net: ConvNeXtUNet, whole: int, chained: bool) -> tuple[Program, float]:
     """A program whose one step was compared with float64."""
     began = time.monotonic()
-    program = Program(net, SIZE, batch)
-    made = compile_ahead([*program.launches, *(one.chained() for one in program.launches)])
+    program = Program(net, SIZE, batch, whole=whole)
+    made = compile_ahead(
+        [one for plain in program.launches for one in ((plain, plain.chained()) if chained else (plain,))]
+    )
     x = torch.randn(batch, 3, *SIZE, device="cuda")
     program.eps.fill_(float("nan"))
     error = relative(denoise(program, x, 37), truth(net, x, 37))
@@ -104,23 +110,32 @@ def same_image(loop: Loop, net: ConvNeXtUNet) -> float:
     return relative(x, want.double())
 
 
+# Blocks of at most so many pixels as one kernel; whether a launch starts before its predecessor has ended.
+VARIANTS = ((0, False), (0, True), (64, True), (256, False), (256, True))
+
+
 def ours(net: ConvNeXtUNet, batch: int) -> list[dict[str, Any]]:
-    program, error = check(batch, net)
     rows = []
-    for chained in (False, True):
-        began = time.monotonic()
-        loop = Loop(program, schedule(), spaced_steps(STEPS, STEPS), chained=chained)
-        ready = time.monotonic() - began
-        times = timed(lambda loop=loop: loop.graph.replay())  # type: ignore[misc]
-        drawn = same_image(loop, net)
-        name = f"voxtune_graph{'_overlapped' if chained else ''}_batch{batch}"
+    for whole, chained in VARIANTS if batch == 1 else VARIANTS[:2]:
+        name = f"voxtune_graph_whole{whole}{'_overlapped' if chained else ''}_batch{batch}"
+        try:
+            program, error = check(batch, net, whole, chained)
+            began = time.monotonic()
+            loop = Loop(program, schedule(), spaced_steps(STEPS, STEPS), chained=chained)
+            ready = time.monotonic() - began
+            times = timed(lambda loop=loop: loop.graph.replay())  # type: ignore[misc]
+            drawn = same_image(loop, net)
+        except Exception as problem:
+            print(f"{name}: {type(problem).__name__}: {str(problem)[:300]}", flush=True)
+            continue
         made = row(name, [batch, 3, *SIZE], times, torch.cuda.max_memory_allocated() / 2**30, error)
-        rows.append(made | {"steps": STEPS, "image_error": float(f"{drawn:.3g}"), "recorded_s": round(ready, 2)})
+        rows.append(made | {"steps": STEPS, "image_error": float(f"{drawn:.3g}"), "launches": len(program.launches)})
         print(
-            f"{name}: {made['p50_ms']:.2f} ms for {STEPS} steps, image error {drawn:.2e}, recorded in {ready:.1f} s",
+            f"{name}: {made['p50_ms']:.2f} ms for {STEPS} steps, image {drawn:.2e}, recorded in {ready:.1f} s",
             flush=True,
         )
-    breakdown(program)
+    for whole in (0, 256) if batch == 1 else (0,):
+        breakdown(Program(net, SIZE, batch, whole=whole))
     return rows
 
 
@@ -187,6 +202,27 @@ def top(batches: list[int]) -> list[dict[str, Any]]:
     if 64 in batches:
         rows += theirs(net, 64, ["compile_bf16"])
     return rows
+
+
+def rungs(text: str | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Every rung at full size, with its tables."""
+    net = network()
+    wanted = Setting(network=net, size=SIZE, schedule=schedule(), timesteps=spaced_steps(STEPS, STEPS))
+    program = Program(net, SIZE, 1, whole=WHOLE)
+    compile_ahead([*program.launches, *Program(net, SIZE, 1).launches])
+    found = climb(wanted, rungs_of(text), say=lambda line: print(line, flush=True)) | {"seeds": all_figures()}
+    rows = []
+    for one in found["rows"]:
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        made = row(
+            f"rung_{one['number']:02d}_{one['name'].replace(' ', '_')}",
+            [1, 3, *SIZE],
+            one["totals_ms"],
+            peak,
+            one["error"],
+        )
+        rows.append(made | {k: one[k] for k in ("launches", "transfers", "measured_steps")} | {"steps": STEPS})
+    return rows, found
 
 
 def launches_cost() -> None:
@@ -302,8 +338,9 @@ def tiles(batch: int, budget_s: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--part", default="top", help="top, launches, tiles; several by comma")
+    parser.add_argument("--part", default="top", help="top, rungs, launches, tiles; several by comma")
     parser.add_argument("--batch", default="1,64")
+    parser.add_argument("--rungs", help="only these, such as 1,4,8-10")
     parser.add_argument("--seconds", type=float, default=240, help="for the search of tiles")
     parser.add_argument("-o", "--out", type=Path, default=RESULTS / "h200" / "unet2d_ladder.json")
     asked = parser.parse_args()
@@ -313,6 +350,9 @@ def main() -> None:
     for part in asked.part.split(","):
         if part == "top":
             rows += top(batches)
+        elif part == "rungs":
+            more_rows, more["ladder"] = rungs(asked.rungs)
+            rows += more_rows
         elif part == "launches":
             launches_cost()
         elif part == "tiles":

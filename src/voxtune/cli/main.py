@@ -17,6 +17,7 @@ VERBS = (
     "demo",
     "sample",
     "tune",
+    "ladder",
     "train",
     "import",
     "info",

@@ -7,6 +7,7 @@ kernel of it took. Slow rungs run fewer steps than asked for; the row says how m
 from __future__ import annotations
 
 import copy
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from voxtune.precision import tf32_allowed
 
 SEED = 0
 # Of a rung's loop, seconds after which the rest of the steps is taken as alike.
-PATIENCE_S = 6.0
+PATIENCE_S = 3.0
 CONVOLUTIONS = ("conv2d", "conv2d_pad", "block")
 
 
@@ -78,7 +79,7 @@ def row(rung: Rung, setting: Setting, device: torch.device, x: Tensor, t: int, t
     made = rung.make(setting, quiet)
     found = made(x, t)
     error = float((found.double() - truth).norm() / truth.norm())
-    total_s, measured = loop_seconds(made, setting)
+    totals, measured = loop_seconds(made, setting, device)
     made.machine = noting
     with torch.no_grad():
         made(x, t)
@@ -88,7 +89,8 @@ def row(rung: Rung, setting: Setting, device: torch.device, x: Tensor, t: int, t
         "name": rung.name,
         "does": rung.does,
         "error": error,
-        "total_ms": total_s * 1e3,
+        "total_ms": statistics.median(totals) * 1e3,
+        "totals_ms": [s * 1e3 for s in totals],
         "measured_steps": measured,
         "launches": noting.count("kernel"),
         "transfers": noting.count("up") + noting.count("down"),
@@ -100,26 +102,33 @@ def row(rung: Rung, setting: Setting, device: torch.device, x: Tensor, t: int, t
     }
 
 
-def loop_seconds(made: Any, setting: Setting) -> tuple[float, int]:
-    """(seconds for all steps, how many were run): DDPM around the rung; update and noise on the host where it has none."""
+def loop_seconds(made: Any, setting: Setting, device: torch.device) -> tuple[list[float], int]:
+    """(seconds for all steps, several times; how many steps were run each): DDPM around the rung.
+
+    Update and noise are the host's where the rung has none. On a CPU nothing is repeated: the interpreter's times mean little.
+    """
+    steps = len(setting.timesteps)
     if isinstance(made, Graph):
         made.sample(SEED)
-        began = time.perf_counter()
-        made.sample(SEED + 1).cpu()
-        return time.perf_counter() - began, len(setting.timesteps)
+        return [_timed(lambda: made.sample(SEED + 1).cpu()) for _ in range(20 if device.type == "cuda" else 1)], steps
     shape = (setting.network.config.channels, *setting.size)
     noises = noise_source(SEED, range(setting.batch), shape)
 
-    def walk(timesteps: Sequence[int]) -> float:
-        began = time.perf_counter()
-        with torch.no_grad():
-            ddpm(lambda image, t_N: made(image, int(t_N[0])), noises(0), setting.schedule, timesteps, noise=noises)
-        return time.perf_counter() - began
+    @torch.no_grad()
+    def walk(timesteps: Sequence[int]) -> None:
+        ddpm(lambda image, t_N: made(image, int(t_N[0])), noises(0), setting.schedule, timesteps, noise=noises)
 
-    one = walk(setting.timesteps[:1])
-    some = setting.timesteps[: max(1, min(len(setting.timesteps), int(PATIENCE_S / one)))]
-    taken = one if len(some) == 1 else walk(some)
-    return taken * len(setting.timesteps) / len(some), len(some)
+    one = _timed(lambda: walk(setting.timesteps[:1]))
+    if device.type != "cuda":
+        return [one * steps], 1
+    some = setting.timesteps[: max(1, min(steps, int(PATIENCE_S / one)))]
+    return [_timed(lambda: walk(some)) * steps / len(some) for _ in range(3)], len(some)
+
+
+def _timed(run: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
 
 
 def by(events: Sequence[Event], key: Callable[[Event], str | None]) -> dict[str, dict[str, float]]:

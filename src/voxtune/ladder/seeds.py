@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-DESKTOP = "NVIDIA GeForce RTX 3080, CUDA 11.4 (report of 2024)"
-JETSON = "NVIDIA Jetson Orin Nano (report of 2024)"
+DESKTOP = "NVIDIA GeForce RTX 3080, CUDA 11.4"
+JETSON = "NVIDIA Jetson Orin Nano"
 
 # Component -> seconds: at first, with shared memory, with the layer norm reduced by warps.
 COMPONENTS: dict[str, Any] = {

@@ -43,6 +43,8 @@ class Bars(Figure):
     stacked: bool = False
     # A line to compare with, such as 1 for ratios.
     mark: float | None = None
+    # By decades, for values that span many; bars then start at the lowest decade.
+    log: bool = False
 
     def __post_init__(self) -> None:
         for position, series in enumerate(self.series):

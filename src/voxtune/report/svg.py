@@ -47,10 +47,14 @@ def _bars(f: Bars) -> str:
     row = 36.0 if f.stacked else thick * len(f.series) + 14
     bottom = top + row * len(f.labels)
 
+    low, high = _decades(min(v for v in values if v > 0), most) if f.log and any(values) else (0.0, most)
+
     def place(value: float) -> float:
+        if low:
+            return left + (right - left) * math.log10(max(value, low) / low) / math.log10(high / low)
         return left + (right - left) * value / most
 
-    x_axis(sheet, linear_ticks(most), place, top, bottom, f.unit)
+    x_axis(sheet, log_ticks(low, high) if low else linear_ticks(most), place, top, bottom, f.unit)
     for i, label in enumerate(f.labels):
         sheet.text(left - 8, top + row * (i + 0.5) + 4, clip(label, 42), anchor="end")
         draw = _stacked_row if f.stacked else _grouped_row

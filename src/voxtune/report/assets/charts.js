@@ -105,7 +105,8 @@ Voxtune.charts = (() => {
     const option = {
       ...base(t),
       grid: { left: room + 12, right: f.stacked ? 16 : 58, top: 4, bottom: 42 },
-      xAxis: { type: "value", ...axisLook(t), name: f.unit, nameLocation: "middle", nameGap: 26, splitNumber: width < 560 ? 3 : 6,
+      xAxis: { type: f.log ? "log" : "value", min: f.log ? 10 ** Math.floor(Math.log10(Math.min(...totals.filter((v) => v > 0)))) : undefined,
+               ...axisLook(t), name: f.unit, nameLocation: "middle", nameGap: 26, splitNumber: width < 560 ? 3 : 6,
                max: f.stacked && f.unit === "%" ? 100 : undefined },
       yAxis: { type: "category", inverse: true, data: f.labels.map((_, i) => i), ...axisLook(t),
                axisLabel: { color: t.ink, width: room, overflow: "truncate", fontSize: 12, interval: 0,
