@@ -92,10 +92,10 @@ def test_stand_ins_cannot_be_changed():
     ],
 )
 def test_small_files_that_ask_for_much_are_refused_at_once(content):
-    began = time.monotonic()
+    began = time.thread_time()
     with pytest.raises(InputError, match="pickle"):
         unpickle(content)
-    assert time.monotonic() - began < 2
+    assert time.thread_time() - began < 2
 
 
 @pytest.mark.parametrize(
