@@ -1,8 +1,9 @@
 """The 2D ConvNeXt U-Net at 64 x 64 on a GPU: the ladder's top beside PyTorch's own ways, all in one run.
 
 `--part top` checks the fast path against float64, times 100 DDPM steps as one graph (with and without overlapped launches),
-lists its kernels, and times eager and torch.compile. `--part rungs` climbs the ladder. `--part launches` says what a launch and a
-barrier cost on this card. `--part tiles` measures tiles for every convolution of a step and prints those that beat the ones in use.
+lists its kernels, and times eager and torch.compile. `--part rungs` climbs the ladder. `--part launches` says what a launch and
+a barrier cost on this card. `--part tiles` measures tiles for every convolution of a step and prints those that beat the ones
+in use.
 """
 
 from __future__ import annotations

@@ -43,18 +43,15 @@ def command(
     from voxtune.ladder.climb import climb
     from voxtune.ladder.rungs import Setting, rungs_of
     from voxtune.ladder.seeds import all_figures
-    from voxtune.workloads.convnext import ConvNeXtConfig
+    from voxtune.workloads.convnext import ConvNeXtConfig, ConvNeXtUNet
 
     chosen = rungs_of(rungs)
     sides = parse_size(size or ("64x64" if on_gpu else TINY_SIZE))
     if len(sides) != 2:
         raise InputError(f"--size {size}: this network draws images: give two sides, such as 64x64")
     torch.manual_seed(0)
-    network = (
-        build(ConvNeXtConfig() if on_gpu else ConvNeXtConfig(width=TINY_WIDTH, multipliers=TINY_MULTIPLIERS))
-        .eval()
-        .to(place)
-    )
+    config = ConvNeXtConfig() if on_gpu else ConvNeXtConfig(width=TINY_WIDTH, multipliers=TINY_MULTIPLIERS)
+    network = ConvNeXtUNet(config).eval().to(place)
     count = steps or (100 if on_gpu else TINY_STEPS)
     setting = Setting(
         network=network,

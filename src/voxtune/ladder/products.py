@@ -33,8 +33,10 @@ class Products(Reduced):
         super().__init__(network, machine)
         self.dtype = dtype
         self._packed: dict[int, Tensor] = {}
-        on_cpu = machine.device.type != "cuda"
-        self.block_v, self.block_r, self.pixels = (256, 256, 1024) if on_cpu else (32, 64, 256)
+        # The interpreter's time is the number of operations, whatever their size.
+        large = machine.device.type != "cuda"
+        self.block_v, self.block_r, self.pixels, self.channels = (1024, 512, 1024, 64) if large else (32, 64, 256, 1)
+        self.tile_m, self.tile_k, self.tile_r = (1024, 1024, 128) if large else (64, 32, 64)
 
     def conv2d(self, x: Tensor, conv: Any) -> Tensor:
         given = self.up(x, "conv2d")
@@ -46,13 +48,14 @@ class Products(Reduced):
     ) -> tuple[Tensor, Tensor | None]:
         N, C, H, W = x.shape
         block = min(self.pixels, power_of_two(H * W))
-        across = -(-H * W // block)
+        block_c = min(self.channels, power_of_two(C))
+        grid = (-(-H * W // block), -(-C // block_c), N)
         y = torch.empty_like(x)
-        left = x.new_empty((N, 2, across * C)) if sums else None
+        left = x.new_empty((N, 2, grid[0] * grid[1])) if sums else None
         self.machine.launch(
-            "conv2d", voxtune_depthwise_direct, (across, C, N),
+            "conv2d", voxtune_depthwise_direct, grid,
             x, conv.weight, conv.bias, x if term_NC is None else term_NC, y, x if left is None else left, C, H, W,
-            TERM=term_NC is not None, SUMS=sums, TILES=across * C, BLOCK=block,
+            TERM=term_NC is not None, SUMS=sums, TILES=grid[0] * grid[1], BLOCK=block, BLOCK_C=block_c,
         )  # fmt: skip
         return y, left
 
@@ -70,7 +73,7 @@ class Products(Reduced):
         N, C, H, W = x.shape
         K, side = conv.out_channels, conv.kernel_size[0]
         R = C * side * side
-        RP = -(-R // 64) * 64
+        RP = -(-R // self.tile_r) * self.tile_r
         rows = torch.empty((N * H * W, RP), dtype=self.dtype, device=x.device)
         block_v = min(self.block_v, power_of_two(H * W))
         P = norm[1].shape[2] if norm else 1
@@ -82,7 +85,7 @@ class Products(Reduced):
         )  # fmt: skip
         weight = self._weight(conv, R, RP)
         KP = weight.shape[1]
-        block_m, block_k = max(16, divisor(H * W, 64)), min(KP, 32)
+        block_m, block_k = max(16, divisor(H * W, self.tile_m)), divisor(KP, self.tile_k)
         across = -(-H * W // block_m)
         tiles = across * (KP // block_k)
         y = x.new_empty((N, K, H, W))
@@ -91,7 +94,7 @@ class Products(Reduced):
             "conv2d", voxtune_product, (across, KP // block_k, N),
             rows, weight, conv.bias, y if add is None else add, y, y if left is None else left, H * W, K, KP,
             RP=RP, AFTER=after, ADD=add is not None, SUMS=sums, TILES=tiles,
-            BLOCK_M=block_m, BLOCK_K=block_k, BLOCK_R=64, PRECISION="ieee",
+            BLOCK_M=block_m, BLOCK_K=block_k, BLOCK_R=self.tile_r, PRECISION="ieee",
         )  # fmt: skip
         return y, left
 
@@ -130,7 +133,7 @@ class Fused(Products):
         weight_x, weight_s = self._weight(gate.gate_conv, C, CP), self._weight(gate.residual_conv, CS, CSP)
         bias = gate.gate_conv.bias + gate.residual_conv.bias
         hidden, KP = given.new_empty((N, K, H, W)), weight_x.shape[1]
-        block_m, block_k = max(16, divisor(H * W, 64)), min(KP, 32)
+        block_m, block_k = max(16, divisor(H * W, self.tile_m)), divisor(KP, self.tile_k)
         self.machine.launch(
             "gate", voxtune_gate_product, (-(-H * W // block_m), KP // block_k, N),
             given, past, weight_x, weight_s, bias, hidden, H * W, C, CS, K, KP,

@@ -116,24 +116,28 @@ def voxtune_depthwise_direct(
     SUMS: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
-    """7x7, a channel a program row: no product for the matrix units."""
-    n, c = tl.program_id(2), tl.program_id(1)
+    """7x7, pixels of a few channels a program: no product for the matrix units."""
+    n = tl.program_id(2)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     h, w = v // W, v % W
-    base = x_ptr + (n * C + c) * H * W
-    acc = tl.zeros((BLOCK,), tl.float32) + tl.load(bias_ptr + c)
+    inside = (c < C)[:, None] & (v < H * W)[None, :]
+    at = ((n * C + c) * H * W)[:, None] + v[None, :]
+    acc = tl.zeros((BLOCK_C, BLOCK), tl.float32) + tl.load(bias_ptr + c, mask=c < C, other=0.0)[:, None]
     if TERM:
-        acc += tl.load(term_ptr + n * C + c)
+        acc += tl.load(term_ptr + n * C + c, mask=c < C, other=0.0)[:, None]
     for i in tl.static_range(7):
         for j in tl.static_range(7):
             y, x = h + (i - 3), w + (j - 3)
-            keep = (y >= 0) & (y < H) & (x >= 0) & (x < W)
-            acc += tl.load(base + y * W + x, mask=keep, other=0.0) * tl.load(w_ptr + c * 49 + i * 7 + j)
-    tl.store(y_ptr + (n * C + c) * H * W + v, acc, mask=v < H * W)
+            keep = ((y >= 0) & (y < H) & (x >= 0) & (x < W))[None, :] & inside
+            taken = tl.load(x_ptr + at + ((i - 3) * W + (j - 3)), mask=keep, other=0.0)
+            acc += taken * tl.load(w_ptr + c * 49 + (i * 7 + j), mask=c < C, other=0.0)[:, None]
+    tl.store(y_ptr + at, acc, mask=inside)
     if SUMS:
-        tile = c * tl.num_programs(0) + tl.program_id(0)
-        leave_sums(sums_ptr, tl.where(v < H * W, acc, 0.0), n, tile, TILES)
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        leave_sums(sums_ptr, tl.where(inside, acc, 0.0), n, tile, TILES)
 
 
 @triton.jit

@@ -1,0 +1,294 @@
+"""Run by the ladder's tests in a process of its own: prints one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from voxtune.diffusion import DiffusionConfig, make_schedule, spaced_steps
+from voxtune.workloads.convnext import ConvNeXtConfig, ConvNeXtUNet
+
+GOLDEN = Path(__file__).parent.parent / "goldens" / "convnext_unet_tiny.npz"
+INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
+if INTERPRETED:
+    from triton.runtime import interpreter
+
+    # A check of every integer for overflow is most of the interpreter's time; test_golden leaves it on.
+    if sys.argv[1] != "golden":
+        object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
+
+
+def network(*multipliers: int) -> ConvNeXtUNet:
+    torch.manual_seed(0)
+    net = ConvNeXtUNet(ConvNeXtConfig(width=8, multipliers=multipliers)).eval().requires_grad_(False)
+    for name, parameter in net.named_parameters():
+        # Norms and biases as a trained network has them: ones and zeros would hide what they do.
+        if parameter.dim() == 1:
+            parameter.copy_(
+                torch.randn(parameter.shape) * 0.3 + (1.0 if "block.0.w" in name or "block.3.w" in name else 0.0)
+            )
+    return net
+
+
+def setting(
+    net: ConvNeXtUNet, size: tuple[int, int], dtype: torch.dtype = torch.float32, steps: int = 1, batch: int = 1
+):
+    from voxtune.ladder.rungs import Setting
+
+    schedule = make_schedule(DiffusionConfig(schedule="linear", steps=100))
+    return Setting(
+        network=net, size=size, schedule=schedule, timesteps=spaced_steps(100, steps), dtype=dtype, batch=batch
+    )
+
+
+def error(found: torch.Tensor, want: torch.Tensor) -> float:
+    return float((found.double() - want.double()).norm() / want.double().norm())
+
+
+def rungs(text: str, size: str, dtype: str, batch: str) -> list[dict]:
+    """One step of each rung: its error, and what it noted."""
+    from voxtune.ladder.climb import reference
+    from voxtune.ladder.machine import Machine
+    from voxtune.ladder.rungs import rungs_of
+
+    height, width = map(int, size.split("x"))
+    made = setting(network(1, 2), (height, width), getattr(torch, dtype), batch=int(batch))
+    x, t, truth = reference(made)
+    rows = []
+    for rung in rungs_of(text):
+        machine = Machine("cpu")
+        one = rung.make(made, machine)
+        if rung.number == 3:
+            one.large = 600  # both forms of the layer norm
+        found = one(x, t)
+        names = [e.name for e in machine.events if e.kind == "kernel"]
+        rows.append(
+            {
+                "number": rung.number,
+                "error": error(found, truth),
+                "up": machine.count("up"),
+                "down": machine.count("down"),
+                "launches": len(names),
+                "kernels": {name: names.count(name) for name in dict.fromkeys(names)},
+                "claimed": list(rung.kernels),
+            }
+        )
+    return rows
+
+
+def golden() -> dict:
+    from voxtune.ladder.program import Program
+    from voxtune.ladder.sampling import denoise
+
+    g = np.load(GOLDEN)
+    net = ConvNeXtUNet(ConvNeXtConfig(width=8, multipliers=(1, 2))).eval().requires_grad_(False)
+    net.load_state_dict({k[2:]: torch.from_numpy(g[k]) for k in g if k.startswith("w/")})
+    program = Program(net, (16, 16), 1, dtype=torch.float32)
+    program.eps.fill_(float("nan"))
+    found = denoise(program, torch.from_numpy(g["x"])[:1], int(g["t"][0]))
+    return {"error": error(found, torch.from_numpy(g["y"])[:1])}
+
+
+def variants() -> dict:
+    """Tiles that split sums, blocks as one kernel, a batch, sides that differ: each against float64."""
+    from voxtune.kernels.convnext.tiles import Tile
+    from voxtune.ladder.climb import reference
+    from voxtune.ladder.program import Program
+    from voxtune.ladder.sampling import denoise
+
+    def split(rows: int, pixels: int, depth: int, channels: int) -> Tile:
+        return Tile(block_m=16, block_k=16, block_c=32, split=2 if depth > 32 else 1)
+
+    cases = {
+        "split": ((8, 8), 1, {"tiles": split}),
+        "split whole": ((8, 8), 1, {"tiles": split, "whole": 64}),
+        "batch": ((8, 8), 2, {}),
+        "oblong": ((8, 16), 1, {"whole": 32}),
+    }
+    found = {}
+    net = network(1)
+    for name, (size, batch, options) in cases.items():
+        x, t, truth = reference(setting(net, size, batch=batch))
+        program = Program(net, size, batch, dtype=torch.float32, **options)
+        program.eps.fill_(float("nan"))
+        found[name] = error(denoise(program, x, t), truth)
+    return found
+
+
+def loop() -> dict:
+    """Two whole steps beside the plain sampler under the same noise; and again, to see that nothing is left over."""
+    from voxtune.diffusion.noise import noise_source
+    from voxtune.diffusion.samplers import ddpm
+    from voxtune.ladder.program import Program
+    from voxtune.ladder.sampling import Loop
+
+    net = network(1)
+    made = setting(net, (8, 8), steps=2)
+    noises = noise_source(5, [2**40 + 3], (3, 8, 8))
+    want = ddpm(net, noises(0), made.schedule, made.timesteps, noise=noises)
+    drawn = Loop(Program(net, (8, 8), 1, dtype=torch.float32), made.schedule, made.timesteps)
+    first = drawn.sample(5, [2**40 + 3])
+    return {
+        "error": error(first, want),
+        "again": bool(torch.equal(first, drawn.sample(5, [2**40 + 3]))),
+        "launches": len(list(drawn.launches())),
+        "planned": len(drawn.program.launches),
+    }
+
+
+def weights() -> dict:
+    """Each form of upload after the weights were poisoned, and what it costs in transfers."""
+    from voxtune.ladder.climb import reference
+    from voxtune.ladder.program import Program
+    from voxtune.ladder.sampling import begin
+    from voxtune.ladder.weights import FORMS, Weights, unified
+
+    net = network(1)
+    x, t, truth = reference(setting(net, (8, 8)))
+    program = Program(net, (8, 8), 1, dtype=torch.float32)
+    held = Weights(program)
+    terms = program.time_terms([t])[0]
+    program.x.copy_(x.flatten(2))
+    begin(program, draw=False)()
+    found = {}
+    for form in FORMS:
+        held.clear()
+        program.eps.fill_(float("nan"))
+        held.first_step(form, terms)
+        found[form] = error(program.eps.view_as(x), truth)
+    parameters = sum(
+        p.numel() for name, p in net.named_parameters() if "mlp" not in name and "in_conv.bias" not in name
+    )
+    return {"errors": found, "bytes": held.bytes, "parameters": parameters, "managed": unified(torch.device("cpu"))}
+
+
+def plan() -> dict:
+    """The full network at 64 x 64 as it would be launched on a card of 132 multiprocessors."""
+    from voxtune.ladder.program import Program
+
+    torch.manual_seed(0)
+    net = ConvNeXtUNet(ConvNeXtConfig()).eval()
+    found = {}
+    for whole in (0, 256):
+        program = Program(net, (64, 64), 1, processors=132, whole=whole)
+        names = [launch.name for launch in program.launches]
+        joints = {unit.reads.data_ptr() for unit in program.units if unit.kind == "gate"}
+        found[str(whole)] = {
+            "launches": len(names),
+            "kernels": {name: names.count(name) for name in dict.fromkeys(names)},
+            # A skip is written by an encoder block into the very buffer that a gate reads: nothing is concatenated.
+            "skips": sum(
+                any(unit.writes.untyped_storage().data_ptr() == pointer for pointer in joints)
+                for unit in program.units
+                if unit.part.startswith("downs") and unit.kind == "block"
+            ),
+        }
+    return found
+
+
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32", int: "i32"}
+
+
+def compile_for(arch: int, kernel, arguments: tuple, constants: dict, warps: int, stages: int, **options) -> dict:
+    """Registers, stack and instructions of a kernel compiled without a GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from voxtune.kernels.compiled import dump
+
+    signature = dict.fromkeys(kernel.arg_names, "constexpr")
+    attributes = {}
+    for place, (name, given) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
+        signature[name] = TYPES[given.dtype if isinstance(given, torch.Tensor) else type(given)]
+        if isinstance(given, torch.Tensor):
+            attributes[place,] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    target = GPUTarget("cuda", arch, 32)
+    made = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages, **options})
+    ptx = made.asm["ptx"]
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", dump(made.asm["cubin"], "--dump-resource-usage"))
+    assert usage
+    return {
+        "registers": int(usage[1]),
+        "stack": int(usage[2]),
+        "shared": made.metadata.shared,
+        "products": len(re.findall(r"(?:wgmma\.mma_async|mma)\.sync[^\n]*\.f32\.bf16\.bf16", ptx)),
+        "wide_copies": len(re.findall(r"cp\.async\.cg\.shared\.global [^\n]*, 0x10", ptx)),
+        "to_shared": len(re.findall(r"st\.shared", ptx)),
+        "from_shared": len(re.findall(r"ld\.shared", ptx)),
+        "from_memory": len(re.findall(r"ld\.global", ptx)),
+        "shuffles": ptx.count("shfl.sync"),
+        "atomics": len(re.findall(r"atom\.global", ptx)),
+        "acquires": ptx.count("ld.global.acquire.gpu"),
+        "chained": ptx.count("griddepcontrol.wait"),
+    }
+
+
+def compiled(arch: int, which: str) -> dict:
+    """One of each kind, at the sizes of the full network; those of the fast path by name, or all."""
+    from voxtune.kernels.convnext.im2col import voxtune_product
+    from voxtune.kernels.convnext.layer_norm import voxtune_norm_warp
+    from voxtune.kernels.convnext.tiled import voxtune_tiled
+    from voxtune.ladder.program import Program
+
+    f, b = torch.empty(16), torch.empty(16, dtype=torch.bfloat16)
+    found = {
+        "tiled": compile_for(
+            arch, voxtune_tiled, (f, f, f, f, 64, 64, 64, 64, 64),
+            {"SIDE": 3, "TAPS": 16, "TILE": 16, "BLOCK_K": 16, "ALONE": False}, 8, 3,
+        ),
+        "norm_warp": compile_for(arch, voxtune_norm_warp, (f, f, f, f, 4096, 64), {"EPS": 1e-5, "BLOCK": 4096}, 32, 3),
+        "product": compile_for(
+            arch, voxtune_product, (b, b, f, f, f, f, 4096, 64, 64),
+            {"RP": 576, "AFTER": "gelu", "ADD": True, "SUMS": True, "TILES": 128, "BLOCK_M": 64, "BLOCK_K": 32, "BLOCK_R": 64,
+             "PRECISION": "ieee"}, 4, 3,
+        ),
+    }  # fmt: skip
+    net = ConvNeXtUNet(ConvNeXtConfig()).eval()
+    wanted = {
+        "downs.0.0.block.1": "conv",
+        "ups.3.1.block.4": "conv_residual",
+        "mid_block1.block.4": "conv_8x8",
+        "ups.2.4": "up",
+    }
+    wanted |= {
+        "downs.1.2": "down",
+        "ups.3.1.in_conv": "depthwise",
+        "ups.1.0": "gate",
+        "init_conv": "stem",
+        "final_conv": "end",
+    }
+    wanted = {part: name for part, name in wanted.items() if which == "all" or name in which.split(",")}
+    for launch in Program(net, (64, 64), 1, processors=132).launches:
+        if launch.part in wanted and (name := wanted[launch.part]) not in found:
+            one = launch.chained() if arch >= 90 else launch
+            found[name] = compile_for(
+                arch, one.kernel, one.arguments, one.constants, one.warps, one.stages, **one.options
+            )
+    for launch in Program(net, (64, 64), 1, processors=132, whole=256).launches:
+        if launch.part == "ups.0.1":
+            found["block"] = compile_for(
+                arch, launch.kernel, launch.arguments, launch.constants, launch.warps, launch.stages
+            )
+    return found
+
+
+if __name__ == "__main__":
+    what, *rest = sys.argv[1:]
+    simple = {"golden": golden, "variants": variants, "loop": loop, "weights": weights, "plan": plan}
+    print(
+        json.dumps(
+            rungs(*rest)
+            if what == "rungs"
+            else compiled(int(rest[0]), rest[1])
+            if what == "compiled"
+            else simple[what]()
+        )
+    )
