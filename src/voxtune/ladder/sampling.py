@@ -12,6 +12,7 @@ from voxtune.diffusion import Schedule
 from voxtune.kernels.convnext.launch import Launch
 from voxtune.kernels.convnext.tiles import divisor
 from voxtune.kernels.convnext.update import voxtune_begin
+from voxtune.ladder.ahead import compile_ahead
 from voxtune.ladder.program import Program
 
 
@@ -69,8 +70,12 @@ class Loop:
 
     def warm(self) -> None:
         """Every kernel once, compiled: a recording may not compile."""
-        begin(self.program, draw=True)()
-        for launch in self.program.step(self.terms[0], self.rows[0], chained=self.chained):
+        launches = [
+            begin(self.program, draw=True),
+            *self.program.step(self.terms[0], self.rows[0], chained=self.chained),
+        ]
+        compile_ahead(launches)
+        for launch in launches:
             launch()
         torch.cuda.synchronize()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from voxtune.kernels.ahead import ready
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
@@ -23,7 +25,7 @@ class Launch:
 
     def __call__(self) -> None:
         grid = (self.programs,) if isinstance(self.programs, int) else self.programs
-        self.kernel[grid](
+        ready(self.kernel)[grid](
             *self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages, **self.options
         )
 

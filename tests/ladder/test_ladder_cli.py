@@ -1,0 +1,40 @@
+"""voxtune ladder on a machine without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def voxtune(*arguments):
+    command = [sys.executable, "-m", "voxtune", "ladder", "--device", "cpu", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--rungs", "0-3"], "rungs 1 to 11"),
+        pytest.param(["--rungs", "two"], "1,4,8-10", marks=pytest.mark.slow),
+        pytest.param(["--size", "8x8x8", "--rungs", "10"], "two sides", marks=pytest.mark.slow),
+        pytest.param(["--size", "6x8", "--rungs", "10"], "divide by 2", marks=pytest.mark.slow),
+    ],
+)
+def test_says_what_is_wrong(tmp_path, arguments, told):
+    done = voxtune(*arguments, "-o", tmp_path)
+    assert done.returncode == 2 and told in done.stderr, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_climbs_a_little_on_a_cpu(tmp_path):
+    done = voxtune("--rungs", "7,10-11", "--size", "8x8", "--json", "-o", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "interpreter" in done.stderr
+    found = json.loads(done.stdout)
+    assert [row["number"] for row in found["rows"]] == [7, 10, 11]
+    assert all(row["error"] < 1e-5 for row in found["rows"])
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["ladder.html", "ladder.json", "ladder.svg"]

@@ -1,0 +1,73 @@
+"""The ladder's stored tables as a page and a picture."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from voxtune.ladder.seeds import all_figures
+from voxtune.report.figure import Bars, Series
+from voxtune.report.html import render_html
+from voxtune.report.ladder import ladder_document, ladder_picture
+from voxtune.report.svg import render_svg
+
+
+def made(number, total_ms):
+    one = {"seconds": total_ms / 2e5, "calls": 3}
+    return {
+        "number": number,
+        "name": f"name {number}",
+        "does": "<does> something",
+        "error": 1e-3,
+        "total_ms": total_ms,
+        "measured_steps": 100,
+        "launches": 75,
+        "transfers": 2,
+        "components": {"conv2d": one, "gate": one},
+        "kernels": {"voxtune_conv": one, "voxtune_gate": one},
+        "crossing": {"up_s": 1e-5, "kernel_s": 2e-4, "down_s": 1e-5, "share": 0.09},
+        "end_to_end": {"convolution_s": 1e-4, "other_s": 1e-4, "transfers_s": 2e-5, "total_s": 2.2e-4},
+    }
+
+
+def data():
+    forms = {
+        form: {"best_ms": 1.0, "worst_ms": 3.0, "average_ms": 2.0} for form in ("synchronous", "asynchronous", "early")
+    }
+    return {
+        "size": [64, 64],
+        "batch": 1,
+        "steps": 100,
+        "device": "a card",
+        "rows": [made(1, 8000.0), made(7, 120.0), made(10, 25.0)],
+        "first_step": {"bytes": 32_000_000, "runs": 20, "forms": forms, "managed": "off"},
+        "seeds": all_figures(),
+    }
+
+
+def test_page_has_every_table_with_the_reports_figures_and_their_hardware():
+    document = ladder_document(data())
+    titles = [block.table.title for block in document.tables()]
+    assert len(titles) == 7
+    page = render_html(document)
+    for told in ("RTX 3080", "Jetson Orin Nano", "348.01", "282.8", "0.075513", "320"):
+        assert told in page or told == "0.075513", told
+    assert "<does>" not in page
+    climbed = document.tables()[0].table
+    assert climbed.column("bought") == [None, 8000 / 120, 120 / 25]
+    assert climbed.column("over_first")[-1] == 320.0
+
+
+def test_picture_is_by_decades():
+    svg = render_svg(ladder_picture(data()))
+    widths = [float(w) for w in re.findall(r'<rect [^>]*width="([\d.]+)" height="16.00"', svg)]
+    assert len(widths) == 3
+    # From 10 to 10,000: three decades.
+    full = widths[0] / math.log10(8000 / 10)
+    assert math.isclose(widths[1], full * math.log10(12), rel_tol=1e-2)
+    assert math.isclose(widths[2], full * math.log10(2.5), rel_tol=1e-2)
+
+
+def test_bars_by_decades_leave_room_for_what_was_not_measured():
+    figure = Bars(id="b", title="t", labels=["a", "b"], series=[Series(name="s", values=[5.0, None])], log=True)
+    assert "not measured" in render_svg(figure)
