@@ -214,10 +214,22 @@ print("COLD", ready - began, time.monotonic() - ready, "+".join(fast.plan.names)
 
 
 def cold_start() -> dict[str, float]:
-    """Seconds from `optimize` to the first step in a new process: with no cache at all, then with what that one left."""
+    """Seconds from `optimize` to the first step in a new process: with no cache at all, then with what that one left.
+
+    Python's bytecode is compiled before, as pip leaves an installation.
+    """
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        told = {"VOXTUNE_CACHE": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
+        told = {
+            "VOXTUNE_CACHE": folder,
+            "TRITON_CACHE_DIR": f"{folder}/triton",
+            "PYTHONPYCACHEPREFIX": f"{folder}/bytecode",
+            "PYTHONDONTWRITEBYTECODE": "",
+        }
+        modules = (
+            "torch, torch.export, torch._dynamo, torch.distributed.fsdp, triton, voxtune.plan, voxtune.kernels.ops"
+        )
+        subprocess.run([sys.executable, "-c", f"import {modules}"], check=True, env={**os.environ, **told})
         for name in ("cold", "warm"):
             code = COLD.format(here=str(Path(__file__).parent))
             done = subprocess.run(

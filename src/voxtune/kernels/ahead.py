@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,6 +17,8 @@ from contextvars import ContextVar
 from typing import Any
 
 log = logging.getLogger("voxtune")
+# Seconds before a thread has to share the interpreter: the body's launches wait for it, and Python's own value is ten times that.
+FAIR = 0.0005
 _rehearsing: ContextVar[bool] = ContextVar("voxtune_rehearsing", default=False)
 
 
@@ -45,21 +49,36 @@ def compiled_ahead(rehearse: Callable[[], object]) -> Iterator[None]:
         log.info("this version of Triton compiles kernels one by one")
         yield
         return
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        mode = AsyncCompileMode(pool)
-        mode.__enter__()
-        token = _rehearsing.set(True)
-        try:
-            rehearse()
-        except Exception as error:
-            log.info("the rehearsal stopped: %s: %s", type(error).__name__, error)
-        finally:
-            _rehearsing.reset(token)
-            active_mode.set(None)  # launches of others, in the body, are none of this mode's
-        try:
-            yield
-        finally:
+    began, interval = time.perf_counter(), sys.getswitchinterval()
+    sys.setswitchinterval(FAIR)
+    try:
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            mode = AsyncCompileMode(pool)
+            mode.__enter__()
+            token = _rehearsing.set(True)
             try:
-                mode.__exit__(None, None, None)
+                rehearse()
             except Exception as error:
-                log.info("a kernel was not compiled ahead: %s: %s", type(error).__name__, error)
+                log.info("the rehearsal stopped: %s: %s", type(error).__name__, error)
+            finally:
+                _rehearsing.reset(token)
+                active_mode.set(None)  # launches of others, in the body, are none of this mode's
+            asked, kernels = time.perf_counter(), list(mode.future_kernels.values())
+            try:
+                yield
+            finally:
+                done = time.perf_counter()
+                _finish(mode, kernels, pool)
+        told = (len(kernels), asked - began, done - asked, time.perf_counter() - done)
+        log.info("%d kernels compiled ahead: rehearsed in %.2f s, other work %.2f s, then waited %.2f s", *told)
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def _finish(mode: Any, kernels: list[Any], pool: ThreadPoolExecutor) -> None:
+    try:
+        mode.__exit__(None, None, None)
+        # Loading one builds its launcher, a compiler's work too.
+        list(pool.map(lambda k: k.kernel.run, [k for k in kernels if k.kernel is not None]))
+    except Exception as error:
+        log.info("a kernel was not compiled ahead: %s: %s", type(error).__name__, error)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, library
@@ -24,6 +26,23 @@ from voxtune.kernels.group_norm import empty_channels_last
 log = logging.getLogger("voxtune")
 _told: set[str] = set()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Registered directly: torch's decorator for operators imports its compiler with the first call, seconds of every process.
+_LIBRARY = library.Library("voxtune", "DEF")
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def operator(schema: str) -> Callable[[Function], Function]:
+    def register(function: Function) -> Function:
+        _LIBRARY.define(schema)
+        _LIBRARY.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
+        return function
+
+    return register
+
+
+def shapes_of(name: str) -> Callable[[Function], Function]:
+    """Marks what gives the results' shapes and types, without computing."""
+    return library.register_fake(f"voxtune::{name}", lib=_LIBRARY)
 
 
 def _runs_kernel(x: Tensor, reason: str | None, name: str) -> bool:
@@ -42,7 +61,10 @@ def _lasting(x: Tensor) -> Tensor:
     return x if moved.is_contiguous() else moved.contiguous().movedim(-1, 1)
 
 
-@library.custom_op("voxtune::group_norm_silu", mutates_args=())
+@operator(
+    "group_norm_silu(Tensor[] sources, Tensor weight, Tensor bias, int groups, float eps, Tensor? shift, bool silu, "
+    "Tensor[] statistics) -> Tensor"
+)
 def group_norm_silu(
     sources: list[Tensor],
     weight: Tensor,
@@ -60,12 +82,12 @@ def group_norm_silu(
     return _lasting(_norm.group_norm_silu_reference(lasting, weight, bias, groups, eps, shift, silu))
 
 
-@group_norm_silu.register_fake
+@shapes_of("group_norm_silu")
 def _(sources, weight, bias, groups, eps, shift, silu, statistics):
     return empty_channels_last(sources[0], sum(s.shape[1] for s in sources))
 
 
-@library.custom_op("voxtune::conv3d", mutates_args=())
+@operator("conv3d(Tensor x, Tensor packed, Tensor? shift, Tensor? residual, bool statistics) -> (Tensor, Tensor)")
 def conv3d(
     x: Tensor, packed: Tensor, shift: Tensor | None, residual: Tensor | None, statistics: bool
 ) -> tuple[Tensor, Tensor]:
@@ -77,12 +99,12 @@ def conv3d(
     return _lasting(y), x.new_empty(0, dtype=torch.float32) if sums is None else sums
 
 
-@conv3d.register_fake
+@shapes_of("conv3d")
 def _(x, packed, shift, residual, statistics):
     return empty_channels_last(x, packed.shape[1]), x.new_empty(0, dtype=torch.float32)
 
 
-@library.custom_op("voxtune::pointwise", mutates_args=())
+@operator("pointwise(Tensor[] sources, Tensor weight, Tensor? shift, Tensor? residual) -> Tensor")
 def pointwise(sources: list[Tensor], weight: Tensor, shift: Tensor | None, residual: Tensor | None) -> Tensor:
     lasting = tuple(_lasting(s) for s in sources)
     residual = None if residual is None else _lasting(residual)
@@ -91,12 +113,12 @@ def pointwise(sources: list[Tensor], weight: Tensor, shift: Tensor | None, resid
     return _lasting(_pointwise.pointwise_reference(lasting, weight, shift, residual))
 
 
-@pointwise.register_fake
+@shapes_of("pointwise")
 def _(sources, weight, shift, residual):
     return empty_channels_last(sources[0], weight.shape[0])
 
 
-@library.custom_op("voxtune::add", mutates_args=())
+@operator("add(Tensor a, Tensor b, Tensor? shift) -> Tensor")
 def add(a: Tensor, b: Tensor, shift: Tensor | None) -> Tensor:
     a, b = _lasting(a), _lasting(b)
     if _runs_kernel(a, _pointwise.why_not_add(a, b, shift), "add"):
@@ -104,12 +126,12 @@ def add(a: Tensor, b: Tensor, shift: Tensor | None) -> Tensor:
     return _lasting(_pointwise.add_reference(a, b, shift))
 
 
-@add.register_fake
+@shapes_of("add")
 def _(a, b, shift):
     return empty_channels_last(a, a.shape[1])
 
 
-@library.custom_op("voxtune::upsample", mutates_args=())
+@operator("upsample(Tensor x, str mode) -> Tensor")
 def upsample(x: Tensor, mode: str) -> Tensor:
     x = _lasting(x)
     if _runs_kernel(x, _upsample.why_not(x, mode), "upsample"):
@@ -117,7 +139,7 @@ def upsample(x: Tensor, mode: str) -> Tensor:
     return _lasting(_upsample.upsample_reference(x, mode))
 
 
-@upsample.register_fake
+@shapes_of("upsample")
 def _(x, mode):
     return empty_channels_last(x, x.shape[1], voxels=tuple(2 * s for s in x.shape[2:]))
 
@@ -126,7 +148,7 @@ def _(x, mode):
 _packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-@library.custom_op("voxtune::stem", mutates_args=())
+@operator("stem(Tensor[] sources, Tensor weight, Tensor? shift) -> Tensor")
 def stem(sources: list[Tensor], weight: Tensor, shift: Tensor | None) -> Tensor:
     if weight not in _packed:
         _packed[weight] = _stem.pack_stem(weight, tuple(s.shape[1] for s in sources), weight.dtype)
@@ -136,12 +158,12 @@ def stem(sources: list[Tensor], weight: Tensor, shift: Tensor | None) -> Tensor:
     return _lasting(_stem.stem_reference(tuple(sources), weight, shift))
 
 
-@stem.register_fake
+@shapes_of("stem")
 def _(sources, weight, shift):
     return empty_channels_last(sources[0], weight.shape[0], dtype=weight.dtype)
 
 
-@library.custom_op("voxtune::head", mutates_args=())
+@operator("head(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 def head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     x = _lasting(x)
     if weight not in _packed:
@@ -152,6 +174,6 @@ def head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _lasting(_head.head_reference(x, weight, None if bias is None else bias.to(weight.dtype)))
 
 
-@head.register_fake
+@shapes_of("head")
 def _(x, weight, bias):
     return empty_channels_last(x, weight.shape[0])
