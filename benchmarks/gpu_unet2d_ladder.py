@@ -136,7 +136,10 @@ def ours(net: ConvNeXtUNet, batch: int) -> list[dict[str, Any]]:
             flush=True,
         )
     for whole in (0, 256) if batch == 1 else (0,):
-        breakdown(Program(net, SIZE, batch, whole=whole))
+        program = Program(net, SIZE, batch, whole=whole)
+        breakdown(program)
+        for chained in (False, True):
+            profiled(program, chained)
     return rows
 
 
@@ -160,6 +163,40 @@ def breakdown(program: Program) -> None:
     for (name, _), times in found.items():
         by_kernel[name] = by_kernel.get(name, 0.0) + sum(times)
     print(", ".join(f"{name} {us:.0f} us" for name, us in by_kernel.items()), flush=True)
+
+
+def profiled(program: Program, chained: bool) -> None:
+    """One step in a graph under the profiler: each launch's own time, and the gaps between them."""
+    launches = list(program.step(program.time_terms([37])[0], None, chained=chained))
+    for launch in launches:
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as taken:
+        graph.replay()
+        torch.cuda.synchronize()
+    events = [
+        e for e in taken.events() if e.device_type == torch.autograd.DeviceType.CUDA and e.name.startswith("voxtune")
+    ]
+    events.sort(key=lambda e: e.time_range.start)
+    if len(events) != len(launches):
+        print(f"the profiler saw {len(events)} of {len(launches)} launches")
+        return
+    busy = sum(e.time_range.elapsed_us() for e in events)
+    span = events[-1].time_range.end - events[0].time_range.start
+    gaps = sorted(b.time_range.start - a.time_range.end for a, b in itertools.pairwise(events))
+    print(
+        f"profiled, overlapped {chained}: {span:.0f} us from first to last, {busy:.0f} us in kernels, gap {gaps[len(gaps) // 2]:.2f} us"
+    )
+    ranked = sorted(zip(events, launches, strict=True), key=lambda pair: -pair[0].time_range.elapsed_us())
+    for event, launch in ranked[:30]:
+        print(f"{event.time_range.elapsed_us():7.2f} us  {launch.name:20} {launch.part:24} {launch.programs} programs")
 
 
 @torch.no_grad()

@@ -131,7 +131,7 @@ class Fused(Products):
         block_c = 32 if min(C, CS) >= 32 else 16
         CP, CSP = -(-C // block_c) * block_c, -(-CS // block_c) * block_c
         weight_x, weight_s = self._weight(gate.gate_conv, C, CP), self._weight(gate.residual_conv, CS, CSP)
-        bias = gate.gate_conv.bias + gate.residual_conv.bias
+        bias = gate.gate_conv.bias.detach() + gate.residual_conv.bias.detach()
         hidden, KP = given.new_empty((N, K, H, W)), weight_x.shape[1]
         block_m, block_k = max(16, divisor(H * W, self.tile_m)), divisor(KP, self.tile_k)
         self.machine.launch(

@@ -121,7 +121,7 @@ class Managed:
     """
 
     def __init__(self, program: Program):
-        self.library = _runtime()
+        self.cudart = _runtime()
         self.blocks: list[tuple[int, int]] = []
         self.moved: dict[int, Tensor] = {}
         self.program = program
@@ -137,7 +137,7 @@ class Managed:
         recent = int((torch.version.cuda or "12").split(".")[0]) >= 13
         for address, size in self.blocks:
             where = [_Location(1, device), 0] if recent else [device]
-            code = self.library.cudaMemPrefetchAsync(
+            code = self.cudart.cudaMemPrefetchAsync(
                 ctypes.c_void_p(address), ctypes.c_size_t(size), *where, ctypes.c_void_p(stream)
             )
             assert code == 0, f"cudaMemPrefetchAsync returned {code}"
@@ -145,7 +145,7 @@ class Managed:
     def _copy_of(self, weight: Tensor) -> Tensor:
         address = ctypes.c_void_p()
         size = max(weight.nbytes, 16)
-        code = self.library.cudaMallocManaged(ctypes.byref(address), ctypes.c_size_t(size), ctypes.c_uint(1))
+        code = self.cudart.cudaMallocManaged(ctypes.byref(address), ctypes.c_size_t(size), ctypes.c_uint(1))
         assert code == 0 and address.value, f"cudaMallocManaged returned {code}"
         raw = weight.detach().cpu().contiguous()
         ctypes.memmove(address.value, raw.data_ptr(), raw.nbytes)
