@@ -191,9 +191,8 @@ def profiled(program: Program, chained: bool) -> None:
     busy = sum(e.time_range.elapsed_us() for e in events)
     span = events[-1].time_range.end - events[0].time_range.start
     gaps = sorted(b.time_range.start - a.time_range.end for a, b in itertools.pairwise(events))
-    print(
-        f"profiled, overlapped {chained}: {span:.0f} us from first to last, {busy:.0f} us in kernels, gap {gaps[len(gaps) // 2]:.2f} us"
-    )
+    told = f"{span:.0f} us from first to last, {busy:.0f} us in kernels, median gap {gaps[len(gaps) // 2]:.2f} us"
+    print(f"profiled, overlapped {chained}: {told}")
     ranked = sorted(zip(events, launches, strict=True), key=lambda pair: -pair[0].time_range.elapsed_us())
     for event, launch in ranked[:30]:
         print(f"{event.time_range.elapsed_us():7.2f} us  {launch.name:20} {launch.part:24} {launch.programs} programs")
