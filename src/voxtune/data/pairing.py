@@ -45,9 +45,9 @@ def pair_folders(images_dir: str | Path, masks_dir: str | Path, images: tuple[st
 
     `images` names the contract's channels: with several, each subject needs one file a channel, told by its ending.
     """
-    image_files = [p for p in _nifti_files(images_dir) if _split(p, images)[1] not in MASK_ENDINGS]
-    mask_files = _nifti_files(masks_dir)
-    marked = [p for p in mask_files if _split(p, images)[1] in MASK_ENDINGS]
+    image_files = [p for p in nifti_files(images_dir) if split_name(p, images)[1] not in MASK_ENDINGS]
+    mask_files = nifti_files(masks_dir)
+    marked = [p for p in mask_files if split_name(p, images)[1] in MASK_ENDINGS]
     mask_files = marked or [p for p in mask_files if Path(images_dir).resolve() != Path(masks_dir).resolve()]
     if set(image_files) & set(mask_files):
         image_files = [p for p in image_files if p not in set(mask_files)]
@@ -73,7 +73,7 @@ def _pair(key: str, image_files: list[Path], mask_files: list[Path], images: tup
         return _finding("ambiguous", f"{_names(mask_files)}: several masks for subject {key}; keep one")
     chosen = []
     for name in images:
-        candidates = [p for p in image_files if _same_modality(_split(p, images)[1], name)]
+        candidates = [p for p in image_files if same_modality(split_name(p, images)[1], name)]
         if not candidates and len(images) == 1:
             candidates = image_files
         if not candidates:
@@ -86,7 +86,7 @@ def _pair(key: str, image_files: list[Path], mask_files: list[Path], images: tup
     return Pair(id=key, images=tuple(chosen), mask=mask_files[0])
 
 
-def _split(path: Path, images: Iterable[str]) -> tuple[str, str]:
+def split_name(path: Path, images: Iterable[str] = ()) -> tuple[str, str]:
     """Subject key and ending (lower case) of a file's name: sub-01_desc-x_dseg -> (sub-01, dseg)."""
     stem = NIFTI_NAME.sub("", path.name)
     known = MASK_ENDINGS | IMAGE_ENDINGS | {name.lower() for name in images}
@@ -113,7 +113,8 @@ def _last_part(stem: str) -> tuple[str, str, str]:
     return head, separator, tail
 
 
-def _same_modality(ending: str, name: str) -> bool:
+def same_modality(ending: str, name: str) -> bool:
+    """Whether two endings are spellings of one modality: t1w and t1n."""
     name = name.lower()
     return ending == name or any(ending in group and name in group for group in MODALITIES)
 
@@ -121,11 +122,12 @@ def _same_modality(ending: str, name: str) -> bool:
 def _by_subject(files: list[Path], images: tuple[str, ...]) -> dict[str, list[Path]]:
     subjects = defaultdict(list)
     for path in files:
-        subjects[_split(path, images)[0]].append(path)
+        subjects[split_name(path, images)[0]].append(path)
     return subjects
 
 
-def _nifti_files(folder: str | Path) -> list[Path]:
+def nifti_files(folder: str | Path) -> list[Path]:
+    """Every NIfTI file below `folder`, in order of its path; hidden ones left out."""
     folder = Path(folder)
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
