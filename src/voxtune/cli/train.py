@@ -33,7 +33,7 @@ def command(
     masks: Annotated[str | None, _option(help="Folder of NIfTI masks, paired with the images by name.")] = None,
     labels: Annotated[str | None, _option(help="The masks' labels, as brain=1,tumour=2.")] = None,
     cohort: Annotated[int | None, _option(help="Train on this many subjects of the embedded cohort.")] = None,
-    workload: Annotated[str | None, _option(help="med-ddpm (default), med-ddpm-brats or convnext.")] = None,
+    workload: Annotated[str | None, _option(help="med-ddpm (default), med-ddpm-brats, convnext or segment.")] = None,
     init: Annotated[str | None, _option(help="Fine-tune: a model or run folder, or a checkpoint.")] = None,
     size: Annotated[str | None, _option(help="Voxels, depth first, as 64,64,64; or pixels, as 32,32.")] = None,
     base: Annotated[int | None, _option(help="Channels at full resolution.")] = None,
@@ -64,6 +64,13 @@ def command(
     plain |= {"model.size": None if size is None else list(parse_size(size)), "data.labels": _labels(labels)}
     plain["model.multipliers"] = _numbers(multipliers)
     overrides = {k: v for k, v in plain.items() if v is not None} | _assignments(settings or [])
+    if workload == "segment":
+        from voxtune.cli.train_segment import train_segment
+
+        if config is not None or resume is not None:
+            raise InputError("a segmenter trains in one go from options: leave --config and --resume away")
+        train_segment(overrides, out, choose_device(device), output)
+        return
     _finish(_train(config, resume, out, overrides, choose_device(device), output), output)
 
 

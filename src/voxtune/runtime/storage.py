@@ -136,12 +136,43 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Writes all or nothing: a killed process or a full disk leaves the old file as it was."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+    except ImportError:
+        # GPU machines often hold little but PyTorch, and what was trained there must leave in the same form.
+        return _write_plainly(path, tensors, metadata)
     with replacing(path) as part:
         try:
             save_file(tensors, part, metadata=metadata)
         except SafetensorError as error:
             # The library wraps the operating system's error; the rest of this project expects the plain one.
             raise OSError(one_line(error)) from error
+
+
+KINDS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+}
+
+
+def _write_plainly(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """The safetensors format by hand: the header's length in 8 bytes, a JSON header, then every tensor's bytes."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    blocks, end = [], 0
+    # Wide types first, as the library does, so that every tensor lies on a multiple of its own width.
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
+        block = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        offsets = [end, end + len(block)]
+        header[name] = {"dtype": KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        blocks.append(block)
+        end += len(block)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with replacing(path) as part:
+        part.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(blocks))

@@ -1,0 +1,99 @@
+"""voxtune evaluate: how good synthetic volumes are, with intervals."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, choose_device
+from voxtune.errors import InputError
+
+if TYPE_CHECKING:
+    from voxtune.quality.result import Evaluation
+    from voxtune.runtime.segmenter import Segmenter
+
+
+def command(
+    real: Annotated[Path, typer.Argument(help="Folder of real volumes (NIfTI, BIDS or plain).")],
+    synth: Annotated[Path, typer.Argument(help="Folder of synthetic volumes; paired with the real ones by name.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for metrics.json and metrics.md.")],
+    masks: Annotated[Path | None, typer.Option(help="Folder of the masks that were asked for.")] = None,
+    training: Annotated[
+        Path | None, typer.Option(help="Folder of the training volumes, for memorisation; else the real ones.")
+    ] = None,
+    image: Annotated[str | None, typer.Option(help="Which image, where there are several, as T1w.")] = None,
+    features: Annotated[Path | None, typer.Option(help="Another feature network than the shipped one.")] = None,
+    segmenter: Annotated[Path | None, typer.Option(help="Another segmenter than the shipped one.")] = None,
+    resamples: Annotated[int, typer.Option(help="Bootstrap resamples behind every interval.")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
+    max_pairs: Annotated[int, typer.Option(min=1, help="Pairs of volumes compared for diversity.")] = 100,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a result that is there.")] = False,
+    device: DeviceOption = "auto",
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Measure synthetic volumes against real ones: likeness, distribution, mask adherence, memorisation."""
+    from voxtune.evaluating import evaluate, find_sets, write_result
+    from voxtune.quality.bootstrap import Bootstrap
+
+    output = Output(json=json, quiet=quiet)
+    settings = Bootstrap(resamples=resamples, seed=seed)
+    if (out / "metrics.json").exists() and not overwrite:
+        raise InputError(f"{out / 'metrics.json'}: exists already; choose another folder or pass --overwrite")
+    sets = find_sets(real, synth, masks, training, image)
+    describing, labelling = _networks(features, segmenter, choose_device(device))
+    output.say(f"{len(sets.real)} real, {len(sets.synth)} synthetic volumes, {len(sets.pairs)} pairs")
+    started = time.perf_counter()
+    total = len(sets.real) + len(sets.synth) + len(sets.training or []) + len(sets.pairs)
+    with output.progress("reading", total) as update:
+        result = evaluate(
+            sets,
+            features=describing,
+            segmenter=labelling,
+            settings=settings,
+            max_pairs=max_pairs,
+            progress=lambda done, _total: update(done),
+            warn=output.warn,
+        )
+    folders = {"real": real, "synth": synth, "masks": masks, "training": training}
+    about = {"folders": {k: None if v is None else str(v) for k, v in folders.items()}, "max_pairs": max_pairs}
+    files = write_result(result, out, f"{synth.name} against {real.name}", **about)
+    _print(result, output)
+    output.say(f"wrote {files[0]}, {files[1]} in {time.perf_counter() - started:.1f} s")
+    output.result(result.to_json(**about))
+
+
+def _networks(features: Path | None, segmenter: Path | None, device: str) -> tuple[Segmenter | None, Segmenter | None]:
+    """(features, segmenter): those asked for, or the shipped one for both, where it ships."""
+    from voxtune.runtime.segmenter import load_segmenter, shipped_segmenter
+
+    shipped = None
+    if (features is None or segmenter is None) and (shipped_segmenter() / "config.json").is_file():
+        shipped = load_segmenter(shipped_segmenter(), device=device)
+    describing = shipped if features is None else load_segmenter(features, device=device)
+    if segmenter is None:
+        return describing, shipped
+    return describing, describing if segmenter == features else load_segmenter(segmenter, device=device)
+
+
+def _print(result: Evaluation, output: Output) -> None:
+    if output.quiet or output.json:
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from voxtune.quality.result import HEADER
+
+    console = Console()
+    table = Table(box=None, pad_edge=False)
+    for number, name in enumerate(HEADER[:-1]):
+        table.add_column(name, justify="right" if number in (1, 2, 3) else "left", no_wrap=True, header_style="dim")
+    for row in result.rows():
+        table.add_row(*(Text(cell) for cell in row[:-1]))
+    console.print(table)
+    for name, reason in result.left_out.items():
+        console.print(Text(f"left out  {name}: {reason}", style="dim"))

@@ -1,0 +1,79 @@
+"""voxtune train --workload segment: the small network that judges synthetic volumes."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from voxtune.cli.common import Output
+from voxtune.errors import InputError
+
+SIDE = 64
+COHORT_HELD_OUT = 24
+TAKES = {
+    *("data.images", "data.masks", "data.cohort", "data.cohort_seed", "data.labels", "model.workload", "model.base"),
+    *("model.size", "steps", "batch", "learning_rate", "autocast", "seed"),
+}
+
+
+def train_segment(settings: dict[str, Any], out: Path | None, device: str, output: Output) -> None:
+    """Trains in one go, in minutes, so there is nothing to resume; prints Dice on held-out subjects."""
+    from voxtune.runtime.segmentrun import run_segment
+    from voxtune.runtime.segmenttrain import SegmentTraining
+
+    unused = sorted(set(settings) - TAKES)
+    if unused:
+        raise InputError(f"{unused[0]}: training a segmenter has no such setting; leave it away")
+    if out is None:
+        raise InputError("where to? give a folder with -o DIR; a segmenter trains in one go, without --resume")
+    if (out / "config.json").exists():
+        raise InputError(f"{out}: holds a model already; choose another folder")
+    plain = {k: settings[k] for k in ("steps", "batch", "learning_rate", "autocast", "seed") if k in settings}
+    training = SegmentTraining(**plain)
+    train, held_out, data = _sources(settings)
+    output.say(f"{len(train)} subjects to learn from, {len(held_out)} held out, on {device}")
+    with output.progress("training", training.steps) as update:
+        result = run_segment(
+            train,
+            held_out,
+            training,
+            out,
+            data=data,
+            command=shlex.join(["voxtune", *sys.argv[1:]]),
+            base=settings.get("model.base"),
+            device=device,
+            progress=lambda step, loss: update(step, f"loss {loss:.4f}"),
+        )
+    for name, dice in result.dice.items():
+        output.say(
+            f"Dice {name}: {dice['mean']:.4f} (least {dice['least']:.4f}) on {dice['subjects']} held-out subjects"
+        )
+    output.say(f"Trained {result.steps} steps in {result.seconds:.0f} s. Segmenter: {result.folder}")
+    output.result(result.to_json())
+
+
+def _sources(settings: dict[str, Any]) -> tuple[Any, Any, str]:
+    from voxtune.data.contract import Label
+    from voxtune.runtime.segmentdata import cohort_sources, folder_sources
+
+    size = tuple(settings.get("model.size", (SIDE,) * 3))
+    if len(size) != 3:
+        raise InputError(f"--size {size}: give three sides, depth,height,width")
+    cohort, images, masks = (settings.get(f"data.{name}") for name in ("cohort", "images", "masks"))
+    if (cohort is None) == (images is None) or (images is None) != (masks is None):
+        raise InputError("no data: give folders (--images DIR --masks DIR) or the embedded cohort (--cohort 240)")
+    if cohort is not None:
+        seed = settings.get("data.cohort_seed", 0)
+        train, held_out = cohort_sources(size, seed, cohort, COHORT_HELD_OUT)
+        return (
+            train,
+            held_out,
+            f"subjects 0 to {cohort - 1} of the embedded cohort, seed {seed}; held out from 100000 on",
+        )
+    labels = settings.get("data.labels")
+    named = None if labels is None else tuple(Label(**label) for label in labels)
+    assert images is not None and masks is not None
+    train, held_out = folder_sources(images, masks, size, named)
+    return train, held_out, f"{len(train)} subjects of the folder `{Path(images).name}`; {len(held_out)} held out"

@@ -1,0 +1,127 @@
+"""Subjects for a segmenter: the embedded cohort, folders of a user, or one file that needs nothing but numpy to be read.
+
+A source gives `source[i] -> (image (C, D, H, W) in [-1, 1], condition (L, D, H, W))`, as in `data/dataset.py`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from voxtune.config import from_mapping, to_mapping
+from voxtune.data.contract import WHOLE_HEAD, DataContract, Label, Shape, encode_mask
+from voxtune.errors import InputError
+from voxtune.files import one_line, write_whole
+from voxtune.runtime.loader import Source
+
+# Subjects of the embedded cohort from here on are never trained on.
+HELD_OUT = 100_000
+# Images are stored as whole numbers: [-1, 1] becomes 0 .. 4095, finer than their noise.
+STEPS = 4095
+
+
+class Shifted:
+    """Subjects `first`, `first` + 1, ... of a source that gives any subject by its number."""
+
+    def __init__(self, source: Any, first: int, count: int):
+        self.source, self.first, self.count, self.contract = source, first, count, source.contract
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self.source[self.first + index]
+
+
+class Packed:
+    """Subjects in memory, from a file that `pack` wrote."""
+
+    def __init__(self, contract: DataContract, images_NCDHW: np.ndarray, labels_NDHW: np.ndarray):
+        self.contract, self.images_NCDHW, self.labels_NDHW = contract, images_NCDHW, labels_NDHW
+
+    def __len__(self) -> int:
+        return len(self.labels_NDHW)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        image_CDHW = self.images_NCDHW[index].astype(np.float32) * (2.0 / STEPS) - 1.0
+        return image_CDHW, encode_mask(self.labels_NDHW[index], self.contract)
+
+    def part(self, first: int, count: int) -> Packed:
+        span = slice(first, first + count)
+        return Packed(self.contract, self.images_NCDHW[span], self.labels_NDHW[span])
+
+
+def cohort_sources(size: Shape, seed: int, count: int, held_out: int) -> tuple[Source, Source]:
+    """Subjects 0 .. count-1 of cohort `seed` to learn from, and `held_out` that nothing learns from."""
+    from voxtune.data.cohort import cohort_contract
+    from voxtune.data.dataset import CohortSource
+
+    contract = cohort_contract(size)
+    unseen = Shifted(CohortSource(contract, seed, HELD_OUT + held_out, healthy_fraction=0.0), HELD_OUT, held_out)
+    return CohortSource(contract, seed, count), unseen
+
+
+def folder_sources(
+    images: str | Path, masks: str | Path, size: Shape, labels: tuple[Label, ...] | None
+) -> tuple[Source, Source]:
+    """Pairs of two folders on a grid that covers what the whole-head model's does; the last tenth is held out."""
+    from voxtune.data.dataset import PairedFolders
+
+    depth, height, width = (mm * n / s for mm, n, s in zip(WHOLE_HEAD.spacing, WHOLE_HEAD.size, size, strict=True))
+    contract = replace(WHOLE_HEAD, size=size, spacing=(depth, height, width), labels=labels or WHOLE_HEAD.labels)
+    source = PairedFolders(contract, images, masks)
+    source.check().raise_errors()
+    if len(source) < 2:
+        raise InputError(f"{images}: one subject; bring more, one in ten is held out to measure")
+    kept = len(source) - max(1, len(source) // 10)
+    return Shifted(source, 0, kept), Shifted(source, kept, len(source) - kept)
+
+
+def pack(train: Any, held_out: Any, path: str | Path, callback: Callable[[int, int], None] | None = None) -> Path:
+    """Writes both sources into one .npz, held-out subjects last, for a machine that has no NIfTI reader."""
+    contract, total = train.contract, len(train) + len(held_out)
+    images, labels = [], []
+    for number in range(total):
+        image_CDHW, cond_LDHW = train[number] if number < len(train) else held_out[number - len(train)]
+        images.append(np.rint((image_CDHW + 1.0) * (STEPS / 2.0)).astype(np.uint16))
+        labels.append(classes_of(cond_LDHW))
+        if callback is not None:
+            callback(number + 1, total)
+    values = np.array((0, *contract.values), dtype=np.int32)
+    header = {"contract": to_mapping(contract), "held_out": len(held_out)}
+    buffer = io.BytesIO()
+    np.savez_compressed(
+        buffer, images=np.stack(images), labels=values[np.stack(labels)].astype(np.uint8), header=json.dumps(header)
+    )
+    write_whole(Path(path), buffer.getvalue())
+    return Path(path)
+
+
+def unpack(path: str | Path) -> tuple[Packed, Packed]:
+    """(to learn from, held out) of a file that `pack` wrote."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            images, labels, header = file["images"], file["labels"], json.loads(str(file["header"]))
+        contract = from_mapping(DataContract, header["contract"], f"{path}: contract")
+        held_out = int(header["held_out"])
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path}: not a file of packed subjects ({one_line(error)})") from None
+    wanted = (len(labels), len(contract.images), *contract.size)
+    if images.shape != wanted or labels.shape != (len(images), *contract.size) or not 0 < held_out < len(images):
+        raise InputError(f"{path}: images of shape {images.shape} do not fit its own contract; pack the subjects again")
+    everything = Packed(contract, images, labels)
+    return everything.part(0, len(images) - held_out), everything.part(len(images) - held_out, held_out)
+
+
+def classes_of(cond_LDHW: np.ndarray) -> np.ndarray:
+    """The class of each voxel, uint8 (D, H, W): 0 background, 1 + channel elsewhere; a channel is positive inside."""
+    return np.where((cond_LDHW > 0).any(axis=0), cond_LDHW.argmax(axis=0) + 1, 0).astype(np.uint8)

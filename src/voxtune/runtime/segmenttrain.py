@@ -1,0 +1,165 @@
+"""Training of the segmenter, short enough for a CPU."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from voxtune.errors import InputError
+from voxtune.runtime.loader import Loader, Source, read_item
+from voxtune.runtime.segmenter import Segmenter, SegmenterConfig
+from voxtune.workloads.segment import SegmentConfig, SegmentUNet
+
+WARM_UP = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentTraining:
+    """The recipe: AdamW under a one-cycle rate, cross-entropy plus soft Dice, intensities varied at random."""
+
+    steps: int = 700
+    batch: int = 4
+    learning_rate: float = 3e-3
+    weight_decay: float = 1e-4
+    autocast: Literal["none", "bf16"] = "none"
+    seed: int = 0
+    minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch < 1 or self.seed < 0:
+            raise InputError(f"steps {self.steps}, batch {self.batch}, seed {self.seed}: 1, 1 and 0 are the least")
+        if not 0 < self.learning_rate < 1:
+            raise InputError(f"learning rate {self.learning_rate}: give a number above 0 and below 1")
+        if self.autocast not in ("none", "bf16"):
+            raise InputError(f"autocast {self.autocast!r}: choose none or bf16")
+        if self.minutes is not None and not self.minutes > 0:
+            raise InputError(f"minutes {self.minutes}: give a number above 0")
+
+
+def train_segmenter(
+    source: Any,
+    training: SegmentTraining,
+    *,
+    network: SegmentConfig | None = None,
+    device: torch.device | str = "cpu",
+    workers: int = 2,
+    progress: Callable[[int, float], None] | None = None,
+) -> Segmenter:
+    """A segmenter for `source`'s contract. With `minutes` the rate follows the clock, and training ends when it is up."""
+    contract, device = source.contract, torch.device(device)
+    shape = network or SegmentConfig(in_channels=len(contract.images), classes=len(contract.labels) + 1)
+    config = SegmenterConfig(network=shape, data=contract)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(training.seed)
+        model = SegmentUNet(config.network).to(device, memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+        _fit(model, source, training, device, workers, progress)
+    return Segmenter(config, model.to(memory_format=torch.contiguous_format))
+
+
+def _fit(
+    model: SegmentUNet, source: Source, training: SegmentTraining, device: torch.device, workers: int, progress: Any
+) -> None:
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay)
+    random = torch.Generator().manual_seed(training.seed)
+    pin = device.type == "cuda"
+    loader = Loader(source, seed=training.seed, batch=training.batch, start=0, workers=workers, pin=pin)
+    started = time.monotonic()
+    try:
+        for step, batch in zip(range(training.steps), loader, strict=False):
+            done = step / training.steps
+            if training.minutes is not None:
+                done = max(done, (time.monotonic() - started) / (60 * training.minutes))
+            if done >= 1:
+                break
+            for group in optimizer.param_groups:
+                group["lr"] = training.learning_rate * one_cycle(done)
+            assert batch.conds is not None
+            images = vary(batch.images.to(device, non_blocking=True), random)
+            loss = _step(model, images, classes(batch.conds.to(device, non_blocking=True)), training, optimizer)
+            if not math.isfinite(loss):
+                raise InputError(f"the loss is not finite at step {step + 1}: lower the learning rate")
+            if progress is not None:
+                progress(step + 1, loss)
+    finally:
+        loader.close()
+
+
+def _step(
+    model: SegmentUNet, images: Tensor, target_NDHW: Tensor, training: SegmentTraining, optimizer: torch.optim.Optimizer
+) -> float:
+    low = torch.autocast(images.device.type, torch.bfloat16) if training.autocast == "bf16" else nullcontext()
+    with low:
+        logits = model(images.contiguous(memory_format=torch.channels_last_3d))
+    loss = segmentation_loss(logits.float(), target_NDHW)
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return float(loss.detach())
+
+
+def one_cycle(done: float) -> float:
+    """The rate's share: up in a straight line over the first tenth, then down along a cosine to a hundredth."""
+    if done < WARM_UP:
+        return max(0.01, done / WARM_UP)
+    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP)))
+
+
+def classes(conds_NLDHW: Tensor) -> Tensor:
+    """The class of each voxel (N, D, H, W): 0 background, 1 + channel elsewhere."""
+    inside = conds_NLDHW > 0
+    return torch.where(inside.any(dim=1), inside.long().argmax(dim=1) + 1, 0)
+
+
+def segmentation_loss(logits_NKDHW: Tensor, target_NDHW: Tensor) -> Tensor:
+    """Cross-entropy plus 1 - soft Dice of the structures, taken over the batch: one volume may lack a structure."""
+    entropy = F.cross_entropy(logits_NKDHW, target_NDHW)
+    onehot = F.one_hot(target_NDHW, logits_NKDHW.shape[1]).movedim(-1, 1)[:, 1:].float()
+    probability = logits_NKDHW.softmax(dim=1)[:, 1:]
+    space = (0, 2, 3, 4)
+    overlap, total = (probability * onehot).sum(space), probability.sum(space) + onehot.sum(space)
+    return entropy + 1 - ((2 * overlap + 1) / (total + 1)).mean()
+
+
+def vary(images_NCDHW: Tensor, random: torch.Generator) -> Tensor:
+    """Other contrast, smoothness, offset and noise for each volume: a synthetic image must not fail for its style."""
+    n, device = images_NCDHW.shape[0], images_NCDHW.device
+
+    def draw(low: float, high: float) -> Tensor:
+        return (low + (high - low) * torch.rand(n, generator=random)).view(n, 1, 1, 1, 1).to(device)
+
+    unit = (images_NCDHW + 1) / 2
+    unit = unit.clamp(min=0) ** draw(0.7, 1.4)
+    smooth = F.avg_pool3d(F.pad(unit, (1,) * 6, mode="replicate"), 3, stride=1)
+    unit = torch.lerp(unit, smooth, draw(-0.5, 1.0).clamp(min=0))
+    unit = unit * draw(0.85, 1.1) + draw(-0.1, 0.08).clamp(min=0) * (1 - unit)
+    seed = int(torch.randint(2**31, (1,), generator=random))
+    noise = torch.randn(unit.shape, device=device, generator=torch.Generator(device).manual_seed(seed))
+    return (unit + noise * draw(-0.02, 0.06).clamp(min=0)) * 2 - 1
+
+
+def held_out_dice(segmenter: Segmenter, source: Source) -> list[dict[str, float]]:
+    """For each subject, the Dice of each label by name; a label that neither side has is left out."""
+    rows = []
+    labels = segmenter.config.data.labels
+    for index in range(len(source)):
+        image, cond = read_item(source, index)
+        assert cond is not None
+        found_DHW = segmenter.describe(image[None])[0][0]
+        row = {}
+        for label in labels:
+            asked, found = cond[label.channel] > 0, found_DHW == label.value
+            total = int(asked.sum() + found.sum())
+            if total:
+                row[label.name] = 2 * int((asked & found).sum()) / total
+        rows.append(row)
+    return rows
