@@ -48,7 +48,7 @@ def case(dtype, whole, N, C, K, voxels, tile, shift, residual, offset=0.0):
 
     x, r = channels_last(draw(3, N, C, *voxels)), channels_last(draw(3, N, K, *voxels))
     packed = cv.pack(draw(1, K, C, 3, 3, 3))
-    s = None if shift is None else draw(3, N if shift == "each" else 1, K) + offset
+    s = None if shift is None else (draw(3, N if shift == "each" else 1, K + 5) + offset)[:, 3 : K + 3]
     r = r if residual else None
     y, found = cv.convolve(x, packed, tile, s, r, statistics=True)
     double = [None if t is None else t.double() for t in (x, packed, s, r)]

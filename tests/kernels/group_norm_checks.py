@@ -53,7 +53,8 @@ def case(dtype, batch, channels, voxels, groups, shift, silu, offset=0.0, given=
         for c in channels
     )
     weight, bias = draw(total).to(dtype), draw(total).to(dtype)
-    shift_NC = draw(batch, total).to(dtype) if shift else None
+    # A slice of a wider tensor, as blocks' time embeddings are.
+    shift_NC = draw(batch, total + 5).to(dtype)[:, 3 : total + 3] if shift else None
     truth = gn.group_norm_silu_reference(
         tuple(s.double() for s in sources),
         weight.double(),

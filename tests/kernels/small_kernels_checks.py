@@ -105,7 +105,7 @@ def of_pointwise(draw):
         sources = tuple(channels_last(draw(batch, c, *voxels)) for c in channels)
         rest = (
             draw(out, sum(channels)),
-            draw(shift, out) if shift else None,
+            draw(shift, out + 5)[:, 3 : out + 3] if shift else None,  # rows of a wider tensor
             channels_last(draw(batch, out, *voxels)) if residual else None,
         )
         truth = pointwise.pointwise_reference(wide(sources), *wide(rest))
@@ -116,7 +116,7 @@ def of_add(draw):
     for batch, channels, voxels in UPSAMPLE:
         for shift in (0, 1, batch):
             a, b = (channels_last(draw(batch, channels, *voxels)) for _ in range(2))
-            shift_NC = draw(shift, channels) if shift else None
+            shift_NC = draw(shift, channels + 5)[:, 3 : channels + 3] if shift else None
             truth = pointwise.add_reference(a.double(), b.double(), wide(shift_NC))
             yield finding((batch, channels, voxels, shift), pointwise.add(a, b, shift_NC), truth)
 
@@ -135,7 +135,7 @@ def of_stem(draw):
         sources = tuple(draw(batch, c, *voxels, dtype=torch.float32) for c in channels)
         sources = tuple(channels_last(s) for s in sources) if last else sources
         weight = draw(out, sum(channels), *[3] * len(voxels))
-        shift_NC = draw(shift, out) if shift else None
+        shift_NC = draw(shift, out + 5)[:, 3 : out + 3] if shift else None
         cast = tuple(s.to(draw.dtype).double() for s in sources)
         truth = stem_conv.stem_reference(cast, weight.double(), wide(shift_NC))
         yield finding(case, stem_conv.stem(sources, stem_conv.pack_stem(weight, channels, draw.dtype), shift_NC), truth)

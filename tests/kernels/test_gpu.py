@@ -40,7 +40,7 @@ def test_group_norm(dtype, channels, voxels):
     groups = 32 if sum(channels) % 32 == 0 else 8
     sources = [lasting(draw(2, c, *voxels, dtype=dtype, seed=i)) + 3 for i, c in enumerate(channels)]
     weight, bias = (draw(sum(channels), dtype=torch.float32, seed=i) for i in (5, 6))
-    shift = draw(2, sum(channels), dtype=torch.float32, seed=7)
+    shift = draw(2, sum(channels) + 5, dtype=torch.float32, seed=7)[:, 3:-2]
     y = torch.ops.voxtune.group_norm_silu(sources, weight, bias, groups, 1e-5, shift, True, [])
     x = torch.cat(sources, 1).double() + shift.double().view(2, -1, *[1] * len(voxels))
     truth = F.silu(F.group_norm(x, groups, weight.double(), bias.double(), 1e-5))
@@ -69,7 +69,7 @@ def test_conv3d_is_exact_on_integers_and_its_statistics_are_right(dtype, batch, 
     x = lasting(torch.randint(-2, 3, (batch, c, *voxels), generator=generator).to("cuda", dtype))
     w = (torch.rand(k, c, 3, 3, 3, generator=generator) < 6 / c).to("cuda", dtype)
     w *= torch.randint(0, 2, w.shape, generator=generator).to("cuda", dtype) * 2 - 1
-    shift = torch.randint(-3, 4, (batch, k), generator=generator).to("cuda", torch.float32)
+    shift = torch.randint(-3, 4, (batch, k + 5), generator=generator).to("cuda", torch.float32)[:, 3:-2]
     residual = lasting(torch.randint(-4, 5, (batch, k, *voxels), generator=generator).to("cuda", dtype))
     y, statistics = torch.ops.voxtune.conv3d(x, pack(w), shift, residual, True)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
@@ -89,7 +89,7 @@ def test_conv3d_is_exact_on_integers_and_its_statistics_are_right(dtype, batch, 
 )
 def test_pointwise(dtype, channels, k, voxels):
     sources = [lasting(draw(2, c, *voxels, dtype=dtype, seed=i)) for i, c in enumerate(channels)]
-    w, shift = draw(k, sum(channels), dtype=dtype), draw(2, k, dtype=torch.float32, seed=3)
+    w, shift = draw(k, sum(channels), dtype=dtype), draw(2, k + 5, dtype=torch.float32, seed=3)[:, 3:-2]
     residual = lasting(draw(2, k, *voxels, dtype=dtype, seed=4))
     y = torch.ops.voxtune.pointwise(sources, w, shift, residual)
     truth = torch.einsum("nc...,kc->nk...", torch.cat(sources, 1).double(), w.double())

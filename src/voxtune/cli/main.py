@@ -16,6 +16,7 @@ from voxtune.errors import InputError
 VERBS = (
     "demo",
     "sample",
+    "evaluate",
     "tune",
     "ladder",
     "train",
@@ -24,6 +25,7 @@ VERBS = (
     "cohort",
     "profile",
     "report",
+    "view",
     "study",
     "check",
     "estimate",

@@ -26,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from voxtune.kernels.ahead import ready
 from voxtune.kernels.conv3d_tiles import Tile, tiles
+from voxtune.kernels.group_norm import row_stride
 
 
 def conv3d_reference(
@@ -85,7 +86,7 @@ def voxtune_conv3d(  # noqa: PLR0915
     C,
     K,
     splits,
-    shift_stride,  # K, or 0 when one shift serves the batch
+    shift_stride,  # from row to row, or 0 when one shift serves the batch
     TH: tl.constexpr,
     TW: tl.constexpr,
     TK: tl.constexpr,
@@ -258,8 +259,8 @@ def convolve(
     N, C, D, H, W = x.shape
     K, V = packed.shape[1], D * H * W
     x_NDHWC, r_NDHWK = channels_inside(x), None if residual is None else channels_inside(residual)
-    assert packed.is_contiguous() and (shift_NC is None or shift_NC.is_contiguous()), "weights or shift have gaps"
-    shift_stride = 0 if shift_NC is None or shift_NC.shape[0] == 1 else K
+    assert packed.is_contiguous(), "the weights have gaps"
+    shift_stride = row_stride(shift_NC)
     y_NDHWK = torch.empty((N, D, H, W, K), dtype=x.dtype, device=x.device)
     P = triton.cdiv(W, tile.w) * triton.cdiv(H, tile.h) * triton.cdiv(D, 2)
     join_v, join_k = join_block(N, V, K)

@@ -104,7 +104,7 @@ def voxtune_finalize(
     PA,
     PB,
     eps,
-    shift_stride,  # C, or 0 when one shift serves the batch
+    shift_stride,  # from row to row, or 0 when one shift serves the batch
     GROUP: tl.constexpr,  # channels a group
     BLOCK_G: tl.constexpr,  # GROUP, rounded up to a power of two
     BLOCK_P: tl.constexpr,
@@ -213,6 +213,14 @@ def why_not(sources: tuple[Tensor, ...], groups: int) -> str | None:  # noqa: PL
     return None
 
 
+def row_stride(shift_NC: Tensor | None) -> int:
+    """Of a shift per channel: rows may be a slice of a wider tensor, as of all blocks' time embeddings from one product."""
+    if shift_NC is None or shift_NC.shape[0] == 1:
+        return 0
+    assert shift_NC.stride(1) == 1, "a shift's channels have gaps"
+    return shift_NC.stride(0)
+
+
 def moments(source: Tensor) -> Tensor:
     """The statistics (N, P, 3, C) of a channels-last source."""
     view = voxels_last(source)
@@ -266,7 +274,7 @@ def group_norm_silu(
         parts[0].shape[1],
         parts[-1].shape[1],
         eps,
-        0 if shift_NC is None or shift_NC.shape[0] == 1 else C,
+        row_stride(shift_NC),
         GROUP=group,
         BLOCK_G=block_g,
         BLOCK_P=max(1, min(triton.next_power_of_2(many), 2048, 4096 // block_g)),

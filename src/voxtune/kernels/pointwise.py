@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from voxtune.kernels.ahead import ready
-from voxtune.kernels.group_norm import channel_block, empty_channels_last, voxels_last
+from voxtune.kernels.group_norm import channel_block, empty_channels_last, row_stride, voxels_last
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Programs wanted before tiles are made smaller: two for each multiprocessor of a large card.
@@ -53,7 +53,7 @@ def voxtune_pointwise(
     y_ptr,  # (N, V, M)
     V,
     M,
-    shift_stride,  # M, or 0 when one shift serves the batch
+    shift_stride,  # from row to row, or 0 when one shift serves the batch
     CA: tl.constexpr,
     CB: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
@@ -114,7 +114,7 @@ def voxtune_add(
     y_ptr,  # (N, V, C)
     V,
     C,
-    shift_stride,  # C, or 0 when one shift serves the batch
+    shift_stride,  # from row to row, or 0 when one shift serves the batch
     HAS_SHIFT: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -192,7 +192,7 @@ def pointwise(
         voxels_last(y),
         V,
         M,
-        0 if shift_NC is None or shift_NC.shape[0] == 1 else M,
+        row_stride(shift_NC),
         CA=CA,
         CB=CB,
         HAS_SHIFT=shift_NC is not None,
@@ -217,7 +217,7 @@ def add(a: Tensor, b: Tensor, shift_NC: Tensor | None = None) -> Tensor:
         voxels_last(y),
         V,
         C,
-        0 if shift_NC is None or shift_NC.shape[0] == 1 else C,
+        row_stride(shift_NC),
         HAS_SHIFT=shift_NC is not None,
         BLOCK_V=block_v,
         BLOCK_C=block_c,
@@ -243,6 +243,8 @@ def why_no_shift(shift_NC: Tensor | None, N: int, channels: int) -> str | None:
     """The reason why a shift per channel cannot be added, or None."""
     if shift_NC is None:
         return None
-    if shift_NC.shape not in ((N, channels), (1, channels)) or not shift_NC.is_contiguous():
-        return f"a shift of shape {tuple(shift_NC.shape)}: contiguous (N, {channels}) or (1, {channels}) is needed"
+    if shift_NC.shape not in ((N, channels), (1, channels)) or shift_NC.stride(1) != 1:
+        return (
+            f"a shift of shape {tuple(shift_NC.shape)}: (N, {channels}) or (1, {channels}), its rows whole, is needed"
+        )
     return None

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from voxtune.kernels.ahead import ready
-from voxtune.kernels.group_norm import empty_channels_last
+from voxtune.kernels.group_norm import empty_channels_last, row_stride
 from voxtune.kernels.pointwise import TYPES, why_no_shift
 
 FEW = 8
@@ -222,7 +222,7 @@ def stem(
         *as_volume(a).stride(),
         *as_volume(b).stride(),
         packed.weight.shape[1],
-        0 if shift_NC is None or shift_NC.shape[0] == 1 else packed.out_channels,
+        row_stride(shift_NC),
         CA=packed.channels[0],
         CB=packed.channels[1] if two else 0,
         CHUNK_A=packed.chunks[0],
