@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "runtime": {"workloads", "diffusion", "data"},
     "profile": {"workloads", "diffusion", "plan", "runtime"},
     "analysis": {"profile", "workloads"},
-    "report": {"analysis", "profile"},
+    "report": {"analysis", "profile", "data"},
     "ladder": {"workloads", "diffusion", "kernels", "plan", "quality"},
     "scale": {"runtime"},
 }

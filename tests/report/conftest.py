@@ -20,6 +20,9 @@ FLAGS = [
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    # WebGL drawn by the processor: volumes are drawn with it, and no GPU is needed.
+    "--use-angle=swiftshader",
+    "--enable-unsafe-swiftshader",
 ]
 MISSING = "no Chromium: run .ci/browser, or set VOXTUNE_CHROMIUM to the program"
 

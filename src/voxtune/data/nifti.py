@@ -114,12 +114,16 @@ def write_volume(path: str | Path, array: np.ndarray, like: Volume, dtype: Any =
     array stores scaled integers. The file appears whole or not at all.
     """
     path = Path(path)
-    compressed = _is_compressed(path)
+    write_whole(path, volume_bytes(array, like, dtype, compressed=_is_compressed(path)))
+    return path
+
+
+def volume_bytes(array: np.ndarray, like: Volume, dtype: Any = None, *, compressed: bool = True) -> bytes:
+    """The file that `write_volume` writes, in memory."""
     assert array.shape == like.shape, f"{array.shape} is not the grid of {like.name}, {like.shape}"
     data = _image_bytes(array, like, np.dtype(dtype) if dtype is not None else _storage_dtype(array))
     # A fixed time stamp: the same volume gives the same bytes.
-    write_whole(path, gzip.compress(data, compresslevel=4, mtime=0) if compressed else data)
-    return path
+    return gzip.compress(data, compresslevel=4, mtime=0) if compressed else data
 
 
 def check_affine(affine: np.ndarray, name: str) -> None:

@@ -24,14 +24,14 @@ from voxtune.report.numbers import heading
 
 
 def render_html(document: Document) -> str:
-    script = "\n".join(_asset(name) for name in ("tables.js", "charts.js", "page.js"))
-    early, library = _asset("early.js"), _asset("vendor/echarts.js")
-    return Template(_asset("page.html")).substitute(
-        policy=escape(_policy([early, library, script])),
+    script = "\n".join(asset(name) for name in ("tables.js", "charts.js", "page.js"))
+    early, library = asset("early.js"), asset("vendor/echarts.js")
+    return Template(asset("page.html")).substitute(
+        policy=escape(policy([early, library, script])),
         version=escape(__version__),
         title=escape(document.title),
         subtitle=escape(document.subtitle),
-        style=_asset("page.css"),
+        style=asset("page.css"),
         early=early,
         contents="\n".join(f'<li><a href="#{s.id}">{escape(s.title)}</a></li>' for s in document.sections),
         headline=_facts(document.facts) + _badges(document.headline()),
@@ -48,11 +48,11 @@ def embed(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
     return (resources.files("voxtune.report") / "assets" / name).read_text(encoding="utf-8")
 
 
-def _policy(scripts: list[str]) -> str:
+def policy(scripts: list[str]) -> str:
     digests = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
     allowed = " ".join(f"'sha256-{d}'" for d in digests)
     nothing = "default-src 'none'; base-uri 'none'; form-action 'none'"

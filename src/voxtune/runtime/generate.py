@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -125,6 +126,8 @@ def generate(
                 "steps": total_steps,
                 "passes": list(getattr(model.network, "passes", ())),
                 "mask": request.path.name,
+                "Sources": [_from(out, request.path)],
+                "labels": {str(label.value): label.name for label in contract.labels},
                 "placement": request.placement.describe(),
             }
             yield _write(request, i, unscale_image(image), out, names[i], record)
@@ -158,6 +161,14 @@ def _write(
         sidecar = out / name.replace(".nii.gz", ".json")
         write_whole(sidecar, (json.dumps(record, indent=2, default=str) + "\n").encode())
     return Drawn(request=request, index=index, images_CDHW=images_CDHW, files=tuple(files))
+
+
+def _from(folder: Path, path: Path) -> str:
+    """The way from the folder to the file, so that both can move together."""
+    try:
+        return Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix()
+    except ValueError:  # another drive: there is no way
+        return path.resolve().as_posix()
 
 
 def _describe_folder(out: Path) -> None:

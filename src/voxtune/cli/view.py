@@ -1,0 +1,42 @@
+"""voxtune view: volumes, masks and metrics as one page to look at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from voxtune.cli.common import JsonOption, Output, QuietOption
+
+
+def command(
+    folder: Annotated[Path, typer.Argument(help="Volumes, as voxtune sample writes them or a plain folder.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("view.html"),
+    real: Annotated[Path | None, typer.Option(help="Folder of the real volumes, paired by name.")] = None,
+    masks: Annotated[
+        Path | None, typer.Option(help="Folder of the masks; else those found beside or recorded.")
+    ] = None,
+    metrics: Annotated[Path | None, typer.Option(help="A metrics.json; else the one in the folder.")] = None,
+    labels: Annotated[Path | None, typer.Option(help="Names of labels: a dseg.tsv, or a model's folder.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Show at most so many cases.")] = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Write one page, complete in itself, to look at volumes: slices, 3D, masks, real beside synthetic, metrics."""
+    from voxtune.report.view import view_page
+
+    output = Output(json=json, quiet=quiet)
+    made = view_page(folder, out, real=real, masks=masks, metrics=metrics, labels=labels, limit=limit)
+    for warning in made.warnings:
+        output.warn(warning)
+    output.say(f"{made.path}: {len(made.cases)} case(s), {made.size / 1e6:.1f} MB; open it in a browser")
+    output.result(
+        {
+            "page": str(made.path),
+            "bytes": made.size,
+            "cases": list(made.cases),
+            "metrics": made.metrics,
+            "warnings": list(made.warnings),
+        }
+    )

@@ -1,0 +1,171 @@
+"""The page of volumes before a browser sees it: what is embedded, what is refused, what is escaped."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+from importlib import resources
+
+import nibabel as nib
+import numpy as np
+import pytest
+
+from voxtune.cli.main import main
+from voxtune.data.legend import LabelName
+from voxtune.data.nifti import Volume, write_volume
+from voxtune.errors import InputError
+from voxtune.report import view
+from voxtune.report.embedding import Embedding, label_colour
+from voxtune.report.measured import read_metrics
+from voxtune.report.view import view_page
+
+# Of the file as it is published: see assets/niivue/README.md.
+LIBRARY = "47b896b77ec4a5be3ef1949c33ad393b6f45629921f326c279000bcf51bdb4af"
+
+
+def put(path, array, affine=None):
+    return write_volume(path, array, Volume(array=array, affine=np.diag([2.0, 2, 3, 1]) if affine is None else affine))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rng = np.random.default_rng(0)
+    mask = np.zeros((6, 7, 8), np.int32)
+    mask[2:5, 2:5, 2:5], mask[3, 3, 3] = 1, 4000
+    put(tmp_path / "in" / "sub-1_desc-synth01_T1w.nii.gz", rng.random((6, 7, 8), dtype=np.float32))
+    put(tmp_path / "in" / "sub-1_T1w.nii.gz", rng.integers(0, 1000, (6, 7, 8)))
+    put(tmp_path / "in" / "sub-1_dseg.nii.gz", mask)
+    return tmp_path / "in"
+
+
+def embedded(page, key):
+    text = re.search(rf'<script type="application/octet-stream" id="{key}">([^<]*)</script>', page).group(1)
+    return nib.Nifti1Image.from_bytes(gzip.decompress(base64.b64decode(text)))
+
+
+def data_of(page):
+    return json.loads(re.search(r'id="data">(.*?)</script>', page, re.S).group(1))
+
+
+def test_volumes_come_back_as_they_were(folder, tmp_path):
+    made = view_page(folder, tmp_path / "view.html")
+    page = made.path.read_text()
+    data = data_of(page)
+    [case] = data["cases"]
+    assert made.cases == ("sub-1 synth01 T1w",) and made.size == made.path.stat().st_size and not made.warnings
+    for key, name, step in (("volume", "desc-synth01_T1w", 2e-5), ("real", "T1w", 0.0)):
+        shown, file = embedded(page, case[key]), nib.load(folder / f"sub-1_{name}.nii.gz")
+        assert np.abs(shown.get_fdata() - file.get_fdata()).max() <= step
+        assert np.array_equal(shown.affine, file.affine)
+        assert shown.header["descrip"].item() == b""
+    assert [(row["value"], row["name"]) for row in data["labels"]] == [(1, "label 1"), (4000, "label 4000")]
+    number = {row["value"]: row["number"] for row in data["labels"]}
+    mask = np.asarray(embedded(page, case["mask"]).dataobj)
+    assert (
+        mask.dtype == np.uint8 and mask[3, 3, 3] == number[4000] and mask[2, 2, 2] == number[1] and mask[0, 0, 0] == 0
+    )
+    assert case["focus"] == [6.0, 6.0, 9.0]
+
+
+def test_page_points_nowhere_and_runs_only_its_own_scripts(folder, tmp_path):
+    page = view_page(folder, tmp_path / "view.html").path.read_text()
+    markup = re.sub(r"<script.*?</script>", "", page, flags=re.S)
+    assert all(link.startswith("#") or link == "data:," for link in re.findall(r'(?:src|href)="([^"]*)"', markup))
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page).group(1)
+    assert policy.startswith("default-src &#x27;none&#x27;")
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.S)
+    assert len(scripts) == 3
+    for script in scripts:
+        assert f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}" in policy
+    assert "Copyright (c) 2021, Niivue" in page
+
+
+def test_library_is_the_one_published():
+    folder = resources.files("voxtune.report") / "assets" / "niivue"
+    assert hashlib.sha256((folder / "niivue.umd.js").read_bytes()).hexdigest() == LIBRARY
+    assert all((folder / f).is_file() for f in ("LICENSE", "LICENSES-bundled", "README.md"))
+
+
+def test_names_of_labels_and_their_colours():
+    volumes = Embedding(limit=10)
+    volumes._numbers.update({2: 1, 9: 2, 1: 3})
+    rows = volumes.labels({2: LabelName(name="tumour"), 9: LabelName(name="x", colour="#123456")})
+    assert [(r["value"], r["number"], r["name"], r["colour"]) for r in rows] == [
+        (1, 3, "label 1", "#5686bc"),
+        (2, 1, "tumour", "#e69f00"),
+        (9, 2, "x", "#123456"),
+    ]
+    assert len({label_colour(v) for v in range(1, 60)}) == 59
+
+
+def test_too_large_a_page_is_refused_and_a_large_one_told(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(view, "LARGE", 1_000_000)
+    assert "browsers open it slowly" in view_page(folder, tmp_path / "a.html").warnings[0]
+    monkeypatch.setattr(view, "LARGEST", 1000)
+    with pytest.raises(InputError, match=r"more than browsers open; give smaller volumes"):
+        view_page(folder, tmp_path / "b.html")
+    assert not (tmp_path / "b.html").exists()
+
+
+def test_nan_is_shown_dark_and_told(tmp_path):
+    array = np.ones((3, 3, 3), np.float32)
+    array[1, 1, 1] = np.nan
+    put(tmp_path / "in" / "x.nii", array)
+    made = view_page(tmp_path / "in", tmp_path / "v.html")
+    assert any("1 of 27 voxels are NaN" in w for w in made.warnings)
+
+
+def test_metrics_are_read_with_care(tmp_path):
+    file = tmp_path / "metrics.json"
+    figures = [
+        {"name": "psnr", "value": 23.41, "low": 22, "high": 24.5, "n": 64, "unit": "dB"},
+        {"name": "fid", "value": None},
+    ]
+    strange = [7, {"value": 1}, {"name": "<b>", "value": "high", "low": "x", "high": True, "n": "many", "unit": 3}]
+    rows = [{"file": "a\\b/x.nii", "psnr": 22.1, "dice": {"brain": 0.98, "?": None}, "nearest": "q"}, 3, {"file": 1}]
+    file.write_text(json.dumps({"figures": [*figures, *strange], "volumes": rows}))
+    read = read_metrics(file)
+    assert [(f.name, f.value, f.interval, f.count) for f in read.figures] == [
+        ("psnr", "23.41 dB", "22 to 24.5", "64"),
+        ("fid", "–", "", ""),
+        ("<b>", "high", "", ""),
+    ]
+    assert read.volumes == {"x.nii": [("psnr", "22.1"), ("dice brain", "0.98")]}
+    file.write_text("[]")
+    with pytest.raises(InputError, match="holds no list of figures"):
+        read_metrics(file)
+
+
+def test_metrics_found_beside_or_left_out(folder, tmp_path):
+    assert 'id="metrics"' not in view_page(folder, tmp_path / "a.html").path.read_text()
+    (folder / "metrics.json").write_text('{"figures": [{"name": "ms_ssim", "value": 0.8123}]}')
+    page = view_page(folder, tmp_path / "b.html").path.read_text()
+    assert 'id="metrics"' in page and "0.8123" in page
+    (folder / "metrics.json").write_text("{")
+    assert "shows no metrics" in view_page(folder, tmp_path / "c.html").warnings[0]
+
+
+def test_command(folder, tmp_path, capsys):
+    assert main(["view", str(folder), "-o", str(tmp_path / "v.html"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["cases"] == ["sub-1 synth01 T1w"] and told["bytes"] > 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["absent"], "no such folder"),
+        (["in", "--metrics", "absent.json"], "cannot be read as metrics"),
+        (["in", "--labels", "absent.tsv"], "give a dseg.tsv or a model's folder"),
+        (["in", "--limit", "0"], "limit"),
+        (["in", "-o", "in"], "in"),
+    ],
+)
+def test_wrong_input_leaves_with_2_and_one_line(folder, tmp_path, capsys, monkeypatch, options, words):
+    monkeypatch.chdir(tmp_path)
+    assert main(["view", *options]) == 2
+    error = capsys.readouterr().err.strip()
+    assert words in error and len(error.splitlines()) == 1
