@@ -90,7 +90,7 @@ def pack(train: Any, held_out: Any, path: str | Path, callback: Callable[[int, i
     images, labels = [], []
     for number in range(total):
         image_CDHW, cond_LDHW = train[number] if number < len(train) else held_out[number - len(train)]
-        images.append(np.rint((image_CDHW + 1.0) * (STEPS / 2.0)).astype(np.uint16))
+        images.append(np.rint((np.clip(image_CDHW, -1.0, 1.0) + 1.0) * (STEPS / 2.0)).astype(np.uint16))
         labels.append(classes_of(cond_LDHW))
         if callback is not None:
             callback(number + 1, total)

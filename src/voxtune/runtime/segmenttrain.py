@@ -116,18 +116,19 @@ def one_cycle(done: float) -> float:
 
 def classes(conds_NLDHW: Tensor) -> Tensor:
     """The class of each voxel (N, D, H, W): 0 background, 1 + channel elsewhere."""
-    inside = conds_NLDHW > 0
-    return torch.where(inside.any(dim=1), inside.long().argmax(dim=1) + 1, 0)
+    rank = torch.arange(1, conds_NLDHW.shape[1] + 1, dtype=torch.uint8, device=conds_NLDHW.device)
+    return ((conds_NLDHW > 0) * rank.view(1, -1, 1, 1, 1)).amax(dim=1).long()
 
 
 def segmentation_loss(logits_NKDHW: Tensor, target_NDHW: Tensor) -> Tensor:
     """Cross-entropy plus 1 - soft Dice of the structures, taken over the batch: one volume may lack a structure."""
-    entropy = F.cross_entropy(logits_NKDHW, target_NDHW)
-    onehot = F.one_hot(target_NDHW, logits_NKDHW.shape[1]).movedim(-1, 1)[:, 1:].float()
-    probability = logits_NKDHW.softmax(dim=1)[:, 1:]
-    space = (0, 2, 3, 4)
-    overlap, total = (probability * onehot).sum(space), probability.sum(space) + onehot.sum(space)
-    return entropy + 1 - ((2 * overlap + 1) / (total + 1)).mean()
+    logs = logits_NKDHW.log_softmax(dim=1)
+    entropy = F.nll_loss(logs, target_NDHW)
+    scores = []
+    for k in range(1, logs.shape[1]):
+        probability, there = logs[:, k].exp(), target_NDHW == k
+        scores.append((2 * (probability * there).sum() + 1) / (probability.sum() + there.sum() + 1))
+    return entropy + 1 - torch.stack(scores).mean()
 
 
 def vary(images_NCDHW: Tensor, random: torch.Generator) -> Tensor:
