@@ -33,3 +33,5 @@ def test_wheel_installs_and_runs(tmp_path):
     result = json.loads(run(binaries / "voxtune", "demo", "-o", tmp_path / "demo", "--steps", "2", "--json"))
     assert Path(result["synthetic"]).is_file()
     assert Path(result["picture"]).is_file()
+    page = json.loads(run(binaries / "voxtune", "view", tmp_path / "demo", "-o", tmp_path / "view.html", "--json"))
+    assert page["bytes"] > 2_000_000  # the viewer's library is inside

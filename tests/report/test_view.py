@@ -105,7 +105,7 @@ def test_too_large_a_page_is_refused_and_a_large_one_told(folder, tmp_path, monk
     monkeypatch.setattr(view, "LARGE", 1_000_000)
     assert "browsers open it slowly" in view_page(folder, tmp_path / "a.html").warnings[0]
     monkeypatch.setattr(view, "LARGEST", 1000)
-    with pytest.raises(InputError, match=r"more than browsers open; give smaller volumes"):
+    with pytest.raises(InputError, match=r"the most it may have; give smaller volumes"):
         view_page(folder, tmp_path / "b.html")
     assert not (tmp_path / "b.html").exists()
 

@@ -63,6 +63,9 @@ def test_volume_returns_to_the_masks_own_grid(model, tmp_path, flips):
     record = json.loads((tmp_path / "out" / "sub-1_desc-synth01_T1w.json").read_text())
     assert record["steps"] == 2
     assert record["sampler"] == "ddim"
+    # What a viewer of the folder needs: the mask, and what its labels are called.
+    assert (tmp_path / "out" / record["Sources"][0]).samefile(tmp_path / record["mask"])
+    assert set(record["labels"].values()) == {label.name for label in model.config.data.labels}
 
 
 def test_batch_does_not_change_the_volumes(model, tmp_path):

@@ -26,7 +26,7 @@ from voxtune.report.html import asset, embed, policy
 from voxtune.report.measured import Measured, Metrics, read_metrics
 
 MEGABYTE = 1_000_000
-# Above the first, browsers take seconds to open a page; above the second, many do not open it at all.
+# Above the first a browser takes many seconds to open a page; the second is about as far as it was tried.
 LARGE, LARGEST = 200 * MEGABYTE, 500 * MEGABYTE
 # What a sidecar says that a reader of the volume wants to know.
 TOLD = (("sampler", "sampler"), ("steps", "steps"), ("seed", "seed"), ("index", "sample"), ("placement", "placement"))
@@ -88,7 +88,7 @@ def _embed_cases(found: Cases, volumes: Embedding, measured: Metrics) -> list[di
         except TooLargeError as error:
             fix = f"--limit {len(cases)} fits" if cases else "give smaller volumes"
             raise InputError(
-                f"{error}: with it the page passes {LARGEST // MEGABYTE} MB, more than browsers open; {fix}"
+                f"{error}: with it the page passes {LARGEST // MEGABYTE} MB, the most it may have; {fix}"
             ) from None
     return cases
 
