@@ -106,6 +106,9 @@ def evaluate(
     """Every figure that the sets allow, with its interval; what they do not allow is named with its reason."""
     settings = settings or Bootstrap()
     notes = Notes(warn)
+    for network in (features, segmenter):
+        if network is not None and len(network.config.data.images) != 1:
+            raise InputError(f"{network.path}: takes {len(network.config.data.images)} images; an evaluation has one")
     reader = Reader(sets, features, segmenter, progress)
     synth, real = reader.read(sets.synth, strict=True), reader.read(sets.real, strict=False)
     training = None if sets.training is None else reader.read(sets.training, strict=False, keep_images=False)
@@ -151,7 +154,9 @@ class Reader:
         described = Described(files=files)
         for file, mask in zip(files, masks_of(files, self.masks), strict=True):
             try:
-                placed = read_placed(file, mask, contract, strict=strict and self.features is self.segmenter)
+                # Labels are checked against the contract of the network that they are held against.
+                held_here = self.segmenter is not None and self.features is self.segmenter
+                placed = read_placed(file, mask, contract, strict=strict and held_here)
                 self._describe(placed, mask, described, strict, keep_images)
             except InputError as error:
                 self.faults.add(error)

@@ -50,17 +50,21 @@ def train_segmenter(
     *,
     network: SegmentConfig | None = None,
     device: torch.device | str = "cpu",
-    workers: int = 2,
+    workers: int | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> Segmenter:
-    """A segmenter for `source`'s contract. With `minutes` the rate follows the clock, and training ends when it is up."""
+    """A segmenter for `source`'s contract. With `minutes` the rate follows the clock, and training ends when it is up.
+
+    `workers` threads load subjects ahead: by default none on a CPU, where they would take the cores from the network.
+    """
     contract, device = source.contract, torch.device(device)
     shape = network or SegmentConfig(in_channels=len(contract.images), classes=len(contract.labels) + 1)
     config = SegmenterConfig(network=shape, data=contract)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(training.seed)
         model = SegmentUNet(config.network).to(device, memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
-        _fit(model, source, training, device, workers, progress)
+        ahead = (0 if device.type == "cpu" else 4) if workers is None else workers
+        _fit(model, source, training, device, ahead, progress)
     return Segmenter(config, model.to(memory_format=torch.contiguous_format))
 
 

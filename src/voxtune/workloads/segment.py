@@ -77,7 +77,11 @@ class SegmentUNet(nn.Module):
         )
         self.narrow = nn.ModuleList(nn.Conv3d(2 * w, w, 1) for w in widths[:-1])
         self.up = nn.ModuleList(ConvNormAct(2 * w, w) for w in widths[:-1])
-        self.head = nn.Conv3d(widths[0], config.classes * BLOCK**3, 1)
+        # The head sees each block's own voxels beside the context: few channels alone cannot carry eight voxels' edges.
+        own, wide = config.in_channels * BLOCK**3, 2 * config.classes * BLOCK**3
+        self.head = nn.Sequential(
+            nn.Conv3d(widths[0] + own, wide, 1), nn.SiLU(), nn.Conv3d(wide, config.classes * BLOCK**3, 1)
+        )
 
     def forward(self, x_NCDHW: Tensor) -> Tensor:
         """Logits (N, K, D, H, W) of images in [-1, 1]."""
@@ -85,25 +89,29 @@ class SegmentUNet(nn.Module):
 
     def forward_both(self, x_NCDHW: Tensor) -> tuple[Tensor, Tensor]:
         """Logits (N, K, D, H, W) and features (N, F), for the price of one pass."""
-        levels = self._encode(x_NCDHW)
+        blocks = self._blocks(x_NCDHW)
+        levels = self._encode(blocks)
         x = levels[-1]
         for level in reversed(range(len(levels) - 1)):
             # Narrowed before it is enlarged: the same result for an eighth of the work.
             x = F.interpolate(self.narrow[level](x), scale_factor=2.0, mode="nearest")
             x = self.up[level](torch.cat([x, levels[level]], dim=1))
-        return blocks_to_voxels(self.head(x)), _pooled(levels[-1])
+        return blocks_to_voxels(self.head(torch.cat([x, blocks], dim=1))), _pooled(levels[-1])
 
     def features(self, x_NCDHW: Tensor) -> Tensor:
         """(N, F): the mean over the volume of each channel of the bottleneck."""
-        return _pooled(self._encode(x_NCDHW)[-1])
+        return _pooled(self._encode(self._blocks(x_NCDHW))[-1])
 
-    def _encode(self, x: Tensor) -> list[Tensor]:
+    def _blocks(self, x: Tensor) -> Tensor:
         if x.dim() != 5 or x.shape[1] != self.config.in_channels or any(s % self.config.divisor for s in x.shape[2:]):
             raise InputError(
                 f"volumes of shape {tuple(x.shape)}: need (batch, {self.config.in_channels}, D, H, W) with sides that "
                 f"divide by {self.config.divisor}"
             )
-        levels, x = [], voxels_to_blocks(x)
+        return voxels_to_blocks(x)
+
+    def _encode(self, x: Tensor) -> list[Tensor]:
+        levels = []
         for block in self.down:
             x = block(x)
             levels.append(x)

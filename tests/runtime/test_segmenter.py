@@ -1,0 +1,195 @@
+"""The segmenter: it learns, it is written and read back, its data travels in one file, and what is damaged is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from voxtune.data.contract import generic_contract
+from voxtune.errors import InputError
+from voxtune.runtime import segmentdata, segmenttrain, storage
+from voxtune.runtime.segmenter import Segmenter, SegmenterConfig, load_segmenter, save_segmenter
+from voxtune.runtime.segmentrun import main, run_segment, summary
+from voxtune.workloads.segment import SegmentConfig
+
+CONTRACT = generic_contract(2, 1, (16, 16, 16))
+
+
+class Balls:
+    """A bright ball in a grey one at random places: what a segmenter must be able to learn in seconds."""
+
+    contract = CONTRACT
+
+    def __init__(self, count, first=0):
+        self.count, self.first = count, first
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        rng = np.random.default_rng(self.first + index)
+        grid = np.stack(np.meshgrid(*[np.arange(16)] * 3, indexing="ij"))
+        centre = rng.uniform(6, 10, 3).reshape(3, 1, 1, 1)
+        away = np.sqrt(((grid - centre) ** 2).sum(axis=0))
+        labels = (away < 6).astype(int) + (away < 3)
+        image = np.choose(labels, [-0.9, 0.0, 0.8]) + rng.normal(0, 0.05, labels.shape)
+        cond = np.stack([labels == 1, labels == 2]) * 2.0 - 1.0
+        return image[None].astype(np.float32), cond.astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("segment") / "balls"
+    training = segmenttrain.SegmentTraining(steps=40, batch=4, learning_rate=2e-2)
+    result = run_segment(Balls(16), Balls(4, 100), training, folder, data="balls", command="voxtune x", base=8)
+    return folder, result
+
+
+def test_it_learns_what_can_be_learned(learned):
+    folder, result = learned
+    assert result.steps == 40
+    assert result.dice["label1"]["mean"] > 0.8
+    assert result.dice["label2"]["mean"] > 0.7
+    # The yardstick of the bar above: the same network before training.
+    torch.manual_seed(0)
+    fresh = Segmenter(SegmenterConfig(network=SegmentConfig(base=8), data=CONTRACT))
+    untrained = summary(segmenttrain.held_out_dice(fresh, Balls(4, 100)))
+    assert all(row["mean"] < 0.5 for row in untrained.values())
+    assert "not a medical device" in (folder / "README.md").read_text()
+
+
+def test_written_and_read_back_it_is_the_same(learned):
+    folder, _ = learned
+    segmenter = load_segmenter(folder)
+    labels, features = segmenter.describe(torch.from_numpy(Balls(1)[0][0])[None])
+    assert set(labels.unique().tolist()) <= {0, 1, 2}
+    assert features.shape == (1, 32) and features.dtype == torch.float64
+    identity = segmenter.identity()
+    assert identity["sha256"] == hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    assert identity["labels"] == {"label1": 1, "label2": 2}
+    again = load_segmenter(folder / "model.safetensors")
+    torch.testing.assert_close(
+        again.describe(torch.zeros(1, 1, 16, 16, 16))[1], segmenter.describe(torch.zeros(1, 1, 16, 16, 16))[1]
+    )
+
+
+def test_the_same_seed_gives_the_same_weights():
+    training = segmenttrain.SegmentTraining(steps=2, batch=2, seed=3)
+    states = [
+        segmenttrain.train_segmenter(Balls(4), training, network=SegmentConfig(base=4), workers=w).network.state_dict()
+        for w in (0, 2)
+    ]
+    assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
+
+
+def test_a_second_run_does_not_replace_the_first(learned):
+    with pytest.raises(InputError, match="holds a model already"):
+        run_segment(Balls(2), Balls(1), segmenttrain.SegmentTraining(steps=1), learned[0], data="", command="")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "word"),
+    [
+        ("config.json", b"{}", "format"),
+        ("config.json", b"nonsense", "JSON"),
+        ("config.json", None, "config.json"),
+        ("model.safetensors", b"\x00" * 20, "damaged"),
+        ("model.safetensors", None, "missing"),
+    ],
+)
+def test_damaged_folders_are_refused(learned, tmp_path, file, content, word):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((learned[0] / name).read_bytes())
+    (tmp_path / file).unlink()
+    if content is not None:
+        (tmp_path / file).write_bytes(content)
+    with pytest.raises(InputError, match=word):
+        load_segmenter(tmp_path)
+
+
+def test_a_config_that_contradicts_itself_is_refused(learned, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((learned[0] / name).read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    for change in ({"network": {**config["network"], "classes": 5}}, {"network": {**config["network"], "base": 16}}):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(InputError):
+            load_segmenter(tmp_path)
+    with pytest.raises(InputError, match="no such segmenter"):
+        load_segmenter(tmp_path / "nowhere")
+
+
+def test_subjects_travel_in_one_file(tmp_path):
+    path = segmentdata.pack(Balls(3), Balls(2, 50), tmp_path / "s.npz")
+    train, held_out = segmentdata.unpack(path)
+    assert (len(train), len(held_out), train.contract) == (3, 2, CONTRACT)
+    for there, here in ((train[1], Balls(3)[1]), (held_out[1], Balls(2, 50)[1])):
+        np.testing.assert_allclose(there[0], np.clip(here[0], -1, 1), atol=1.01 / segmentdata.STEPS)
+        np.testing.assert_array_equal(there[1], here[1])
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(InputError, match="packed subjects"):
+        segmentdata.unpack(path)
+
+
+def test_training_from_one_file_needs_torch_and_numpy_alone(tmp_path, capsys):
+    segmentdata.pack(Balls(2), Balls(1), tmp_path / "s.npz")
+    command = [
+        "train",
+        str(tmp_path / "s.npz"),
+        "-o",
+        str(tmp_path / "out"),
+        "--steps",
+        "1",
+        "--batch",
+        "2",
+        "--base",
+        "4",
+    ]
+    code = f"""
+import sys
+
+for name in "nibabel scipy nilearn pandas pyarrow safetensors typer rich yaml PIL monai".split():
+    sys.modules[name] = None  # what is not installed
+from voxtune.runtime.segmentrun import main
+sys.exit(main({command!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert load_segmenter(tmp_path / "out").config.network.base == 4
+    assert main(command) == 2
+    assert "holds a model already" in capsys.readouterr().err
+
+
+def test_weights_written_by_hand_are_what_the_library_reads(tmp_path):
+    tensors = {"a": torch.randn(3, 2), "b": torch.arange(5), "c": torch.randn(4).bfloat16(), "d": torch.zeros(0)}
+    storage._write_plainly(tmp_path / "x.safetensors", tensors, {"k": "v"})
+    found, metadata = storage.read_safetensors(tmp_path / "x.safetensors")
+    assert metadata == {"k": "v"}
+    assert all(torch.equal(found[k], tensors[k]) for k in tensors)
+
+
+def test_variation_keeps_the_anatomy_and_changes_the_rest():
+    x = torch.from_numpy(Balls(1)[0][0])[None]
+    one, again, other = (segmenttrain.vary(x, torch.Generator().manual_seed(s)) for s in (0, 0, 1))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    assert np.corrcoef(one.flatten(), x.flatten())[0, 1] > 0.85
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"learning_rate": 2.0}, {"autocast": "fp8"}, {"minutes": 0.0}])
+def test_recipes_that_cannot_be_meant_are_refused(wrong):
+    with pytest.raises(InputError):
+        segmenttrain.SegmentTraining(**wrong)
+
+
+def test_save_reports_a_folder_that_cannot_be(tmp_path):
+    (tmp_path / "file").write_text("x")
+    segmenter = Segmenter(SegmenterConfig(network=SegmentConfig(base=4), data=CONTRACT))
+    with pytest.raises(InputError, match="file"):
+        save_segmenter(segmenter, tmp_path / "file" / "deeper", card="")
