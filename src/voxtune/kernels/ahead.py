@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -37,6 +37,31 @@ def ready(kernel: Any) -> Any:
     return _Compiling(kernel) if _rehearsing.get() else kernel
 
 
+class _Held(Executor):
+    """Begins when told: threads that compile would slow the rehearsal, which needs the interpreter as they do."""
+
+    def __init__(self, pool: Executor):
+        self.pool = pool
+        self.waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.waiting.append((future, lambda: fn(*args, **kwargs)))
+        return future
+
+    def release(self) -> None:
+        for future, call in self.waiting:
+            self.pool.submit(_fulfil, future, call)
+        self.waiting.clear()
+
+
+def _fulfil(future: Future[Any], call: Callable[[], Any]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+
+
 @contextmanager
 def compiled_ahead(rehearse: Callable[[], object]) -> Iterator[None]:
     """Calls `rehearse` without launching our kernels; they compile while the body runs, and are there when it ends.
@@ -53,7 +78,8 @@ def compiled_ahead(rehearse: Callable[[], object]) -> Iterator[None]:
     sys.setswitchinterval(FAIR)
     try:
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            mode = AsyncCompileMode(pool)
+            held = _Held(pool)
+            mode = AsyncCompileMode(held)
             mode.__enter__()
             token = _rehearsing.set(True)
             try:
@@ -64,6 +90,7 @@ def compiled_ahead(rehearse: Callable[[], object]) -> Iterator[None]:
                 _rehearsing.reset(token)
                 active_mode.set(None)  # launches of others, in the body, are none of this mode's
             asked, kernels = time.perf_counter(), list(mode.future_kernels.values())
+            held.release()
             try:
                 yield
             finally:

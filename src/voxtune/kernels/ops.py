@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 import torch
@@ -26,6 +28,7 @@ from voxtune.kernels.group_norm import empty_channels_last
 log = logging.getLogger("voxtune")
 _told: set[str] = set()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_plainly: ContextVar[bool] = ContextVar("voxtune_plainly", default=False)
 # Registered directly: torch's decorator for operators imports its compiler with the first call, seconds of every process.
 _LIBRARY = library.Library("voxtune", "DEF")
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -47,12 +50,22 @@ def shapes_of(name: str) -> Callable[[Function], Function]:
 
 def _runs_kernel(x: Tensor, reason: str | None, name: str) -> bool:
     """Whether the kernel runs; a fallback on a GPU is told once with its reason."""
-    if not (x.is_cuda or INTERPRETED):
+    if not (x.is_cuda or INTERPRETED) or _plainly.get():
         return False
     if reason is not None and (key := f"{name}: {reason}") not in _told:
         _told.add(key)
         log.info("%s falls back to plain PyTorch: %s", name, reason)
     return reason is None
+
+
+@contextmanager
+def plain_operators() -> Iterator[None]:
+    """Operators compute by their references, for who asks about the graph and not about the kernels."""
+    token = _plainly.set(True)
+    try:
+        yield
+    finally:
+        _plainly.reset(token)
 
 
 def _lasting(x: Tensor) -> Tensor:

@@ -155,7 +155,7 @@ def _known(subject: Subject, plan: Plan) -> Optimized:
         keep(place, network.runner.inner, network.notes, subject.device)
     else:
         network = subject.restore(plan, *found)
-    with clocked("kernels ready"), kernels_ready((network,), subject.inputs):
+    with clocked("kernels ready"), kernels_ready(network, subject.inputs):
         pass
     return network
 

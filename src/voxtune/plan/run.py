@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -211,15 +211,10 @@ class Optimized(nn.Module):
         return self.original(*args, **kwargs)
 
 
-def kernels_ready(networks: Iterable[Optimized | None], inputs: Inputs) -> AbstractContextManager[None]:
-    """The kernels of these networks are compiled side by side, beginning now and done at the end of the block."""
-    runners = [n.runner for n in networks if n is not None]
-    if not runners or runners[0].context.device.type != "cuda" or importlib.util.find_spec("triton") is None:
+def kernels_ready(network: Optimized, inputs: Inputs) -> AbstractContextManager[None]:
+    """The network's kernels are compiled side by side, beginning now and done at the end of the block."""
+    if network.runner.context.device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return nullcontext()
     from voxtune.kernels.ahead import compiled_ahead
 
-    def rehearse() -> None:
-        for runner in runners:
-            runner.rehearse(inputs)
-
-    return compiled_ahead(rehearse)
+    return compiled_ahead(lambda: network.runner.rehearse(inputs))

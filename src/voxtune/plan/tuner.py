@@ -7,6 +7,7 @@ otherwise its row says by how much it lost, or which figure refused it, and the 
 from __future__ import annotations
 
 import gc
+import importlib.util
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -113,12 +114,26 @@ def judge(subject: Subject, network: Optimized, gate: Gate) -> Verdict:
     """Asks the gate about a plan that was built, and about its float32 twin where the graph was rewritten."""
     plan = network.plan
     twin = Plan(tuple(s for s in plan.steps if s.name not in NOT_STRUCTURE))
-    structure = subject.build(twin, twin=True) if twin.steps else None
+    structure = _plainly(subject.build(twin, twin=True)) if twin.steps else None
     # Kernels compile on the processor's cores while the gate computes its references on the GPU.
-    with clocked("kernels and references ready"), kernels_ready((network, structure), subject.inputs):
+    with clocked("kernels and references ready"), kernels_ready(network, subject.inputs):
         gate.prepare(precision_of(plan))
     with clocked("judged"):
         return gate.judge(network, precision_of(plan), structure)
+
+
+def _plainly(twin: Optimized) -> Callable[..., Any]:
+    """The twin by its operators' references: it asks about the graph. The kernels answer for themselves in the plan's run."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if importlib.util.find_spec("triton") is None:
+            return twin(*args, **kwargs)
+        from voxtune.kernels.ops import plain_operators
+
+        with plain_operators():
+            return twin(*args, **kwargs)
+
+    return call
 
 
 def first_admitted(subject: Subject, plans: Sequence[Plan], gate: Gate) -> tuple[Optimized, Verdict] | None:

@@ -1,0 +1,89 @@
+"""Rehearsals: launches are taken as orders to compile, done by threads when the rehearsal is over, and nothing runs."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+from triton.runtime._async_compile import active_mode
+
+from voxtune.kernels.ahead import compiled_ahead, ready
+
+
+class Kernel:
+    """As a Triton kernel is called; notes what became of each call."""
+
+    def __init__(self, fails: bool = False):
+        self.launched, self.compiled, self.loaded, self.fails = [], [], [], fails
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.run(*args, grid=grid, warmup=False, **kwargs)
+
+    def run(self, *args, grid, warmup, **kwargs):
+        if not warmup:
+            self.launched.append((args, grid))
+            return
+        key = f"{id(self)}{args}"
+        active_mode.get().submit(key, lambda: self._compile(args), self.compiled.append, lambda _future: None)
+
+    def _compile(self, args):
+        if self.fails:
+            raise RuntimeError("no such instruction")
+        outer = self
+
+        class Made:
+            thread = threading.current_thread()
+
+            @property
+            def run(self):
+                outer.loaded.append(args)
+
+        return Made()
+
+
+def test_a_launch_is_a_launch_outside():
+    kernel = Kernel()
+    ready(kernel)[(3,)](1, 2)
+    assert kernel.launched == [((1, 2), (3,))]
+
+
+def test_a_rehearsal_compiles_each_once_in_threads_and_launches_nothing():
+    kernel, during = Kernel(), []
+
+    def rehearse():
+        for value in (1, 2, 2):
+            ready(kernel)[(3,)](value)
+        during.append(len(kernel.compiled))
+
+    interval = sys.getswitchinterval()
+    with compiled_ahead(rehearse):
+        assert active_mode.get() is None
+        assert ready(kernel) is kernel
+    assert during == [0]
+    assert not kernel.launched
+    assert len(kernel.compiled) == 2
+    assert sorted(kernel.loaded) == [(1,), (2,)]
+    assert all(made.thread is not threading.main_thread() for made in kernel.compiled)
+    assert sys.getswitchinterval() == interval
+
+
+def test_what_fails_is_left_to_the_launch():
+    bad, good = Kernel(fails=True), Kernel()
+
+    def rehearse():
+        ready(bad)[(1,)](1)
+        ready(good)[(1,)](1)
+        raise ValueError("a shape that nobody expected")
+
+    done = []
+    with compiled_ahead(rehearse):
+        done.append(1)
+    assert done
+    assert ready(good) is good
+    assert active_mode.get() is None
+
+
+def test_errors_of_the_body_pass():
+    with pytest.raises(KeyError), compiled_ahead(lambda: None):
+        raise KeyError("body")
