@@ -25,6 +25,8 @@ from networks import FOREIGN, inputs, network
 from results_file import RESULTS, row, show, write
 from torch import Tensor, nn
 
+from voxtune.optimizing import example_inputs, tuning_target
+from voxtune.optimizing import optimize as optimize_model
 from voxtune.plan.api import FUSED
 from voxtune.plan.build import build
 from voxtune.plan.gate import volume_of
@@ -247,6 +249,23 @@ def cold_start() -> dict[str, float]:
 
 
 @torch.no_grad()
+def loop(steps: int = 50) -> dict[str, float]:
+    """A whole DDPM sampling by `Model.sample` with the plan: what update and noise add to the network's steps."""
+    model = tuning_target("med-ddpm", "cuda")
+    fast = optimize_model(model)
+    mask = example_inputs(model)[2]
+    times = []
+    for _ in range(4):  # the first finds and gates the plan
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        fast.sample(mask, sampler="ddpm", steps=steps)
+        torch.cuda.synchronize()
+        times.append((time.monotonic() - began) * 1e3 / steps)
+    print(f"sampling: {min(times[1:]):.2f} ms a step, update and noise included", flush=True)
+    return {"sampling_ms_a_step": round(min(times[1:]), 3)}
+
+
+@torch.no_grad()
 def breakdown(top: int = 40) -> list[dict]:
     """GPU time of each kernel of one planned step, by torch.profiler, without the graph."""
     net, xs = network("med-ddpm").cuda(), moved(inputs("med-ddpm", (128, 128, 128)))
@@ -272,7 +291,7 @@ def breakdown(top: int = 40) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "--part", default="whole_head,brats,whole_head_256,monai,monai_2d,diffusers_2d,diffusers_3d,cold"
+        "--part", default="whole_head,brats,whole_head_256,monai,monai_2d,diffusers_2d,diffusers_3d,cold,loop"
     )
     parser.add_argument("--rows", help="only these, by comma")
     parser.add_argument("--seconds", type=float, default=1.5, help="of timing for each row")
@@ -284,6 +303,8 @@ def main() -> None:
         print(f"{part}:", flush=True)
         if part == "cold":
             more |= cold_start()
+        elif part == "loop":
+            more |= loop()
         elif part == "breakdown":
             more["breakdown"] = breakdown()
         else:
