@@ -1,4 +1,4 @@
-"""One convolution of the fast path, prepared: its packed weights, tile and buffers as one launch, or two where the sum is split.
+"""One convolution of the fast path, prepared: its packed weights, tile and buffers as one launch.
 
 Legend: M pixels of all samples, C channels; a view (M, C) of a wider buffer is that buffer's slice.
 """
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from voxtune.kernels.convnext.conv import voxtune_conv, voxtune_join
+from voxtune.kernels.convnext.conv import voxtune_conv
 from voxtune.kernels.convnext.launch import Launch
 from voxtune.kernels.convnext.packing import PackedConv
-from voxtune.kernels.convnext.tiles import Tile, join_tile, power_of_two
+from voxtune.kernels.convnext.tiles import Tile, power_of_two
 
 EPS = 1e-5
 
@@ -50,7 +50,7 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class Convolution:
-    """One convolution's launches: the product, and the join of its parts where the sum is split."""
+    """One convolution's launch."""
 
     packed: PackedConv
     tile: Tile
@@ -64,25 +64,20 @@ class Convolution:
     batch: int
     precision: str
     part: str
-    processors: int
 
     @property
     def padded(self) -> int:
         return self.packed.weight.shape[1]
 
-    def join(self) -> tuple[int, int, int]:
-        return join_tile(self.rows, self.side[0] * self.side[1], self.padded, self.processors)
-
     def sums(self) -> Tensor:
-        m, k = (self.tile.block_m, self.tile.block_k) if self.tile.split == 1 else self.join()[:2]
-        tiles = self.side[0] * self.side[1] // m * (self.padded // k)
+        tiles = self.side[0] * self.side[1] // self.tile.block_m * (self.padded // self.tile.block_k)
         return torch.empty((self.batch, 2, tiles), device=self.into.device)
 
-    def launches(self, sums: Tensor | None, parts: Tensor) -> list[Launch]:
+    def launch(self, sums: Tensor | None, parts: Tensor, count: Tensor) -> Launch:
         packed, tile = self.packed, self.tile
         read = self.x.sums if self.after["NORM"] else None
         tiles = self.rows // tile.block_m * (self.padded // tile.block_k)
-        both = {
+        constants = {
             "H": self.side[0],
             "W": self.side[1],
             "C": packed.channels,
@@ -97,40 +92,41 @@ class Convolution:
             "EPS": EPS,
             "SPLIT": tile.split,
             "CHAINED": False,
+            **self.shape,
+            "C2": self.source2.channels,
+            "LDX": self.x.stride,
+            "SIDE": packed.side,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_K": tile.block_k,
+            "BLOCK_C": tile.block_c,
+            "WAYS": tile.ways,
+            "PRECISION": self.precision,
         }
         slope = packed.shift if packed.slope is None else packed.slope
         read = packed.shift if read is None else read
         more = packed.weight if packed.residual is None else packed.residual
         out = packed.shift if sums is None else sums
         x2 = self.source2.data
-        product = Launch(
+        turns = tile.turns(packed.side**2 * packed.channels), -(-self.source2.channels // tile.block_c)
+        return Launch(
             kernel=voxtune_conv,
-            programs=tiles * (tile.split + (tile.split > 1 and self.after["RESIDUAL"] == 2)),
-            arguments=(self.x.data, packed.weight, x2, more, packed.shift, slope, read, self.into, out, parts),
-            constants={
-                **both,
-                **self.shape,
-                "C2": self.source2.channels,
-                "LDX": self.x.stride,
-                "SIDE": packed.side,
-                "BLOCK_M": tile.block_m,
-                "BLOCK_K": tile.block_k,
-                "BLOCK_C": tile.block_c,
-                "PRECISION": self.precision,
-            },
+            programs=tiles * tile.parts(residual=self.after["RESIDUAL"] == 2),
+            arguments=(
+                self.x.data,
+                packed.weight,
+                x2,
+                more,
+                packed.shift,
+                slope,
+                read,
+                self.into,
+                out,
+                parts,
+                count,
+                *turns,
+            ),
+            constants=constants,
             warps=tile.warps,
             stages=tile.stages,
             part=self.part,
         )
-        if tile.split == 1:
-            return [product]
-        m, k, warps = self.join()
-        join = Launch(
-            kernel=voxtune_join,
-            programs=self.rows // m * (self.padded // k),
-            arguments=(parts, x2, packed.shift, slope, read, self.into, out),
-            constants={**both, "BLOCK_M": m, "BLOCK_K": k},
-            warps=warps,
-            part=self.part,
-        )
-        return [product, join]

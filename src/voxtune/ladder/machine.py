@@ -24,7 +24,6 @@ PARTS = {
     "voxtune_depthwise_dynamic": "conv2d",
     "voxtune_conv": "conv2d",
     "voxtune_conv_dynamic": "conv2d",
-    "voxtune_join": "conv2d",
     "voxtune_block": "block",
     "voxtune_gate": "gate",
     "voxtune_time_terms": "linear",

@@ -2,7 +2,7 @@
 
 Every tensor has its place before the first step. A skip is written into its slice of the decoder block's input and gated there;
 nothing is concatenated, padded, doubled or unshuffled by a pass of its own. A block is three launches (depthwise, two
-convolutions), more where a sum is split.
+convolutions).
 
 Legend: M pixels of all samples, C channels; a view (M, C) of a wider buffer is that buffer's slice.
 """
@@ -69,10 +69,13 @@ class Program:
         self.index = torch.arange(batch, dtype=torch.int64, device=self.device)
         self._scratch: dict[tuple[str, int, int], Tensor] = {}
         self._parts = torch.empty(4, device=self.device)
+        self._count = torch.zeros(4, dtype=torch.int32, device=self.device)
         self._build()
         self.time = self._time()
         self.launches = [
-            one.with_arguments(parts_ptr=self._parts) if "parts_ptr" in one.kernel.arg_names else one
+            one.with_arguments(parts_ptr=self._parts, count_ptr=self._count)
+            if "parts_ptr" in one.kernel.arg_names
+            else one
             for one in self.launches
         ]
 
@@ -163,8 +166,8 @@ class Program:
 
     def _depthwise(self, block: ConvNextBlock, x: Image, part: str) -> Image:
         (H, W), C = x.side, x.channels
-        block_p, block_c, warps = depthwise_tile(self.batch * H * W, H * W, C, self.processors)
-        tiles = H * W // block_p * -(-C // block_c)
+        tile = depthwise_tile(self.batch * H * W, x.side, C, self.processors)
+        tiles = tile.tiles(H * W, C)
         y = self.scratch("depthwise", x.side, C)
         sums = torch.empty((self.batch, 2, tiles), device=self.device)
         weight = pack_depthwise(block.in_conv.weight, self.dtype)
@@ -180,11 +183,13 @@ class Program:
                     "W": W,
                     "C": C,
                     "LDX": x.stride,
-                    "BLOCK_P": block_p,
-                    "BLOCK_C": block_c,
+                    "RUN": tile.run,
+                    "BLOCK_P": tile.block_p,
+                    "BLOCK_C": tile.block_c,
+                    "BLOCK_I": tile.block_i,
                     "CHAINED": False,
                 },
-                warps=warps,
+                warps=tile.warps,
                 part=f"{part}.in_conv",
             )
         )
@@ -194,12 +199,12 @@ class Program:
         self.asked.append((rows, pixels, depth, channels))
         return self.tiles(rows, pixels, depth, channels)
 
-    def reserve(self, split: int, rows: int, padded: int) -> int:
+    def reserve(self, tile: Tile, rows: int, padded: int) -> None:
         """Room for a split sum's parts. They live for one launch, so the largest buffer serves all once all are planned."""
-        need = (split + 1) * rows * padded if split > 1 else 0
-        if self._parts.numel() < need:
+        if tile.split > 1 and self._parts.numel() < (need := (tile.split + 1) * rows * padded):
             self._parts = torch.empty(need, device=self.device)
-        return need
+        if self._count.numel() < (tiles := rows // tile.block_m * (padded // tile.block_k)):
+            self._count = torch.zeros(tiles, dtype=torch.int32, device=self.device)
 
     def _block(self, block: ConvNextBlock, x: Image, into: Tensor, part: str) -> Image:
         if x.side[0] * x.side[1] <= self.whole:
@@ -257,7 +262,7 @@ class Program:
             norm=None if norm is None else (norm.weight, norm.bias),
             residual=None if own is None else (own.weight, own.bias),
             dtype=self.dtype,
-            block_c=tile.block_c,
+            block_c=tile.block_c * tile.ways,
             block_k=tile.block_k,
         )
         source2 = shortcut[0] if shortcut else x
@@ -279,11 +284,10 @@ class Program:
             batch=self.batch,
             precision=self.precision,
             part=part,
-            processors=self.processors,
         )
         out_sums = made.sums() if sums else None
-        self.reserve(tile.split, rows, made.padded)
-        self.launches += made.launches(out_sums, self.eps)
+        self.reserve(tile, rows, made.padded)
+        self.launches.append(made.launch(out_sums, self._parts, self._count))
         return Image(data=into, side=(H, W), sums=out_sums)
 
     def _gate(self, gate: Any, x: Image, joint: Tensor, part: str) -> Image:

@@ -99,7 +99,7 @@ def _made(kind: Callable[..., Any], *, sized: bool = False, typed: bool = False)
     return make
 
 
-_PLANNED = ("voxtune_depthwise", "voxtune_conv", "voxtune_join", "voxtune_gate", "voxtune_stem", "voxtune_time_terms")
+_PLANNED = ("voxtune_depthwise", "voxtune_conv", "voxtune_gate", "voxtune_stem", "voxtune_time_terms")
 RUNGS = (
     Rung(
         number=1,

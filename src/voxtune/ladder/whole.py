@@ -11,7 +11,7 @@ from voxtune.kernels.convnext.block import PHASES, voxtune_block
 from voxtune.kernels.convnext.depthwise import pack_depthwise
 from voxtune.kernels.convnext.launch import Launch
 from voxtune.kernels.convnext.packing import pack_conv
-from voxtune.kernels.convnext.tiles import depthwise_tile, join_tile, power_of_two
+from voxtune.kernels.convnext.tiles import depthwise_tile, power_of_two
 from voxtune.ladder.convolution import EPS, Image
 
 if TYPE_CHECKING:
@@ -36,21 +36,19 @@ def whole_block(program: Program, block: Any, x: Image, into: Tensor, part: str)
             norm=(norm.weight, norm.bias),
             residual=(own.weight, own.bias) if own and conv is conv2 else None,
             dtype=program.dtype,
-            block_c=tile.block_c,
+            block_c=tile.block_c * tile.ways,
             block_k=tile.block_k,
         )
         for conv, norm, tile in ((conv1, norm1, tile1), (conv2, norm2, tile2))
     ]
     KP1, KP2 = (one.weight.shape[1] for one in packed)
-    joins = [join_tile(rows, H * W, KP, program.processors)[:2] for KP in (KP1, KP2)]
-    block_p, block_d, _ = depthwise_tile(rows, H * W, C, program.processors)
-    read1 = H * W // block_p * -(-C // block_d)
-    m1, k1 = (tile1.block_m, tile1.block_k) if tile1.split == 1 else joins[0]
-    read2 = H * W // m1 * (KP1 // k1)
+    first = depthwise_tile(rows, x.side, C, program.processors)
+    read1 = first.tiles(H * W, C)
+    read2 = H * W // tile1.block_m * (KP1 // tile1.block_k)
     device = program.device
     sums1, sums2 = (torch.empty((program.batch, 2, reads), device=device) for reads in (read1, read2))
     for tile, KP in ((tile1, KP1), (tile2, KP2)):
-        program.reserve(tile.split, rows, KP)
+        program.reserve(tile, rows, KP)
     more = packed[1].weight if packed[1].residual is None else packed[1].residual
     arguments = (
         x.data,
@@ -70,6 +68,10 @@ def whole_block(program: Program, block: Any, x: Image, into: Tensor, part: str)
         into,
         program.eps,
         program.counter,
+        program.counter,
+        tile1.turns(9 * C),
+        tile2.turns(9 * K1),
+        -(-C // tile2.block_c),
     )
     constants: dict[str, Any] = {
         "H": H,
@@ -88,19 +90,20 @@ def whole_block(program: Program, block: Any, x: Image, into: Tensor, part: str)
         "READ2": read2,
         "BLOCK_R2": power_of_two(read2),
         "EPS": EPS,
-        "BLOCK_P": block_p,
-        "BLOCK_D": block_d,
+        "RUN": first.run,
+        "BLOCK_P": first.block_p,
+        "BLOCK_D": first.block_c,
+        "BLOCK_I": first.block_i,
         "PRECISION": program.precision,
         "CHAINED": False,
     }
-    for number, tile, join in ((1, tile1, joins[0]), (2, tile2, joins[1])):
+    for number, tile in ((1, tile1), (2, tile2)):
         constants |= {
             f"SPLIT{number}": tile.split,
             f"BLOCK_M{number}": tile.block_m,
             f"BLOCK_K{number}": tile.block_k,
             f"BLOCK_C{number}": tile.block_c,
-            f"JOIN_M{number}": join[0],
-            f"JOIN_K{number}": join[1],
+            f"WAYS{number}": tile.ways,
         }
     programs = 1 << (program.processors.bit_length() - 1)
     spans = [(0, PHASES)] if device.type == "cuda" or program.processors > 1 else [(p, p + 1) for p in range(PHASES)]
@@ -109,10 +112,10 @@ def whole_block(program: Program, block: Any, x: Image, into: Tensor, part: str)
             kernel=voxtune_block,
             programs=programs,
             arguments=arguments,
-            constants={**constants, "PROGRAMS": programs, "FIRST": first, "LAST": last},
+            constants={**constants, "PROGRAMS": programs, "FIRST": begin, "LAST": end},
             warps=WARPS,
             stages=min(tile1.stages, tile2.stages),
             part=part,
         )
-        for first, last in spans
+        for begin, end in spans
     ]

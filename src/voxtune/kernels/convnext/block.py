@@ -4,7 +4,7 @@ Why: at 8 x 8 and 16 x 16 pixels a block's five launches do less than they cost.
 (barrier.py) where one phase needs all of the one before; between phases everything lies in the L2. The phases are those of
 depthwise.py and conv.py, so there is one definition of what a block computes.
 
-Phases: 0 depthwise, 1 first convolution, 2 its join, 3 second convolution, 4 its join; joins only where a sum is split. Triton's
+Phases: 0 depthwise, 1 first convolution, 2 second convolution. Triton's
 interpreter runs programs one after the other, so there the caller launches phase by phase (FIRST to LAST).
 
 Legend: as conv.py; a number behind a name says which convolution.
@@ -17,16 +17,16 @@ import triton.language as tl
 
 from voxtune.kernels.convnext.barrier import everyone
 from voxtune.kernels.convnext.common import release, wait
-from voxtune.kernels.convnext.conv import conv_work, join_work
-from voxtune.kernels.convnext.depthwise import depthwise_tile
+from voxtune.kernels.convnext.conv import conv_work
+from voxtune.kernels.convnext.depthwise import depthwise_work
 
-PHASES = 5
+PHASES = 3
 
 
 @triton.jit
-def voxtune_block(  # noqa: PLR0912
+def voxtune_block(
     x_ptr,  # (N, H, W, C), rows of LDX: the block's input, and the residual
-    w0_ptr,  # (49, C)
+    w0_ptr,  # (56, C)
     term_ptr,  # (C,) float32: bias + time term
     h_ptr,  # (N, H, W, C): between depthwise and first convolution
     sums_h_ptr,  # (N, 2, READ1)
@@ -41,7 +41,11 @@ def voxtune_block(  # noqa: PLR0912
     residual_ptr,  # (C padded, KP2), with RESIDUAL 2
     y_ptr,  # (N, H, W, K2), rows of LDY
     parts_ptr,
+    count_ptr,
     counter_ptr,  # (1,) int32
+    turns1,  # of the sums, as conv_work has them
+    turns2,
+    turns3,
     H: tl.constexpr,
     W: tl.constexpr,
     C: tl.constexpr,
@@ -58,70 +62,54 @@ def voxtune_block(  # noqa: PLR0912
     READ2: tl.constexpr,
     BLOCK_R2: tl.constexpr,
     EPS: tl.constexpr,
+    RUN: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_I: tl.constexpr,
     SPLIT1: tl.constexpr,
     BLOCK_M1: tl.constexpr,
     BLOCK_K1: tl.constexpr,
     BLOCK_C1: tl.constexpr,
-    JOIN_M1: tl.constexpr,
-    JOIN_K1: tl.constexpr,
+    WAYS1: tl.constexpr,
     SPLIT2: tl.constexpr,
     BLOCK_M2: tl.constexpr,
     BLOCK_K2: tl.constexpr,
     BLOCK_C2: tl.constexpr,
-    JOIN_M2: tl.constexpr,
-    JOIN_K2: tl.constexpr,
+    WAYS2: tl.constexpr,
     PRECISION: tl.constexpr,
     PROGRAMS: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    TILES0: tl.constexpr = (ROWS // BLOCK_P) * ((C + BLOCK_D - 1) // BLOCK_D)
+    TILES0: tl.constexpr = (ROWS // (BLOCK_P * RUN)) * ((C + BLOCK_D - 1) // BLOCK_D)
     TILES1: tl.constexpr = (ROWS // BLOCK_M1) * (KP1 // BLOCK_K1) * SPLIT1
-    JOINS1: tl.constexpr = (ROWS // JOIN_M1) * (KP1 // JOIN_K1)
     MORE: tl.constexpr = 1 if (RESIDUAL == 2 and SPLIT2 > 1) else 0
     TILES2: tl.constexpr = (ROWS // BLOCK_M2) * (KP2 // BLOCK_K2) * (SPLIT2 + MORE)
-    JOINS2: tl.constexpr = (ROWS // JOIN_M2) * (KP2 // JOIN_K2)
     pid = tl.program_id(0)
     release(CHAINED)
     wait(CHAINED)
     if FIRST <= 0:
         for tile in range(pid, TILES0, PROGRAMS):
-            depthwise_tile(tile, x_ptr, w0_ptr, term_ptr, h_ptr, sums_h_ptr, H, W, C, LDX, BLOCK_P, BLOCK_D)
+            depthwise_work(
+                tile, x_ptr, w0_ptr, term_ptr, h_ptr, sums_h_ptr, H, W, C, LDX, RUN, BLOCK_P, BLOCK_D, BLOCK_I,
+                C % BLOCK_D != 0,
+            )  # fmt: skip
         if LAST > 1:
             everyone(counter_ptr, PROGRAMS)
     if FIRST <= 1 and LAST > 1:
         for tile in range(pid, TILES1, PROGRAMS):
             conv_work(
                 tile, h_ptr, w1_ptr, h_ptr, w1_ptr, shift1_ptr, slope1_ptr, sums_h_ptr, g_ptr, sums_g_ptr, parts_ptr,
-                H, W, C, C, K1, KP1, C, C, K1, ROWS, 3, 1, False, True, 0, True, True, READ1, BLOCK_R1, EPS,
-                SPLIT1, BLOCK_M1, BLOCK_K1, BLOCK_C1, PRECISION,
+                count_ptr, turns1, 1, H, W, C, C, K1, KP1, C, C, K1, ROWS, 3, 1, False, True, 0, True, True,
+                READ1, BLOCK_R1, EPS, SPLIT1, BLOCK_M1, BLOCK_K1, BLOCK_C1, WAYS1, PRECISION,
             )  # fmt: skip
         if LAST > 2:
             everyone(counter_ptr, PROGRAMS)
-    if SPLIT1 > 1 and FIRST <= 2 and LAST > 2:
-        for tile in range(pid, JOINS1, PROGRAMS):
-            join_work(
-                tile, parts_ptr, h_ptr, shift1_ptr, slope1_ptr, sums_h_ptr, g_ptr, sums_g_ptr,
-                H, W, C, K1, KP1, C, K1, ROWS, True, 0, True, True, READ1, BLOCK_R1, EPS, SPLIT1, JOIN_M1, JOIN_K1,
-            )  # fmt: skip
-        if LAST > 3:
-            everyone(counter_ptr, PROGRAMS)
-    if FIRST <= 3 and LAST > 3:
+    if LAST > 2:
         for tile in range(pid, TILES2, PROGRAMS):
             conv_work(
                 tile, g_ptr, w2_ptr, x_ptr, residual_ptr, shift2_ptr, slope2_ptr, sums_g_ptr, y_ptr, sums_g_ptr,
-                parts_ptr, H, W, K1, C, K2, KP2, K1, LDX, LDY, ROWS, 3, 1, False, True, RESIDUAL, False, False,
-                READ2, BLOCK_R2, EPS, SPLIT2, BLOCK_M2, BLOCK_K2, BLOCK_C2, PRECISION,
-            )  # fmt: skip
-        if SPLIT2 > 1 and LAST > 4:
-            everyone(counter_ptr, PROGRAMS)
-    if SPLIT2 > 1 and LAST > 4:
-        for tile in range(pid, JOINS2, PROGRAMS):
-            join_work(
-                tile, parts_ptr, x_ptr, shift2_ptr, slope2_ptr, sums_g_ptr, y_ptr, sums_g_ptr,
-                H, W, K1, K2, KP2, LDX, LDY, ROWS, True, RESIDUAL, False, False, READ2, BLOCK_R2, EPS, SPLIT2,
-                JOIN_M2, JOIN_K2,
+                parts_ptr, count_ptr, turns2, turns3, H, W, K1, C, K2, KP2, K1, LDX, LDY, ROWS, 3, 1, False, True,
+                RESIDUAL, False, False, READ2, BLOCK_R2, EPS, SPLIT2, BLOCK_M2, BLOCK_K2, BLOCK_C2, WAYS2, PRECISION,
             )  # fmt: skip

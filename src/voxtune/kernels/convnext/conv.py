@@ -11,8 +11,12 @@ launch is one convolution with everything around it:
   the norm, so both differ at the border: nine cases (top, middle, bottom times left, middle, right), made ahead. The statistics
   are needed only at the end, and slope is the sum of the rounded weights, so that a constant cancels exactly.
 - A residual of another width is a 1x1 convolution of the block's input: more K, in an accumulator of its own.
-- Where pixels and channels out are too few to fill the card, K is split: programs leave float32 parts, `voxtune_join` adds them
-  in a fixed order and does what comes after.
+- Where pixels and channels out are too few to fill the card, the sum is split: programs leave float32 parts, and the one that comes
+  last to a tile adds them in a fixed order and does what comes after. It also sets the tile's count back, so a recorded graph may
+  replay it; nobody waits, so any number of programs will do, one after the other too.
+- A small product is a chain: each step on the matrix units waits for the one before. WAYS chunks at a time have an accumulator
+  each, and one turn of the loop. Its turns are an argument, so that it stays a loop: a kernel that runs once a step finds its code
+  in no cache, and straight code costs more than a branch.
 
 Legend: N batch, H W pixels out of a sample, C channels in, K channels out, S parts of the sum, T tiles of a sample.
 """
@@ -26,15 +30,66 @@ from voxtune.kernels.convnext.common import gelu, leave_sums, load_sums, norm_of
 
 
 @triton.jit
+def chunk_product(
+    acc,
+    x_ptr,
+    w_ptr,
+    n,
+    y,
+    x,
+    k,
+    reach,  # (BLOCK_M,) int32: a bit for each tap that lies inside the image
+    chunk,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    C: tl.constexpr,
+    LDX: tl.constexpr,
+    KP: tl.constexpr,
+    SIDE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    PAD: tl.constexpr = SIDE // 2 if STRIDE == 1 else 0
+    HS: tl.constexpr = H * STRIDE // (2 if DOUBLE else 1)
+    WS: tl.constexpr = W * STRIDE // (2 if DOUBLE else 1)
+    column = tl.arange(0, BLOCK_C)
+    b = tl.load(w_ptr + chunk * (BLOCK_C * KP) + column[:, None] * KP + k[None, :])
+    if C % BLOCK_C:
+        # A chunk reaches over several taps: each column has its own.
+        r = chunk * BLOCK_C + column
+        tap, c = r // C, r % C
+        yy = y[:, None] * STRIDE + (tap // SIDE - PAD)[None, :]
+        xx = x[:, None] * STRIDE + (tap % SIDE - PAD)[None, :]
+        keep = (yy >= 0) & (yy < H * STRIDE) & (xx >= 0) & (xx < W * STRIDE) & (tap < SIDE * SIDE)[None, :]
+        if DOUBLE:
+            yy, xx = yy >> 1, xx >> 1
+        a = tl.load(x_ptr + ((n * HS + yy) * WS + xx) * LDX + c[None, :], mask=keep, other=0.0)
+    else:
+        tap = chunk // (C // BLOCK_C)
+        c = (chunk % (C // BLOCK_C)) * BLOCK_C
+        i, j = tap // SIDE - PAD, tap % SIDE - PAD
+        keep = (((reach >> tap) & 1) != 0)[:, None]
+        if DOUBLE:
+            at = ((n * HS + ((y + i) >> 1)) * WS + ((x + j) >> 1)) * LDX
+            a = tl.load(x_ptr + at[:, None] + (c + column)[None, :], mask=keep, other=0.0)
+        else:
+            at = ((n * HS + y * STRIDE) * WS + x * STRIDE) * LDX
+            a = tl.load(x_ptr + ((i * WS + j) * LDX + c) + at[:, None] + column[None, :], mask=keep, other=0.0)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
 def product(
     acc,  # (BLOCK_M, BLOCK_K) float32
     x_ptr,  # (N, h, w, C), rows of LDX; h, w of the source
-    w_ptr,  # (taps * C padded, KP)
+    w_ptr,  # (taps * C padded to whole turns, KP)
     n,
     y,  # (BLOCK_M,) pixel rows and columns of the result
     x,
     k,  # (BLOCK_K,) channels out
-    first,  # of the chunks of BLOCK_C
+    first,  # of the turns of WAYS chunks of BLOCK_C
     last,
     H: tl.constexpr,
     W: tl.constexpr,
@@ -45,31 +100,42 @@ def product(
     STRIDE: tl.constexpr,
     DOUBLE: tl.constexpr,  # the source is at half the size, taken nearest
     BLOCK_C: tl.constexpr,
+    WAYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     PAD: tl.constexpr = SIDE // 2 if STRIDE == 1 else 0
-    HS: tl.constexpr = H * STRIDE // (2 if DOUBLE else 1)
-    WS: tl.constexpr = W * STRIDE // (2 if DOUBLE else 1)
-    column = tl.arange(0, BLOCK_C)
-    for chunk in range(first, last):
-        r = chunk * BLOCK_C + column
-        if C % BLOCK_C:
-            # A chunk reaches over several taps: each column has its own.
-            tap, c = r // C, r % C
-            yy = y[:, None] * STRIDE + (tap // SIDE - PAD)[None, :]
-            xx = x[:, None] * STRIDE + (tap % SIDE - PAD)[None, :]
-            keep = (yy >= 0) & (yy < H * STRIDE) & (xx >= 0) & (xx < W * STRIDE) & (tap < SIDE * SIDE)[None, :]
-        else:
-            tap = chunk // (C // BLOCK_C)
-            c = (chunk % (C // BLOCK_C)) * BLOCK_C + column
-            yy = (y * STRIDE + (tap // SIDE - PAD))[:, None]
-            xx = (x * STRIDE + (tap % SIDE - PAD))[:, None]
-            keep = (yy >= 0) & (yy < H * STRIDE) & (xx >= 0) & (xx < W * STRIDE)
-        if DOUBLE:
-            yy, xx = yy >> 1, xx >> 1
-        a = tl.load(x_ptr + ((n * HS + yy) * WS + xx) * LDX + c[None, :], mask=keep, other=0.0)
-        b = tl.load(w_ptr + r[:, None] * KP + k[None, :])
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    reach = y * 0
+    for tap in tl.static_range(SIDE * SIDE):
+        yy, xx = y * STRIDE + (tap // SIDE - PAD), x * STRIDE + (tap % SIDE - PAD)
+        inside = (yy >= 0) & (yy < H * STRIDE) & (xx >= 0) & (xx < W * STRIDE)
+        reach |= inside.to(tl.int32) << tap
+    acc1, acc2, acc3 = acc, acc, acc
+    for turn in range(first, last):
+        chunk = turn * WAYS
+        acc = chunk_product(
+            acc, x_ptr, w_ptr, n, y, x, k, reach, chunk, H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE, BLOCK_C, PRECISION
+        )
+        if WAYS > 1:
+            acc1 = chunk_product(
+                acc1, x_ptr, w_ptr, n, y, x, k, reach, chunk + 1,
+                H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE, BLOCK_C, PRECISION,
+            )  # fmt: skip
+        if WAYS > 2:
+            acc2 = chunk_product(
+                acc2, x_ptr, w_ptr, n, y, x, k, reach, chunk + 2,
+                H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE, BLOCK_C, PRECISION,
+            )  # fmt: skip
+        if WAYS > 3:
+            acc3 = chunk_product(
+                acc3, x_ptr, w_ptr, n, y, x, k, reach, chunk + 3,
+                H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE, BLOCK_C, PRECISION,
+            )  # fmt: skip
+    if WAYS > 1:
+        acc += acc1
+    if WAYS > 2:
+        acc += acc2
+    if WAYS > 3:
+        acc += acc3
     return acc
 
 
@@ -138,7 +204,10 @@ def conv_work(
     read_ptr,  # (N, 2, READ) float32: the sums of what the norm reads
     y_ptr,
     sums_ptr,
-    parts_ptr,  # (S + 1, N * H * W, KP) float32; unwritten when SPLIT is 1
+    parts_ptr,  # (tiles, S, BLOCK_M, BLOCK_K) float32; unwritten when SPLIT is 1
+    count_ptr,  # (tiles,) int32, zero before and after
+    turns,  # of the whole sum: a run-time value, so that the loop over them stays one
+    turns2,  # of the residual's
     H: tl.constexpr,
     W: tl.constexpr,
     C: tl.constexpr,
@@ -163,141 +232,88 @@ def conv_work(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    WAYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of a convolution; with SPLIT one part of its sum."""
+    """One tile of a convolution; with SPLIT one part of its sum, and the rest where it is the tile's last."""
     TILES_K: tl.constexpr = KP // BLOCK_K
-    TILES_M: tl.constexpr = ROWS // BLOCK_M
-    CHUNKS: tl.constexpr = (SIDE * SIDE * C + BLOCK_C - 1) // BLOCK_C
-    CHUNKS2: tl.constexpr = (C2 + BLOCK_C - 1) // BLOCK_C
-    k = pid % TILES_K * BLOCK_K + tl.arange(0, BLOCK_K)
-    block = pid // TILES_K % TILES_M
+    TILES: tl.constexpr = (H * W // BLOCK_M) * TILES_K
+    ALL: tl.constexpr = (ROWS // BLOCK_M) * TILES_K
+    # The residual's product, which no norm may scale, is a part of its own.
+    PARTS: tl.constexpr = SPLIT + (1 if RESIDUAL == 2 else 0)
+    tile = pid % ALL
+    k = tile % TILES_K * BLOCK_K + tl.arange(0, BLOCK_K)
+    block = tile // TILES_K
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     n = block * BLOCK_M // (H * W)
     p = row - n * (H * W)
     y, x = p // W, p % W
     acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-    if SPLIT == 1:
-        total, squares = 0.0, 0.0
-        if NORM:
-            total, squares = load_sums(read_ptr, n, READ, BLOCK_R)
-        more = acc
-        if RESIDUAL == 2:
-            more = product(
-                more, x2_ptr, w2_ptr, n, y, x, k, 0, CHUNKS2, H, W, C2, LD2, KP, 1, 1, False, BLOCK_C, PRECISION
-            )
-        acc = product(
-            acc, x_ptr, w_ptr, n, y, x, k, 0, CHUNKS, H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE, BLOCK_C, PRECISION
-        )
-        TILES: tl.constexpr = (H * W // BLOCK_M) * TILES_K
-        finish(
-            acc, more, total, squares, shift_ptr, slope_ptr, x2_ptr, y_ptr, sums_ptr, n, pid % TILES, row, y, x, k,
-            H, W, K, KP, LD2, LDY, H * W * C, EPS, NORM, RESIDUAL, GELU, SUMS, TILES,
-        )  # fmt: skip
-    else:
-        s = pid // (TILES_K * TILES_M)
-        EACH: tl.constexpr = (CHUNKS + SPLIT - 1) // SPLIT
-        if s < SPLIT:
-            last = tl.minimum((s + 1) * EACH, CHUNKS)
-            acc = product(
-                acc, x_ptr, w_ptr, n, y, x, k, s * EACH, last,
-                H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE, BLOCK_C, PRECISION,
-            )  # fmt: skip
-        elif RESIDUAL == 2:
-            acc = product(
-                acc, x2_ptr, w2_ptr, n, y, x, k, 0, CHUNKS2, H, W, C2, LD2, KP, 1, 1, False, BLOCK_C, PRECISION
-            )
-        tl.store(parts_ptr + (s * ROWS + row)[:, None] * KP + k[None, :], acc)
-
-
-@triton.jit
-def join_work(
-    pid,
-    parts_ptr,  # see conv_work
-    x2_ptr,
-    shift_ptr,
-    slope_ptr,
-    read_ptr,
-    y_ptr,
-    sums_ptr,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    C: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    LD2: tl.constexpr,
-    LDY: tl.constexpr,
-    ROWS: tl.constexpr,
-    NORM: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GELU: tl.constexpr,
-    SUMS: tl.constexpr,
-    READ: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    EPS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """One tile of a split sum: its parts added in order, and what comes after."""
-    TILES_K: tl.constexpr = KP // BLOCK_K
-    TILES: tl.constexpr = (H * W // BLOCK_M) * TILES_K
-    k = pid % TILES_K * BLOCK_K + tl.arange(0, BLOCK_K)
-    block = pid // TILES_K
-    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = block * BLOCK_M // (H * W)
-    p = row - n * (H * W)
-    y, x = p // W, p % W
-    at = parts_ptr + row[:, None] * KP + k[None, :]
     total, squares = 0.0, 0.0
     if NORM:
         total, squares = load_sums(read_ptr, n, READ, BLOCK_R)
-    acc = tl.load(at)
-    for s in tl.static_range(1, SPLIT):
-        acc += tl.load(at + s * (ROWS * KP))
-    more = acc
-    if RESIDUAL == 2:
-        more = tl.load(at + SPLIT * (ROWS * KP))
-    finish(
-        acc, more, total, squares, shift_ptr, slope_ptr, x2_ptr, y_ptr, sums_ptr, n, pid % TILES, row, y, x, k,
-        H, W, K, KP, LD2, LDY, H * W * C, EPS, NORM, RESIDUAL, GELU, SUMS, TILES,
-    )  # fmt: skip
+    if SPLIT == 1:
+        more = acc
+        if RESIDUAL == 2:
+            more = product(
+                more, x2_ptr, w2_ptr, n, y, x, k, 0, turns2, H, W, C2, LD2, KP, 1, 1, False, BLOCK_C, 1, PRECISION
+            )
+        acc = product(
+            acc, x_ptr, w_ptr, n, y, x, k, 0, turns, H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE, BLOCK_C, WAYS, PRECISION
+        )
+        finish(
+            acc, more, total, squares, shift_ptr, slope_ptr, x2_ptr, y_ptr, sums_ptr, n, tile % TILES, row, y, x, k,
+            H, W, K, KP, LD2, LDY, H * W * C, EPS, NORM, RESIDUAL, GELU, SUMS, TILES,
+        )  # fmt: skip
+    else:
+        s = pid // ALL
+        if s < SPLIT:
+            each = (turns + SPLIT - 1) // SPLIT
+            acc = product(
+                acc, x_ptr, w_ptr, n, y, x, k, s * each, tl.minimum((s + 1) * each, turns),
+                H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE, BLOCK_C, WAYS, PRECISION,
+            )  # fmt: skip
+        elif RESIDUAL == 2:
+            acc = product(
+                acc, x2_ptr, w2_ptr, n, y, x, k, 0, turns2, H, W, C2, LD2, KP, 1, 1, False, BLOCK_C, 1, PRECISION
+            )
+        inner = tl.arange(0, BLOCK_M)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        at = parts_ptr + tile * (PARTS * BLOCK_M * BLOCK_K) + inner
+        tl.store(at + s * (BLOCK_M * BLOCK_K), acc)
+        # All lanes' writes come before the one lane's count, which makes them seen by whoever counts after.
+        tl.debug_barrier()
+        before = tl.atomic_add(count_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        if before == PARTS - 1:
+            tl.store(count_ptr + tile, 0)
+            v = tl.load(at, cache_modifier=".cg")
+            for one in tl.static_range(1, SPLIT):
+                v += tl.load(at + one * (BLOCK_M * BLOCK_K), cache_modifier=".cg")
+            more = v
+            if RESIDUAL == 2:
+                more = tl.load(at + SPLIT * (BLOCK_M * BLOCK_K), cache_modifier=".cg")
+            finish(
+                v, more, total, squares, shift_ptr, slope_ptr, x2_ptr, y_ptr, sums_ptr, n, tile % TILES, row, y, x, k,
+                H, W, K, KP, LD2, LDY, H * W * C, EPS, NORM, RESIDUAL, GELU, SUMS, TILES,
+            )  # fmt: skip
 
 
 @triton.jit
 def voxtune_conv(
-    x_ptr, w_ptr, x2_ptr, w2_ptr, shift_ptr, slope_ptr, read_ptr, y_ptr, sums_ptr, parts_ptr,
+    x_ptr, w_ptr, x2_ptr, w2_ptr, shift_ptr, slope_ptr, read_ptr, y_ptr, sums_ptr, parts_ptr, count_ptr,
+    turns, turns2,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, C2: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     LDX: tl.constexpr, LD2: tl.constexpr, LDY: tl.constexpr, ROWS: tl.constexpr,
     SIDE: tl.constexpr, STRIDE: tl.constexpr, DOUBLE: tl.constexpr,
     NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, SUMS: tl.constexpr,
     READ: tl.constexpr, BLOCK_R: tl.constexpr, EPS: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, WAYS: tl.constexpr,
     PRECISION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """A convolution, a tile a program: conv_work."""
+    """A convolution, a tile or a part of one a program: conv_work."""
     release(CHAINED)
     wait(CHAINED)
     conv_work(
         tl.program_id(0), x_ptr, w_ptr, x2_ptr, w2_ptr, shift_ptr, slope_ptr, read_ptr, y_ptr, sums_ptr, parts_ptr,
-        H, W, C, C2, K, KP, LDX, LD2, LDY, ROWS, SIDE, STRIDE, DOUBLE, NORM, RESIDUAL, GELU, SUMS, READ, BLOCK_R, EPS,
-        SPLIT, BLOCK_M, BLOCK_K, BLOCK_C, PRECISION,
-    )  # fmt: skip
-
-
-@triton.jit
-def voxtune_join(
-    parts_ptr, x2_ptr, shift_ptr, slope_ptr, read_ptr, y_ptr, sums_ptr,
-    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    LD2: tl.constexpr, LDY: tl.constexpr, ROWS: tl.constexpr,
-    NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, SUMS: tl.constexpr,
-    READ: tl.constexpr, BLOCK_R: tl.constexpr, EPS: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """The parts of a split sum, a tile a program: join_work."""
-    release(CHAINED)
-    wait(CHAINED)
-    join_work(
-        tl.program_id(0), parts_ptr, x2_ptr, shift_ptr, slope_ptr, read_ptr, y_ptr, sums_ptr,
-        H, W, C, K, KP, LD2, LDY, ROWS, NORM, RESIDUAL, GELU, SUMS, READ, BLOCK_R, EPS, SPLIT, BLOCK_M, BLOCK_K,
+        count_ptr, turns, turns2, H, W, C, C2, K, KP, LDX, LD2, LDY, ROWS, SIDE, STRIDE, DOUBLE, NORM, RESIDUAL, GELU,
+        SUMS, READ, BLOCK_R, EPS, SPLIT, BLOCK_M, BLOCK_K, BLOCK_C, WAYS, PRECISION,
     )  # fmt: skip

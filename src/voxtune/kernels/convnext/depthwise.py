@@ -1,8 +1,10 @@
 """Depthwise 7x7 convolution + time term, and the sums for the norm that follows.
 
-Why: 49 products a value are no work for the matrix units, and a general convolution kernel runs them one channel at a time. Here
-a program takes a tile of pixels and channels; the taps' loads overlap in the L1. The convolution's bias and the block's time term
-are one vector a step, made ahead for all steps.
+Why: 49 products a value are no work for the matrix units, and a general convolution kernel runs them one channel at a time. A lane
+here takes a run of four pixels of a row and two channels: it loads the ten pixels that the run's seven columns of taps reach once,
+and uses each up to four times. A tile reaches beyond the image at its ends only, so two conditions serve all columns. The rows
+of taps lie beside each other (BLOCK_I of them), and are added up at the end: with few pixels the card is otherwise idle while one
+row's loads wait for the other's. The convolution's bias and the block's time term are one vector a step, made ahead for all steps.
 
 Legend: N batch, H W pixels of a sample, C channels, P tiles of a sample.
 """
@@ -14,14 +16,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from voxtune.kernels.convnext.common import leave_sums, release, wait
+from voxtune.kernels.convnext.common import leave_both, release, wait
 
 SIDE = 7
 
 
 def pack_depthwise(weight: Tensor, dtype) -> Tensor:
-    """A depthwise weight (C, 1, 7, 7) as (49, C)."""
-    return weight.detach().flatten(1).t().contiguous().to(dtype)
+    """A depthwise weight (C, 1, 7, 7) as (8 * 7, C): an eighth row of taps is zero, so that rows are a power of two."""
+    return F.pad(weight.detach().flatten(1).t(), (0, 0, 0, SIDE)).contiguous().to(dtype)
 
 
 def depthwise_reference(x_NCHW: Tensor, weight: Tensor, term_C: Tensor) -> Tensor:
@@ -30,44 +32,106 @@ def depthwise_reference(x_NCHW: Tensor, weight: Tensor, term_C: Tensor) -> Tenso
 
 
 @triton.jit
-def depthwise_tile(
+def column(
+    at,  # of the run's first pixel, in the row of taps
+    x,  # its column
+    row,  # which rows lie inside
+    inside,  # which channels
+    W,
+    LDX,
+    Q: tl.constexpr,  # the pixel, counted from the run's first
+    RUN: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One pixel of every run, as float32; zero outside of the image."""
+    keep = row
+    if RUN < 4:
+        keep = keep & (x + Q >= 0) & (x + Q < W)
+    elif Q < 0:
+        keep = keep & (x > 0)
+    elif Q >= RUN:
+        keep = keep & (x < W - RUN)
+    if MASKED:
+        keep = keep & inside
+    return tl.load(at + Q * LDX, mask=keep, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def depthwise_work(
     pid,
     x_ptr,  # (N, H, W, C), rows of LDX
-    w_ptr,  # (49, C)
+    w_ptr,  # (56, C)
     term_ptr,  # (C,) float32
     y_ptr,  # (N, H, W, C), dense
     sums_ptr,  # (N, 2, P) float32
-    H: tl.constexpr,
-    W: tl.constexpr,
-    C: tl.constexpr,
-    LDX: tl.constexpr,
-    BLOCK_P: tl.constexpr,  # pixels of a tile
+    H,
+    W,
+    C,
+    LDX,
+    RUN: tl.constexpr,  # pixels of a row that a lane takes: 4, or 1 where rows do not divide by 4
+    BLOCK_P: tl.constexpr,  # runs of a tile
     BLOCK_C: tl.constexpr,
+    BLOCK_I: tl.constexpr,  # rows of taps beside each other
+    MASKED: tl.constexpr,  # C does not divide by BLOCK_C
 ):
-    TILES_C: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
-    TILES: tl.constexpr = (H * W // BLOCK_P) * TILES_C
-    n, tile = pid // TILES, pid % TILES
-    c = (tile % TILES_C) * BLOCK_C + tl.arange(0, BLOCK_C)
-    p = (tile // TILES_C) * BLOCK_P + tl.arange(0, BLOCK_P)
-    h, w = p // W, p % W
-    inside = (c < C)[None, :]
+    tiles_c = (C + BLOCK_C - 1) // BLOCK_C
+    tiles = (H * W // (BLOCK_P * RUN)) * tiles_c
+    n, tile = pid // tiles, pid % tiles
+    c = (tile % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)
+    p = ((tile // tiles_c) * BLOCK_P + tl.arange(0, BLOCK_P)) * RUN
+    i = tl.arange(0, BLOCK_I)[:, None, None] - 3
+    h, x = (p // W)[None, :, None], (p % W)[None, :, None]
+    inside = (c < C)[None, None, :]
     # One row of weights for every pixel of the tile: a row of its own layout would be passed around through shared memory.
-    w_at = w_ptr + (p * 0)[:, None] + c[None, :]
-    x_at = x_ptr + ((n * H * W + p) * LDX)[:, None] + c[None, :]
-    v = tl.zeros((BLOCK_P, BLOCK_C), tl.float32) + tl.load(term_ptr + c, mask=c < C, other=0.0)[None, :]
-    for i in tl.static_range(7):
+    w_at = w_ptr + (i + 3) * (7 * C) + (p * 0)[None, :, None] + c[None, None, :]
+    x_at = x_ptr + (n * H * W + p)[None, :, None] * LDX + i * (W * LDX) + c[None, None, :]
+    v0 = tl.zeros((BLOCK_I, BLOCK_P, BLOCK_C), tl.float32)
+    v1, v2, v3 = v0, v0, v0
+    for first in range(0, 7, BLOCK_I):
+        at, y = x_at + first * W * LDX, h + (i + first)
+        row = (y >= 0) & (y < H)
+        t0 = column(at, x, row, inside, W, LDX, -3, RUN, MASKED)
+        if RUN == 4:
+            t1 = column(at, x, row, inside, W, LDX, -2, RUN, MASKED)
+            t2 = column(at, x, row, inside, W, LDX, -1, RUN, MASKED)
+            t3 = column(at, x, row, inside, W, LDX, 0, RUN, MASKED)
         for j in tl.static_range(7):
-            y, x = h + (i - 3), w + (j - 3)
-            keep = ((y >= 0) & (y < H) & (x >= 0) & (x < W))[:, None]
-            if C % BLOCK_C:
-                keep = keep & inside
-            taken = tl.load(x_at + ((i - 3) * W + (j - 3)) * LDX, mask=keep, other=0.0)
-            weight = tl.load(w_at + (i * 7 + j) * C, mask=inside, other=0.0)
-            v += taken.to(tl.float32) * weight.to(tl.float32)
-    if C % BLOCK_C:
-        v = tl.where(inside, v, 0.0)
-    tl.store(y_ptr + (n * H * W + p)[:, None] * C + c[None, :], v.to(y_ptr.dtype.element_ty), mask=inside)
-    leave_sums(sums_ptr, v, n, tile, TILES)
+            if MASKED:
+                weight = tl.load(w_at + (first * 7 + j) * C, mask=inside, other=0.0).to(tl.float32)
+            else:
+                weight = tl.load(w_at + (first * 7 + j) * C).to(tl.float32)
+            v0 += t0 * weight
+            if RUN == 4:
+                v1 += t1 * weight
+                v2 += t2 * weight
+                v3 += t3 * weight
+                # The window moves on by a pixel.
+                t0, t1, t2 = t1, t2, t3
+                if j < 6:
+                    t3 = column(at, x, row, inside, W, LDX, j + 1, RUN, MASKED)
+            elif j < 6:
+                t0 = column(at, x, row, inside, W, LDX, j - 2, RUN, MASKED)
+    keep = (c < C)[None, :]
+    term = tl.load(term_ptr + c, mask=c < C, other=0.0)[None, :]
+    y_at = y_ptr + (n * H * W + p)[:, None] * C + c[None, :]
+    if RUN == 4:
+        # All four in one reduction, for its meetings of all warps.
+        even, odd = tl.split(tl.sum(tl.join(tl.join(v0, v2), tl.join(v1, v3)), axis=0))
+        s0, s2 = tl.split(even)
+        s1, s3 = tl.split(odd)
+    else:
+        s0 = tl.sum(v0, axis=0)
+    s0 += term
+    tl.store(y_at, s0.to(y_ptr.dtype.element_ty), mask=keep)
+    total, squares = s0, s0 * s0
+    if RUN == 4:
+        s1, s2, s3 = s1 + term, s2 + term, s3 + term
+        tl.store(y_at + C, s1.to(y_ptr.dtype.element_ty), mask=keep)
+        tl.store(y_at + 2 * C, s2.to(y_ptr.dtype.element_ty), mask=keep)
+        tl.store(y_at + 3 * C, s3.to(y_ptr.dtype.element_ty), mask=keep)
+        total += s1 + s2 + s3
+        squares += s1 * s1 + s2 * s2 + s3 * s3
+    leave_both(sums_ptr, total, squares, n, tile, tiles)
 
 
 @triton.jit
@@ -81,10 +145,15 @@ def voxtune_depthwise(
     W: tl.constexpr,
     C: tl.constexpr,
     LDX: tl.constexpr,
+    RUN: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_I: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     release(CHAINED)
     wait(CHAINED)
-    depthwise_tile(tl.program_id(0), x_ptr, w_ptr, term_ptr, y_ptr, sums_ptr, H, W, C, LDX, BLOCK_P, BLOCK_C)
+    depthwise_work(
+        tl.program_id(0), x_ptr, w_ptr, term_ptr, y_ptr, sums_ptr, H, W, C, LDX, RUN, BLOCK_P, BLOCK_C, BLOCK_I,
+        C % BLOCK_C != 0,
+    )  # fmt: skip

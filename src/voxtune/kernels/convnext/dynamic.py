@@ -12,38 +12,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from voxtune.kernels.convnext.common import leave_sums, load_sums, release, wait
+from voxtune.kernels.convnext.common import load_sums, release, wait
 from voxtune.kernels.convnext.conv import finish
+from voxtune.kernels.convnext.depthwise import depthwise_work
 
 
 @triton.jit
 def voxtune_depthwise_dynamic(
     x_ptr, w_ptr, term_ptr, y_ptr, sums_ptr,
     H, W, C, LDX,
-    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, CHAINED: tl.constexpr,
+    RUN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_I: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     release(CHAINED)
     wait(CHAINED)
-    tiles_c = tl.cdiv(C, BLOCK_C)
-    tiles = (H * W // BLOCK_P) * tiles_c
-    n, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    c = (tile % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)
-    p = (tile // tiles_c) * BLOCK_P + tl.arange(0, BLOCK_P)
-    h, w = p // W, p % W
-    inside = (c < C)[None, :]
-    w_at = w_ptr + (p * 0)[:, None] + c[None, :]
-    x_at = x_ptr + ((n * H * W + p) * LDX)[:, None] + c[None, :]
-    v = tl.zeros((BLOCK_P, BLOCK_C), tl.float32) + tl.load(term_ptr + c, mask=c < C, other=0.0)[None, :]
-    for i in range(7):
-        for j in range(7):
-            y, x = h + (i - 3), w + (j - 3)
-            keep = ((y >= 0) & (y < H) & (x >= 0) & (x < W))[:, None] & inside
-            taken = tl.load(x_at + ((i - 3) * W + (j - 3)) * LDX, mask=keep, other=0.0)
-            weight = tl.load(w_at + (i * 7 + j) * C, mask=inside, other=0.0)
-            v += taken.to(tl.float32) * weight.to(tl.float32)
-    v = tl.where(inside, v, 0.0)
-    tl.store(y_ptr + (n * H * W + p)[:, None] * C + c[None, :], v.to(y_ptr.dtype.element_ty), mask=inside)
-    leave_sums(sums_ptr, v, n, tile, tiles)
+    depthwise_work(
+        tl.program_id(0), x_ptr, w_ptr, term_ptr, y_ptr, sums_ptr, H, W, C, LDX, RUN, BLOCK_P, BLOCK_C, BLOCK_I, True
+    )
 
 
 @triton.jit
@@ -71,11 +55,11 @@ def product_dynamic(
 
 @triton.jit
 def voxtune_conv_dynamic(
-    x_ptr, w_ptr, x2_ptr, w2_ptr, shift_ptr, slope_ptr, read_ptr, y_ptr, sums_ptr, parts_ptr,
-    H, W, C, C2, K, KP, LDX, LD2, LDY, ROWS, SIDE, STRIDE,
+    x_ptr, w_ptr, x2_ptr, w2_ptr, shift_ptr, slope_ptr, read_ptr, y_ptr, sums_ptr, parts_ptr, count_ptr,
+    turns, turns2, H, W, C, C2, K, KP, LDX, LD2, LDY, ROWS, SIDE, STRIDE,
     DOUBLE: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, SUMS: tl.constexpr,
     READ, BLOCK_R: tl.constexpr, EPS: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, WAYS: tl.constexpr,
     PRECISION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Sums in one piece only: a split one keeps its compile-time kernel."""

@@ -17,9 +17,17 @@ class Tile:
     block_m: int
     block_k: int
     block_c: int
+    ways: int = 1  # chunks of a turn, each with an accumulator
     split: int = 1
     warps: int = 4
     stages: int = 4
+
+    def turns(self, depth: int) -> int:
+        return -(-depth // (self.block_c * self.ways))
+
+    def parts(self, *, residual: bool) -> int:
+        """Programs of a tile; where the sum is split the residual's product is one more."""
+        return self.split + (residual and self.split > 1)
 
 
 # What beat the model below when measured on an H200 in BF16: (pixels in all, of a sample, depth, channels out) -> tile.
@@ -81,22 +89,34 @@ def _warps(m: int, k: int) -> int:
     return 8 if m * k >= 128 * 128 else 4 if m * k >= 32 * 16 else 2
 
 
-def depthwise_tile(rows: int, pixels: int, channels: int, processors: int) -> tuple[int, int, int]:
-    """(pixels, channels, warps): four values a lane, and a program for every multiprocessor where there is work."""
+@dataclass(frozen=True, kw_only=True)
+class DepthwiseTile:
+    run: int  # pixels of a row that a lane takes
+    block_p: int  # runs
+    block_c: int
+    block_i: int  # rows of taps beside each other
+    warps: int
+
+    def tiles(self, pixels: int, channels: int) -> int:
+        """Of a sample."""
+        return pixels // (self.run * self.block_p) * -(-channels // self.block_c)
+
+
+def depthwise_tile(rows: int, side: tuple[int, int], channels: int, processors: int) -> DepthwiseTile:
+    """Two channels a lane. Rows of taps lie beside each other until every multiprocessor has some twenty warps."""
+    run = 1 if side[1] % 4 else 4
+    runs = side[0] * side[1] // run
     block_c = min(32, power_of_two(channels))
-    tiles_c = -(-channels // block_c)
-    block_p = 64 if processors > 1 else 256
-    while block_p > 8 and (rows // block_p) * tiles_c < processors and processors > 1:
+    if processors == 1:
+        return DepthwiseTile(run=run, block_p=divisor(runs, 64), block_c=block_c, block_i=8, warps=4)
+    needed = rows // run * -(-channels // block_c) * block_c // 64
+    block_i = 8
+    while block_i > 1 and needed * block_i > 24 * processors:
+        block_i //= 2
+    block_p = divisor(runs, 16)
+    while block_p > 1 and (
+        block_i * block_p * block_c > 512 or rows // (run * block_p) * -(-channels // block_c) < processors
+    ):
         block_p //= 2
-    block_p = divisor(pixels, block_p)
-    return block_p, block_c, max(1, min(8, block_p * block_c // 128))
-
-
-def join_tile(rows: int, pixels: int, channels: int, processors: int) -> tuple[int, int, int]:
-    """(pixels, channels, warps) of adding up the parts of a split sum."""
-    block_k = max(16, min(32, power_of_two(channels)))
-    block_m = 32 if processors > 1 else 128
-    while block_m > 4 and (rows // block_m) * -(-channels // block_k) < processors and processors > 1:
-        block_m //= 2
-    block_m = divisor(pixels, block_m)
-    return block_m, block_k, max(1, min(4, block_m * block_k // 128))
+    warps = max(1, min(8, block_i * block_p * block_c // 64))
+    return DepthwiseTile(run=run, block_p=block_p, block_c=block_c, block_i=block_i, warps=warps)
