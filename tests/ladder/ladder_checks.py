@@ -96,22 +96,27 @@ def golden() -> dict:
 
 
 def variants() -> dict:
-    """Tiles that split sums, blocks as one kernel, a batch, sides that differ: each against float64."""
+    """Tiles that split and share sums, blocks as one kernel, a batch, sides that differ: each against float64."""
     from voxtune.kernels.convnext.tiles import Tile
     from voxtune.ladder.climb import reference
     from voxtune.ladder.program import Program
     from voxtune.ladder.sampling import denoise
 
-    def split(rows: int, pixels: int, depth: int, channels: int) -> Tile:
-        return Tile(block_m=16, block_k=16, block_c=32, split=2 if depth > 32 else 1)
+    def tiles(**options):
+        return lambda *shape: Tile(block_m=16, block_k=16, **options)
 
     cases = {
-        "split": ((8, 8), 1, {"tiles": split}),
-        "split whole": ((8, 8), 1, {"tiles": split, "whole": 64}),
+        "split": ((8, 8), 1, {"tiles": tiles(block_c=32, split=2)}),
+        # Chunks over several taps, turns over several chunks, an uneven split.
+        "split whole": ((8, 8), 1, {"tiles": tiles(block_c=32, ways=4, split=3), "whole": 64}),
+        "ways": ((8, 8), 1, {"tiles": tiles(block_c=8, ways=2, near=False)}),
         "batch": ((8, 8), 2, {}),
         "oblong": ((8, 16), 1, {"whole": 32}),
+        # Rows that do not divide by a run of pixels.
+        "odd": ((8, 6), 1, {}),
+        "as on a card": ((8, 8), 1, {"processors": 132}),
     }
-    found = {}
+    found = {"gate": gate()}
     net = network(1)
     for name, (size, batch, options) in cases.items():
         x, t, truth = reference(setting(net, size, batch=batch))
@@ -119,6 +124,28 @@ def variants() -> dict:
         program.eps.fill_(float("nan"))
         found[name] = error(denoise(program, x, t), truth)
     return found
+
+
+def gate() -> float:
+    """A gate whose hidden channels are shared among programs, twice over the same scratch."""
+    from voxtune.kernels.convnext.gate import gate_reference, voxtune_gate
+
+    torch.manual_seed(0)
+    M, C, CS, parts = 32, 24, 8, 2
+    joint, w = torch.randn(M, C + CS), torch.zeros(48, 32)
+    a, b, bias, v = torch.randn(C, C), torch.randn(C, CS), torch.randn(C), torch.randn(C)
+    w[:C, :C], w[32 : 32 + CS, :C] = a.t(), b.t()
+    pad = torch.nn.functional.pad
+    scratch, count = torch.full((M * parts,), float("nan")), torch.zeros(2, dtype=torch.int32)
+    worst = 0.0
+    for _ in range(2):
+        want = gate_reference(joint[:, :C], joint[:, C:], a, b, bias, v, 0.5)
+        voxtune_gate[(2 * parts,)](
+            joint, w, pad(bias, (0, 8)), pad(v, (0, 8)), torch.tensor([0.5]), scratch, count,
+            C=C, CS=CS, CP=32, LD=C + CS, BLOCK_M=16, BLOCK_C=16, BLOCK_H=16, BLOCK_S=8, PRECISION="ieee", CHAINED=False,
+        )  # fmt: skip
+        worst = max(worst, error(joint[:, C:], want))
+    return worst + float(count.abs().sum())
 
 
 def loop() -> dict:

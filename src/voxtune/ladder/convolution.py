@@ -100,6 +100,7 @@ class Convolution:
             "BLOCK_K": tile.block_k,
             "BLOCK_C": tile.block_c,
             "WAYS": tile.ways,
+            "NEAR": tile.near,
             "PRECISION": self.precision,
         }
         slope = packed.shift if packed.slope is None else packed.slope
@@ -107,7 +108,7 @@ class Convolution:
         more = packed.weight if packed.residual is None else packed.residual
         out = packed.shift if sums is None else sums
         x2 = self.source2.data
-        turns = tile.turns(packed.side**2 * packed.channels), -(-self.source2.channels // tile.block_c)
+        turns = tile.turns(packed.side**2 * packed.channels), tile.turns(self.source2.channels)
         return Launch(
             kernel=voxtune_conv,
             programs=tiles * tile.parts(residual=self.after["RESIDUAL"] == 2),

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 from voxtune.errors import InputError
 from voxtune.kernels.convnext.depthwise import pack_depthwise, voxtune_depthwise
-from voxtune.kernels.convnext.gate import voxtune_gate
 from voxtune.kernels.convnext.launch import Launch
 from voxtune.kernels.convnext.packing import pack_conv, unshuffled
 from voxtune.kernels.convnext.stem import CHANNELS, pack_stem, voxtune_stem
@@ -27,6 +26,7 @@ from voxtune.kernels.convnext.tiles import Tile, conv_tile, depthwise_tile, divi
 from voxtune.kernels.convnext.time_terms import voxtune_time_terms
 from voxtune.kernels.convnext.update import voxtune_update
 from voxtune.ladder.convolution import Convolution, Image, Unit
+from voxtune.ladder.gates import gate_launch
 from voxtune.ladder.whole import whole_block
 from voxtune.workloads.convnext import ConvNextBlock, ConvNeXtUNet, Down, Up
 
@@ -68,12 +68,13 @@ class Program:
         self.seed = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.index = torch.arange(batch, dtype=torch.int64, device=self.device)
         self._scratch: dict[tuple[str, int, int], Tensor] = {}
-        self._parts = torch.empty(4, device=self.device)
-        self._count = torch.zeros(4, dtype=torch.int32, device=self.device)
+        # Of split sums; the counts are zero before and after every launch.
+        self.parts = torch.empty(4, device=self.device)
+        self.count = torch.zeros(4, dtype=torch.int32, device=self.device)
         self._build()
         self.time = self._time()
         self.launches = [
-            one.with_arguments(parts_ptr=self._parts, count_ptr=self._count)
+            one.with_arguments(parts_ptr=self.parts, count_ptr=self.count)
             if "parts_ptr" in one.kernel.arg_names
             else one
             for one in self.launches
@@ -199,12 +200,12 @@ class Program:
         self.asked.append((rows, pixels, depth, channels))
         return self.tiles(rows, pixels, depth, channels)
 
-    def reserve(self, tile: Tile, rows: int, padded: int) -> None:
-        """Room for a split sum's parts. They live for one launch, so the largest buffer serves all once all are planned."""
-        if tile.split > 1 and self._parts.numel() < (need := (tile.split + 1) * rows * padded):
-            self._parts = torch.empty(need, device=self.device)
-        if self._count.numel() < (tiles := rows // tile.block_m * (padded // tile.block_k)):
-            self._count = torch.zeros(tiles, dtype=torch.int32, device=self.device)
+    def reserve(self, parts: int, tiles: int) -> None:
+        """Room for split sums' parts. They live for one launch, so the largest buffer serves all once all are planned."""
+        if self.parts.numel() < parts:
+            self.parts = torch.empty(parts, device=self.device)
+        if self.count.numel() < tiles:
+            self.count = torch.zeros(tiles, dtype=torch.int32, device=self.device)
 
     def _block(self, block: ConvNextBlock, x: Image, into: Tensor, part: str) -> Image:
         if x.side[0] * x.side[1] <= self.whole:
@@ -286,46 +287,13 @@ class Program:
             part=part,
         )
         out_sums = made.sums() if sums else None
-        self.reserve(tile, rows, made.padded)
-        self.launches.append(made.launch(out_sums, self._parts, self._count))
+        self.reserve(*tile.room(rows, made.padded))
+        self.launches.append(made.launch(out_sums, self.parts, self.count))
         return Image(data=into, side=(H, W), sums=out_sums)
 
     def _gate(self, gate: Any, x: Image, joint: Tensor, part: str) -> Image:
-        C, CS = x.channels, joint.shape[1] - x.channels
-        rows = joint.shape[0]
-        wide, narrow = power_of_two(max(16, C)), 64 if self.dtype.itemsize == 2 else 32
-        block_c = max(16, min(narrow, divisor(C, 128), divisor(CS, 128)))
-        pixels = x.side[0] * x.side[1]
-        block_m = max(16, min(divisor(pixels, 64), power_of_two(rows // 128)))
-        w = torch.zeros((-(-C // block_c) + -(-CS // block_c)) * block_c, wide, device=self.device)
-        w[:C, :C] = gate.gate_conv.weight.detach().flatten(1).t()
-        at = -(-C // block_c) * block_c
-        w[at : at + CS, :C] = gate.residual_conv.weight.detach().flatten(1).t()
-        inner = gate.gate_conv.bias.detach() + gate.residual_conv.bias.detach()
-        bias, v = (
-            F.pad(b.float(), (0, wide - C)).contiguous() for b in (inner, gate.in_conv.weight.detach().flatten())
-        )
-        self.launches.append(
-            Launch(
-                kernel=voxtune_gate,
-                programs=rows // block_m,
-                arguments=(joint, w.to(self.dtype), bias, v, gate.in_conv.bias.detach().float()),
-                constants={
-                    "C": C,
-                    "CS": CS,
-                    "CP": wide,
-                    "LD": joint.stride(0),
-                    "BLOCK_M": block_m,
-                    "BLOCK_C": block_c,
-                    "BLOCK_S": power_of_two(CS),
-                    "PRECISION": self.precision,
-                    "CHAINED": False,
-                },
-                warps=8 if wide >= 128 else 4,
-                part=part,
-            )
-        )
-        self._unit("gate", part, joint, joint[:, C:])
+        self.launches.append(gate_launch(self, gate, x, joint, part))
+        self._unit("gate", part, joint, joint[:, x.channels :])
         return Image(data=joint, side=x.side)
 
     def _end(self, h: Image) -> None:

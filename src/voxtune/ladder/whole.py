@@ -48,7 +48,7 @@ def whole_block(program: Program, block: Any, x: Image, into: Tensor, part: str)
     device = program.device
     sums1, sums2 = (torch.empty((program.batch, 2, reads), device=device) for reads in (read1, read2))
     for tile, KP in ((tile1, KP1), (tile2, KP2)):
-        program.reserve(tile, rows, KP)
+        program.reserve(*tile.room(rows, KP))
     more = packed[1].weight if packed[1].residual is None else packed[1].residual
     arguments = (
         x.data,
@@ -71,7 +71,7 @@ def whole_block(program: Program, block: Any, x: Image, into: Tensor, part: str)
         program.counter,
         tile1.turns(9 * C),
         tile2.turns(9 * K1),
-        -(-C // tile2.block_c),
+        tile2.turns(C),
     )
     constants: dict[str, Any] = {
         "H": H,

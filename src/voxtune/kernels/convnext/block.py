@@ -1,11 +1,11 @@
 """A whole ConvNeXt block in one kernel: depthwise, norm, convolution, GELU, norm, convolution, residual.
 
-Why: at 8 x 8 and 16 x 16 pixels a block's five launches do less than they cost. Here the programs stay and meet at barriers
+Why: at 8 x 8 and 16 x 16 pixels a block's three launches do less than they cost. Here the programs stay and meet at barriers
 (barrier.py) where one phase needs all of the one before; between phases everything lies in the L2. The phases are those of
 depthwise.py and conv.py, so there is one definition of what a block computes.
 
-Phases: 0 depthwise, 1 first convolution, 2 second convolution. Triton's
-interpreter runs programs one after the other, so there the caller launches phase by phase (FIRST to LAST).
+Phases: 0 depthwise, 1 first convolution, 2 second convolution. Triton's interpreter runs programs one after the other, so there
+the caller launches phase by phase (FIRST to LAST).
 
 Legend: as conv.py; a number behind a name says which convolution.
 """
@@ -102,7 +102,7 @@ def voxtune_block(
             conv_work(
                 tile, h_ptr, w1_ptr, h_ptr, w1_ptr, shift1_ptr, slope1_ptr, sums_h_ptr, g_ptr, sums_g_ptr, parts_ptr,
                 count_ptr, turns1, 1, H, W, C, C, K1, KP1, C, C, K1, ROWS, 3, 1, False, True, 0, True, True,
-                READ1, BLOCK_R1, EPS, SPLIT1, BLOCK_M1, BLOCK_K1, BLOCK_C1, WAYS1, PRECISION,
+                READ1, BLOCK_R1, EPS, SPLIT1, BLOCK_M1, BLOCK_K1, BLOCK_C1, WAYS1, True, PRECISION,
             )  # fmt: skip
         if LAST > 2:
             everyone(counter_ptr, PROGRAMS)
@@ -111,5 +111,6 @@ def voxtune_block(
             conv_work(
                 tile, g_ptr, w2_ptr, x_ptr, residual_ptr, shift2_ptr, slope2_ptr, sums_g_ptr, y_ptr, sums_g_ptr,
                 parts_ptr, count_ptr, turns2, turns3, H, W, K1, C, K2, KP2, K1, LDX, LDY, ROWS, 3, 1, False, True,
-                RESIDUAL, False, False, READ2, BLOCK_R2, EPS, SPLIT2, BLOCK_M2, BLOCK_K2, BLOCK_C2, WAYS2, PRECISION,
+                RESIDUAL, False, False, READ2, BLOCK_R2, EPS, SPLIT2, BLOCK_M2, BLOCK_K2, BLOCK_C2, WAYS2, True,
+                PRECISION,
             )  # fmt: skip

@@ -11,12 +11,14 @@ launch is one convolution with everything around it:
   the norm, so both differ at the border: nine cases (top, middle, bottom times left, middle, right), made ahead. The statistics
   are needed only at the end, and slope is the sum of the rounded weights, so that a constant cancels exactly.
 - A residual of another width is a 1x1 convolution of the block's input: more K, in an accumulator of its own.
-- Where pixels and channels out are too few to fill the card, the sum is split: programs leave float32 parts, and the one that comes
-  last to a tile adds them in a fixed order and does what comes after. It also sets the tile's count back, so a recorded graph may
-  replay it; nobody waits, so any number of programs will do, one after the other too.
-- A small product is a chain: each step on the matrix units waits for the one before. WAYS chunks at a time have an accumulator
-  each, and one turn of the loop. Its turns are an argument, so that it stays a loop: a kernel that runs once a step finds its code
-  in no cache, and straight code costs more than a branch.
+- Where pixels and channels out are too few to fill the card, the sum is split: programs leave float32 parts, and the one that
+  comes last to a tile adds them in a fixed order and does what comes after. It also sets the tile's count back, so a recorded
+  graph may replay it; nobody waits, so any number of programs will do, one after the other too.
+- A small product is a chain: each step on the matrix units waits for the one before. With WAYS a turn of the loop takes so many
+  chunks, and the program's warps share them: each has an accumulator of its own, added up once at the end. Turns are an
+  argument, so that the loop stays one: a kernel that runs once a step finds its code in no cache, and straight code costs more
+  than a branch.
+- The taps read the same pixels nine times: by the L1 (NEAR), while the weights, which a program reads once, go past it.
 
 Legend: N batch, H W pixels out of a sample, C channels in, K channels out, S parts of the sum, T tiles of a sample.
 """
@@ -30,59 +32,20 @@ from voxtune.kernels.convnext.common import gelu, leave_sums, load_sums, norm_of
 
 
 @triton.jit
-def chunk_product(
-    acc,
-    x_ptr,
-    w_ptr,
-    n,
-    y,
-    x,
-    k,
-    reach,  # (BLOCK_M,) int32: a bit for each tap that lies inside the image
-    chunk,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    C: tl.constexpr,
-    LDX: tl.constexpr,
-    KP: tl.constexpr,
-    SIDE: tl.constexpr,
-    STRIDE: tl.constexpr,
-    DOUBLE: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    PAD: tl.constexpr = SIDE // 2 if STRIDE == 1 else 0
-    HS: tl.constexpr = H * STRIDE // (2 if DOUBLE else 1)
-    WS: tl.constexpr = W * STRIDE // (2 if DOUBLE else 1)
-    column = tl.arange(0, BLOCK_C)
-    b = tl.load(w_ptr + chunk * (BLOCK_C * KP) + column[:, None] * KP + k[None, :])
-    if C % BLOCK_C:
-        # A chunk reaches over several taps: each column has its own.
-        r = chunk * BLOCK_C + column
-        tap, c = r // C, r % C
-        yy = y[:, None] * STRIDE + (tap // SIDE - PAD)[None, :]
-        xx = x[:, None] * STRIDE + (tap % SIDE - PAD)[None, :]
-        keep = (yy >= 0) & (yy < H * STRIDE) & (xx >= 0) & (xx < W * STRIDE) & (tap < SIDE * SIDE)[None, :]
-        if DOUBLE:
-            yy, xx = yy >> 1, xx >> 1
-        a = tl.load(x_ptr + ((n * HS + yy) * WS + xx) * LDX + c[None, :], mask=keep, other=0.0)
+def added(acc, WAYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(WAYS, BLOCK_M, BLOCK_K) summed over the first axis, by halves: a plain sum meets at a barrier for every few values."""
+    if WAYS == 2:
+        p, q = tl.split(tl.permute(acc, (1, 2, 0)))
     else:
-        tap = chunk // (C // BLOCK_C)
-        c = (chunk % (C // BLOCK_C)) * BLOCK_C
-        i, j = tap // SIDE - PAD, tap % SIDE - PAD
-        keep = (((reach >> tap) & 1) != 0)[:, None]
-        if DOUBLE:
-            at = ((n * HS + ((y + i) >> 1)) * WS + ((x + j) >> 1)) * LDX
-            a = tl.load(x_ptr + at[:, None] + (c + column)[None, :], mask=keep, other=0.0)
-        else:
-            at = ((n * HS + y * STRIDE) * WS + x * STRIDE) * LDX
-            a = tl.load(x_ptr + ((i * WS + j) * LDX + c) + at[:, None] + column[None, :], mask=keep, other=0.0)
-    return tl.dot(a, b, acc, input_precision=PRECISION)
+        tl.static_assert(WAYS == 4)
+        p, q = tl.split(tl.permute(tl.reshape(acc, (2, 2, BLOCK_M, BLOCK_K)), (2, 3, 0, 1)))
+        p, q = tl.split(p + q)
+    return p + q
 
 
 @triton.jit
 def product(
-    acc,  # (BLOCK_M, BLOCK_K) float32
+    acc,  # (BLOCK_M, BLOCK_K) float32 of zeros
     x_ptr,  # (N, h, w, C), rows of LDX; h, w of the source
     w_ptr,  # (taps * C padded to whole turns, KP)
     n,
@@ -99,44 +62,59 @@ def product(
     SIDE: tl.constexpr,  # taps along an axis
     STRIDE: tl.constexpr,
     DOUBLE: tl.constexpr,  # the source is at half the size, taken nearest
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
     WAYS: tl.constexpr,
+    NEAR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     PAD: tl.constexpr = SIDE // 2 if STRIDE == 1 else 0
+    HS: tl.constexpr = H * STRIDE // (2 if DOUBLE else 1)
+    WS: tl.constexpr = W * STRIDE // (2 if DOUBLE else 1)
+    CACHE: tl.constexpr = ".ca" if NEAR and SIDE == 3 else ""
+    column = tl.arange(0, BLOCK_C)
+    # A bit for each tap that lies inside the image.
     reach = y * 0
-    for tap in tl.static_range(SIDE * SIDE):
-        yy, xx = y * STRIDE + (tap // SIDE - PAD), x * STRIDE + (tap % SIDE - PAD)
+    for bit in tl.static_range(SIDE * SIDE):
+        yy, xx = y * STRIDE + (bit // SIDE - PAD), x * STRIDE + (bit % SIDE - PAD)
         inside = (yy >= 0) & (yy < H * STRIDE) & (xx >= 0) & (xx < W * STRIDE)
-        reach |= inside.to(tl.int32) << tap
-    acc1, acc2, acc3 = acc, acc, acc
+        reach |= inside.to(tl.int32) << bit
+    if WAYS == 1:
+        way, y, x, reach = 0, y[:, None], x[:, None], reach[:, None]
+        along, down, across = column[None, :], column[:, None], k[None, :]
+        v = acc
+    else:
+        way, y, x, reach = tl.arange(0, WAYS)[:, None, None], y[None, :, None], x[None, :, None], reach[None, :, None]
+        along, down, across = column[None, None, :], column[None, :, None], k[None, None, :]
+        v = tl.zeros((WAYS, BLOCK_M, BLOCK_K), tl.float32)
+    b_at = w_ptr + (way * BLOCK_C + down) * KP + across
     for turn in range(first, last):
         chunk = turn * WAYS
-        acc = chunk_product(
-            acc, x_ptr, w_ptr, n, y, x, k, reach, chunk, H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE, BLOCK_C, PRECISION
-        )
-        if WAYS > 1:
-            acc1 = chunk_product(
-                acc1, x_ptr, w_ptr, n, y, x, k, reach, chunk + 1,
-                H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE, BLOCK_C, PRECISION,
-            )  # fmt: skip
-        if WAYS > 2:
-            acc2 = chunk_product(
-                acc2, x_ptr, w_ptr, n, y, x, k, reach, chunk + 2,
-                H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE, BLOCK_C, PRECISION,
-            )  # fmt: skip
-        if WAYS > 3:
-            acc3 = chunk_product(
-                acc3, x_ptr, w_ptr, n, y, x, k, reach, chunk + 3,
-                H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE, BLOCK_C, PRECISION,
-            )  # fmt: skip
+        b = tl.load(b_at + chunk * (BLOCK_C * KP))
+        if C % BLOCK_C:
+            # A chunk reaches over several taps: each column has its own.
+            r = (chunk + way) * BLOCK_C + along
+            tap, c = r // C, r % C
+            keep = ((reach >> tap) & 1) != 0
+        elif C // BLOCK_C % WAYS:
+            tap = (chunk + way) // (C // BLOCK_C)
+            c = (chunk + way) % (C // BLOCK_C) * BLOCK_C + along
+            keep = ((reach >> tap) & 1) != 0
+        else:
+            tap = chunk // (C // BLOCK_C)
+            c = chunk % (C // BLOCK_C) * BLOCK_C + way * BLOCK_C + along
+            keep = ((reach >> tap) & 1) != 0
+        i, j = tap // SIDE - PAD, tap % SIDE - PAD
+        if DOUBLE:
+            at = ((n * HS + ((y + i) >> 1)) * WS + ((x + j) >> 1)) * LDX
+        else:
+            at = ((n * HS + y * STRIDE) * WS + x * STRIDE) * LDX + (i * WS + j) * LDX
+        a = tl.load(x_ptr + at + c, mask=keep, other=0.0, cache_modifier=CACHE)
+        v = tl.dot(a, b, v, input_precision=PRECISION)
     if WAYS > 1:
-        acc += acc1
-    if WAYS > 2:
-        acc += acc2
-    if WAYS > 3:
-        acc += acc3
-    return acc
+        v = added(v, WAYS, BLOCK_M, BLOCK_K)
+    return v
 
 
 @triton.jit
@@ -233,6 +211,7 @@ def conv_work(
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
     WAYS: tl.constexpr,
+    NEAR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One tile of a convolution; with SPLIT one part of its sum, and the rest where it is the tile's last."""
@@ -256,11 +235,13 @@ def conv_work(
         more = acc
         if RESIDUAL == 2:
             more = product(
-                more, x2_ptr, w2_ptr, n, y, x, k, 0, turns2, H, W, C2, LD2, KP, 1, 1, False, BLOCK_C, 1, PRECISION
-            )
+                more, x2_ptr, w2_ptr, n, y, x, k, 0, turns2, H, W, C2, LD2, KP, 1, 1, False,
+                BLOCK_M, BLOCK_K, BLOCK_C, WAYS, NEAR, PRECISION,
+            )  # fmt: skip
         acc = product(
-            acc, x_ptr, w_ptr, n, y, x, k, 0, turns, H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE, BLOCK_C, WAYS, PRECISION
-        )
+            acc, x_ptr, w_ptr, n, y, x, k, 0, turns, H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE,
+            BLOCK_M, BLOCK_K, BLOCK_C, WAYS, NEAR, PRECISION,
+        )  # fmt: skip
         finish(
             acc, more, total, squares, shift_ptr, slope_ptr, x2_ptr, y_ptr, sums_ptr, n, tile % TILES, row, y, x, k,
             H, W, K, KP, LD2, LDY, H * W * C, EPS, NORM, RESIDUAL, GELU, SUMS, TILES,
@@ -271,12 +252,13 @@ def conv_work(
             each = (turns + SPLIT - 1) // SPLIT
             acc = product(
                 acc, x_ptr, w_ptr, n, y, x, k, s * each, tl.minimum((s + 1) * each, turns),
-                H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE, BLOCK_C, WAYS, PRECISION,
+                H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE, BLOCK_M, BLOCK_K, BLOCK_C, WAYS, NEAR, PRECISION,
             )  # fmt: skip
         elif RESIDUAL == 2:
             acc = product(
-                acc, x2_ptr, w2_ptr, n, y, x, k, 0, turns2, H, W, C2, LD2, KP, 1, 1, False, BLOCK_C, 1, PRECISION
-            )
+                acc, x2_ptr, w2_ptr, n, y, x, k, 0, turns2, H, W, C2, LD2, KP, 1, 1, False,
+                BLOCK_M, BLOCK_K, BLOCK_C, WAYS, NEAR, PRECISION,
+            )  # fmt: skip
         inner = tl.arange(0, BLOCK_M)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         at = parts_ptr + tile * (PARTS * BLOCK_M * BLOCK_K) + inner
         tl.store(at + s * (BLOCK_M * BLOCK_K), acc)
@@ -307,7 +289,7 @@ def voxtune_conv(
     NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, SUMS: tl.constexpr,
     READ: tl.constexpr, BLOCK_R: tl.constexpr, EPS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, WAYS: tl.constexpr,
-    PRECISION: tl.constexpr, CHAINED: tl.constexpr,
+    NEAR: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """A convolution, a tile or a part of one a program: conv_work."""
     release(CHAINED)
@@ -315,5 +297,5 @@ def voxtune_conv(
     conv_work(
         tl.program_id(0), x_ptr, w_ptr, x2_ptr, w2_ptr, shift_ptr, slope_ptr, read_ptr, y_ptr, sums_ptr, parts_ptr,
         count_ptr, turns, turns2, H, W, C, C2, K, KP, LDX, LD2, LDY, ROWS, SIDE, STRIDE, DOUBLE, NORM, RESIDUAL, GELU,
-        SUMS, READ, BLOCK_R, EPS, SPLIT, BLOCK_M, BLOCK_K, BLOCK_C, WAYS, PRECISION,
+        SUMS, READ, BLOCK_R, EPS, SPLIT, BLOCK_M, BLOCK_K, BLOCK_C, WAYS, NEAR, PRECISION,
     )  # fmt: skip

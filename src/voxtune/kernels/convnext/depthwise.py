@@ -1,10 +1,11 @@
 """Depthwise 7x7 convolution + time term, and the sums for the norm that follows.
 
-Why: 49 products a value are no work for the matrix units, and a general convolution kernel runs them one channel at a time. A lane
-here takes a run of four pixels of a row and two channels: it loads the ten pixels that the run's seven columns of taps reach once,
-and uses each up to four times. A tile reaches beyond the image at its ends only, so two conditions serve all columns. The rows
-of taps lie beside each other (BLOCK_I of them), and are added up at the end: with few pixels the card is otherwise idle while one
-row's loads wait for the other's. The convolution's bias and the block's time term are one vector a step, made ahead for all steps.
+Why: 49 products a value are no work for the matrix units, and a general convolution kernel runs them one channel at a time. A
+lane here takes a run of four pixels of a row and two channels: it loads the ten pixels that the run's seven columns of taps
+reach once, and uses each up to four times. A run reaches beyond the image at its ends only, so two conditions serve all columns.
+The rows of taps lie beside each other (BLOCK_I of them), and are added up at the end: with few pixels the card is otherwise
+idle while one row's loads wait for the other's. The convolution's bias and the block's time term are one vector a step, made
+ahead for all steps.
 
 Legend: N batch, H W pixels of a sample, C channels, P tiles of a sample.
 """
@@ -57,7 +58,7 @@ def column(
 
 
 @triton.jit
-def depthwise_work(
+def depthwise_work(  # noqa: PLR0915
     pid,
     x_ptr,  # (N, H, W, C), rows of LDX
     w_ptr,  # (56, C)

@@ -60,7 +60,7 @@ def voxtune_conv_dynamic(
     DOUBLE: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, SUMS: tl.constexpr,
     READ, BLOCK_R: tl.constexpr, EPS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, WAYS: tl.constexpr,
-    PRECISION: tl.constexpr, CHAINED: tl.constexpr,
+    NEAR: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Sums in one piece only: a split one keeps its compile-time kernel."""
     tl.static_assert(SPLIT == 1)

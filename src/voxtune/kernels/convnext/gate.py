@@ -2,6 +2,8 @@
 
 Why: sigmoid(v . relu(A decoder + B skip + b)) * skip is seven operations over tensors that fit in one program's registers. The
 skip already lies in its slice of the decoder block's input, beside the decoder: one launch reads both and writes that slice.
+With few pixels the hidden channels are shared among programs: each leaves its part of the logits, and the one that comes last
+to a tile adds them in a fixed order and gates. All have read the skip before they count, so nobody reads what is written.
 
 Legend: M pixels of all samples, C channels of the decoder (and of the hidden layer), CS of the skip.
 """
@@ -28,25 +30,30 @@ def voxtune_gate(
     bias_ptr,  # (CP,) float32
     v_ptr,  # (CP,) float32; zero in the padding
     v0_ptr,  # (1,) float32
+    parts_ptr,  # (tiles, CP / BLOCK_H, BLOCK_M) float32; unwritten where a program has all hidden channels
+    count_ptr,  # (tiles,) int32, zero before and after
     C: tl.constexpr,
     CS: tl.constexpr,
     CP: tl.constexpr,  # C, rounded up to a power of two
     LD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,  # hidden channels of a program
     BLOCK_S: tl.constexpr,  # CS, rounded up to a power of two
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
+    PARTS: tl.constexpr = CP // BLOCK_H
     CHUNKS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     CHUNKS_S: tl.constexpr = (CS + BLOCK_C - 1) // BLOCK_C
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    k = tl.arange(0, CP)
+    tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = part * BLOCK_H + tl.arange(0, BLOCK_H)
     column = tl.arange(0, BLOCK_C)
     x_at = x_ptr + row[:, None] * LD
     release(CHAINED)
     wait(CHAINED)
-    acc = tl.zeros((BLOCK_M, CP), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
     for chunk in range(CHUNKS + CHUNKS_S):
         of_skip = chunk >= CHUNKS
         c = tl.where(of_skip, chunk - CHUNKS, chunk) * BLOCK_C + column
@@ -55,9 +62,32 @@ def voxtune_gate(
         b = tl.load(w_ptr + (chunk * BLOCK_C + column)[:, None] * CP + k[None, :])
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     hidden = tl.maximum(acc + tl.load(bias_ptr + k)[None, :], 0.0)
-    logit = tl.sum(hidden * tl.load(v_ptr + k)[None, :], axis=1) + tl.load(v0_ptr)
+    logit = tl.sum(hidden * tl.load(v_ptr + k)[None, :], axis=1)
+    if PARTS == 1:
+        gated(x_at, logit + tl.load(v0_ptr), C, CS, BLOCK_S)
+    else:
+        at = parts_ptr + tile * (PARTS * BLOCK_M) + tl.arange(0, BLOCK_M)
+        tl.store(at + part * BLOCK_M, logit)
+        tl.debug_barrier()
+        before = tl.atomic_add(count_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        if before == PARTS - 1:
+            tl.store(count_ptr + tile, 0)
+            total = tl.load(at, cache_modifier=".cg") + tl.load(v0_ptr)
+            for one in tl.static_range(1, PARTS):
+                total += tl.load(at + one * BLOCK_M, cache_modifier=".cg")
+            gated(x_at, total, C, CS, BLOCK_S)
+
+
+@triton.jit
+def gated(
+    x_at,  # (BLOCK_M, 1): pixels of the joint buffer
+    logit,  # (BLOCK_M,)
+    C: tl.constexpr,
+    CS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
     weight = 1.0 / (1.0 + tl.exp(-logit))
     c = tl.arange(0, BLOCK_S)
     keep = (c < CS)[None, :]
     skip = tl.load(x_at + (C + c)[None, :], mask=keep, other=0.0).to(tl.float32)
-    tl.store(x_at + (C + c)[None, :], (skip * weight[:, None]).to(x_ptr.dtype.element_ty), mask=keep)
+    tl.store(x_at + (C + c)[None, :], (skip * weight[:, None]).to(x_at.dtype.element_ty), mask=keep)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # (pixels, channels out), large to small.
-SHAPES = ((128, 128), (128, 64), (128, 32), (64, 64), (64, 32), (32, 32), (32, 16), (16, 16))
+SHAPES = ((128, 128), (128, 64), (128, 32), (64, 64), (64, 32), (32, 64), (32, 32), (32, 16), (16, 32), (16, 16))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,13 +17,19 @@ class Tile:
     block_m: int
     block_k: int
     block_c: int
-    ways: int = 1  # chunks of a turn, each with an accumulator
+    ways: int = 1  # chunks of a turn, shared among the warps: 1, 2 or 4
     split: int = 1
     warps: int = 4
     stages: int = 4
+    near: bool = True  # the image by the L1
 
     def turns(self, depth: int) -> int:
         return -(-depth // (self.block_c * self.ways))
+
+    def room(self, rows: int, channels: int) -> tuple[int, int]:
+        """Float32 values for the parts of a split sum, and tiles to count."""
+        tiles = rows // self.block_m * -(-channels // self.block_k)
+        return (tiles * (self.split + 1) * self.block_m * self.block_k if self.split > 1 else 0), tiles
 
     def parts(self, *, residual: bool) -> int:
         """Programs of a tile; where the sum is split the residual's product is one more."""
@@ -49,44 +55,64 @@ def conv_tile(rows: int, pixels: int, depth: int, channels: int, *, processors: 
     known = MEASURED.get((rows, pixels, depth, channels))
     if known is not None and processors == MEASURED_ON and bytes_each == 2:
         return known
-    wide = max(16, power_of_two(channels))
-    most = max(16, divisor(pixels, 128))
-    choices = [
-        _tile(m, k, depth, split=split, block_c=c)
-        for m, k in SHAPES
-        if m <= most and k <= wide
-        for c in ((64, 128) if bytes_each == 2 else (64,))
-        for split in (1, 2, 4, 8, 16)
-    ]
+    choices = candidates(rows, pixels, depth, channels, processors=processors, bytes_each=bytes_each)
     if processors == 1:
         # The interpreter: its time is the number of operations, whatever their size.
-        return max(choices, key=lambda tile: (tile.block_m * tile.block_k, tile.block_c, -tile.split))
+        return max(choices, key=lambda tile: (tile.block_m * tile.block_k, tile.block_c, -tile.split, -tile.ways))
     return min(choices, key=lambda tile: cost(tile, rows, depth, channels, processors))
 
 
+def candidates(
+    rows: int, pixels: int, depth: int, channels: int, *, processors: int, bytes_each: int = 2
+) -> list[Tile]:
+    wide, most = max(16, power_of_two(channels)), max(16, divisor(pixels, 128))
+    found = []
+    for m, k in SHAPES:
+        if m > most or k > wide:
+            continue
+        tiles = rows // m * -(-channels // k)
+        # Where the sum is split the residual may be one more part; a second wave of programs would double the time.
+        splits = [s for s in range(1, 17) if s == 1 or tiles * (s + 1) <= processors]
+        for c in (32, 64, 128) if bytes_each == 2 else (64,):
+            # A chunk within one tap: else every column has its own address.
+            if c > 32 and depth % c and bytes_each == 2:
+                continue
+            for ways in (1, 2, 4) if bytes_each == 2 and m * k <= 64 * 64 else (1,):
+                # Two turns in shared memory at a time, twice where the residual is a part beside the others.
+                if (m + k) * c * ways * bytes_each <= 49_152:
+                    found += [_tile(m, k, depth, split=split, block_c=c, ways=ways) for split in splits]
+    return list(dict.fromkeys(found))
+
+
 def cost(tile: Tile, rows: int, depth: int, channels: int, processors: int) -> float:
-    """Microseconds, roughly: what bounds a small product is the chain of its chunks, or what it reads from the L2."""
-    tiles = rows // tile.block_m * -(-channels // tile.block_k)
-    chunks = -(-depth // tile.block_c)
-    each = -(-chunks // tile.split)
-    moved = (tile.block_m + tile.block_k) * tile.block_c * 2
-    chunk = max(0.08, moved / 90e3, 2 * tile.block_m * tile.block_k * tile.block_c / 4e6)
-    alone = -(-tiles * tile.split // processors) * each * chunk
+    """Microseconds, roughly, of one launch in a chain of launches; its constants are fitted to an H200.
+
+    A turn of the loop is a chain: what it waits for (0.12), then a step of 16 channels after the other, each at least the
+    latency of the matrix units. Beside that stand what a multiprocessor takes in, what all of them take from the L2, and the
+    arithmetic. The taps read most of the image by the L1. A split sum pays for its parts' way to memory and back.
+    """
+    m, k, turn = tile.block_m, tile.block_k, tile.block_c * tile.ways
+    tiles = rows // m * -(-channels // k)
+    each = -(-tile.turns(depth) // tile.split)
+    a_processor = -(-tiles * tile.split // processors)
+    products = m // 16 * max(1, k // 8) * tile.ways / tile.warps  # of a step and warp
+    chain = 0.12 + tile.block_c / 16 * max(0.0225, 0.0037 * products)
+    moved = (m * (0.5 if tile.near else 1.0) + k) * turn * 2
+    arithmetic = 2 * m * k * turn / (4e6 if m >= 64 and tile.ways == 1 else 2.5e6)
+    alone = each * max(chain * (1 + 0.5 * (a_processor - 1)), a_processor * moved / 90e3, a_processor * arithmetic)
     together = tiles * tile.split * each * moved / 6e6
-    parts = 2.2 + tile.split * rows * channels * 8 / 3e6 if tile.split > 1 else 0.0
-    return max(alone, together) + parts
+    after = 0.05 * m * k / (32 * tile.warps) * a_processor + (0.1 if tile.ways > 1 else 0.0)
+    parts = 0.9 + tile.split * m * k * 4 / 90e3 if tile.split > 1 else 0.0
+    return 1.5 + max(alone, together) + after + parts
 
 
-def _tile(m: int, k: int, depth: int, *, split: int, block_c: int) -> Tile:
+def _tile(m: int, k: int, depth: int, *, split: int, block_c: int, ways: int) -> Tile:
     block_c = max(16, min(block_c, power_of_two(depth)))
-    chunks = -(-depth // block_c)
-    each = -(-chunks // split)
-    stages = max(2, min(4, 160_000 // ((m + k) * block_c * 2)))
-    return Tile(block_m=m, block_k=k, block_c=block_c, split=-(-chunks // each), warps=_warps(m, k), stages=stages)
-
-
-def _warps(m: int, k: int) -> int:
-    return 8 if m * k >= 128 * 128 else 4 if m * k >= 32 * 16 else 2
+    turns = -(-depth // (block_c * ways))
+    each = -(-turns // split)
+    stages = max(2, min(4, 1 + 98_304 // ((m + k) * block_c * ways * 2), each + 1))
+    warps = 8 if m * k >= 128 * 128 else 4 if m * k * ways >= 32 * 16 else 2
+    return Tile(block_m=m, block_k=k, block_c=block_c, ways=ways, split=-(-turns // each), warps=warps, stages=stages)
 
 
 @dataclass(frozen=True, kw_only=True)
