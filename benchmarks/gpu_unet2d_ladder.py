@@ -1,9 +1,9 @@
 """The 2D ConvNeXt U-Net at 64 x 64 on a GPU: the ladder's top beside PyTorch's own ways, all in one run.
 
-`--part top` checks the fast path against float64, times 100 DDPM steps as one graph (with and without overlapped launches),
-lists its kernels, and times eager and torch.compile. `--part rungs` climbs the ladder. `--part launches` says what a launch and
-a barrier cost on this card. `--part tiles` measures tiles for every convolution of a step and prints those that beat the ones
-in use.
+`--part top` checks the fast path against float64, times 100 DDPM steps as one graph, lists its slowest kernels, and times eager
+and torch.compile; `--overlapped` adds launches that start before their predecessors have ended. `--part rungs` climbs the
+ladder. `--part launches` says what a launch and a barrier cost on this card. `--part tiles` tries tiles for the longer
+convolutions of a step, and prints those that beat the ones in use.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ladder_tiles import search, slowest
 from results_file import RESULTS, measure, row, write
 from torch import Tensor
 
@@ -25,8 +26,6 @@ from voxtune.diffusion import DiffusionConfig, make_schedule, spaced_steps
 from voxtune.diffusion.noise import noise_source
 from voxtune.diffusion.samplers import ddpm
 from voxtune.kernels.convnext.barrier import voxtune_barriers
-from voxtune.kernels.convnext.launch import Launch
-from voxtune.kernels.convnext.tiles import Tile, cost
 from voxtune.ladder.ahead import compile_ahead
 from voxtune.ladder.climb import climb
 from voxtune.ladder.program import Program
@@ -112,12 +111,14 @@ def same_image(loop: Loop, net: ConvNeXtUNet) -> float:
 
 
 # Blocks of at most so many pixels as one kernel; whether a launch starts before its predecessor has ended.
-VARIANTS = ((0, False), (0, True), (64, True), (256, False), (256, True))
+VARIANTS = ((0, False), (256, False))
+OVERLAPPED = ((0, True), (256, True))
 
 
-def ours(net: ConvNeXtUNet, batch: int) -> list[dict[str, Any]]:
+def ours(net: ConvNeXtUNet, batch: int, *, overlapped: bool) -> list[dict[str, Any]]:
     rows = []
-    for whole, chained in VARIANTS if batch == 1 else VARIANTS[:2]:
+    wanted = (*VARIANTS, *(OVERLAPPED if overlapped else ())) if batch == 1 else VARIANTS[:1]
+    for whole, chained in wanted:
         name = f"voxtune_graph_whole{whole}{'_overlapped' if chained else ''}_batch{batch}"
         try:
             program, error = check(batch, net, whole, chained)
@@ -135,67 +136,8 @@ def ours(net: ConvNeXtUNet, batch: int) -> list[dict[str, Any]]:
             f"{name}: {made['p50_ms']:.2f} ms for {STEPS} steps, image {drawn:.2e}, recorded in {ready:.1f} s",
             flush=True,
         )
-    for whole in (0, 256) if batch == 1 else (0,):
-        program = Program(net, SIZE, batch, whole=whole)
-        breakdown(program)
-        for chained in (False, True):
-            profiled(program, chained)
+    slowest(Program(net, SIZE, batch))
     return rows
-
-
-def breakdown(program: Program) -> None:
-    """Each launch of a step alone, ten in a row in a graph, so that its own time and a launch's cost are seen."""
-    terms = program.time_terms([37])[0]
-    found: dict[tuple[str, str], list[float]] = {}
-    total = 0.0
-    for launch in program.step(terms, None):
-        ms = sorted(measure(lambda launch=launch: [launch() for _ in range(10)], calls=1, replays=5))[2] / 10  # type: ignore[misc]
-        c = launch.constants
-        shape = " ".join(
-            f"{k}{c[k]}" for k in ("H", "C", "K", "BLOCK_M", "BLOCK_K", "BLOCK_C", "SPLIT", "BLOCK_P") if k in c
-        )
-        found.setdefault((launch.name, f"{shape} w{launch.warps} p{launch.programs}"), []).append(ms * 1e3)
-        total += ms * 1e3
-    print(f"each launch alone, ten in a row: {total:.0f} us a step; by kernel and shape:")
-    for (name, shape), times in sorted(found.items(), key=lambda item: -sum(item[1])):
-        print(f"{sum(times):8.2f} us {len(times):3d} x {sum(times) / len(times):6.2f}  {name} {shape}")
-    by_kernel: dict[str, float] = {}
-    for (name, _), times in found.items():
-        by_kernel[name] = by_kernel.get(name, 0.0) + sum(times)
-    print(", ".join(f"{name} {us:.0f} us" for name, us in by_kernel.items()), flush=True)
-
-
-def profiled(program: Program, chained: bool) -> None:
-    """One step in a graph under the profiler: each launch's own time, and the gaps between them."""
-    launches = list(program.step(program.time_terms([37])[0], None, chained=chained))
-    for launch in launches:
-        launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    for _ in range(3):
-        graph.replay()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as taken:
-        graph.replay()
-        torch.cuda.synchronize()
-    events = [
-        e for e in taken.events() if e.device_type == torch.autograd.DeviceType.CUDA and e.name.startswith("voxtune")
-    ]
-    events.sort(key=lambda e: e.time_range.start)
-    if len(events) != len(launches):
-        print(f"the profiler saw {len(events)} of {len(launches)} launches")
-        return
-    busy = sum(e.time_range.elapsed_us() for e in events)
-    span = events[-1].time_range.end - events[0].time_range.start
-    gaps = sorted(b.time_range.start - a.time_range.end for a, b in itertools.pairwise(events))
-    told = f"{span:.0f} us from first to last, {busy:.0f} us in kernels, median gap {gaps[len(gaps) // 2]:.2f} us"
-    print(f"profiled, overlapped {chained}: {told}")
-    ranked = sorted(zip(events, launches, strict=True), key=lambda pair: -pair[0].time_range.elapsed_us())
-    for event, launch in ranked[:30]:
-        print(f"{event.time_range.elapsed_us():7.2f} us  {launch.name:20} {launch.part:24} {launch.programs} programs")
 
 
 @torch.no_grad()
@@ -219,8 +161,8 @@ def theirs(net: ConvNeXtUNet, batch: int, which: list[str]) -> list[dict[str, An
             error = relative(step(x.to(dtype), t).clone(), want)
             # The network alone, without update and noise: to their favour. With both, beside it.
             own, calls = x.to(dtype), STEPS if batch == 1 else 5
-            times = [ms * STEPS / calls for ms in timed(lambda: [step(own, t) for _ in range(calls)], 7)]  # noqa: B023
-            whole = timed(loop_of(step, x, dtype), 3)[1] if batch == 1 else None
+            times = [ms * STEPS / calls for ms in timed(lambda: [step(own, t) for _ in range(calls)], 3)]  # noqa: B023
+            whole = timed(loop_of(step, x, dtype), 2)[1] if batch == 1 else None
         made = row(f"{name}_batch{batch}", [batch, 3, *SIZE], times, torch.cuda.max_memory_allocated() / 2**30, error)
         rows.append(made | {"steps": STEPS, "with_update_ms": whole, "first_s": round(time.monotonic() - began, 1)})
         print(
@@ -230,11 +172,11 @@ def theirs(net: ConvNeXtUNet, batch: int, which: list[str]) -> list[dict[str, An
     return rows
 
 
-def top(batches: list[int]) -> list[dict[str, Any]]:
+def top(batches: list[int], *, overlapped: bool) -> list[dict[str, Any]]:
     net = network()
     rows = []
     for batch in batches:
-        rows += ours(net, batch)
+        rows += ours(net, batch, overlapped=overlapped)
     rows += theirs(net, 1, ["eager_fp32", "eager_bf16", "compile_reduce_overhead_fp32", "compile_reduce_overhead_bf16"])
     if 64 in batches:
         rows += theirs(net, 64, ["compile_bf16"])
@@ -281,104 +223,14 @@ def launches_cost() -> None:
         )
 
 
-MANY = 20
-SHAPES = [
-    (128, 128),
-    (128, 64),
-    (128, 32),
-    (64, 64),
-    (64, 32),
-    (64, 16),
-    (32, 64),
-    (32, 32),
-    (32, 16),
-    (16, 32),
-    (16, 16),
-]
-
-
-def candidates(rows: int, pixels: int, depth: int, channels: int) -> list[Tile]:
-    found = []
-    for (m, k), c, split in itertools.product(SHAPES, (32, 64, 128), (1, 2, 4, 8, 16)):
-        tiles = rows // m * -(-channels // k)
-        chunks = -(-depth // c)
-        if (
-            pixels % m
-            or k > max(16, channels)
-            or split > chunks
-            or not 24 <= tiles * split <= max(300, 16 * rows // 64)
-        ):
-            continue
-        if (m + k) * c * 2 * 4 > 200_000 or (tiles * split > 40 and split > 1 and tiles > 200):
-            continue
-        stages = 5 if (m + k) * c * 2 * 5 < 120_000 and chunks // split >= 5 else 4 if chunks // split >= 4 else 3
-        each = -(-chunks // split)
-        for warps in (4, 8) if m * k >= 64 * 64 else (2, 4) if m * k <= 512 else (4,):
-            found.append(Tile(block_m=m, block_k=k, block_c=c, split=-(-chunks // each), warps=warps, stages=stages))
-    ranked = sorted(dict.fromkeys(found), key=lambda tile: cost(tile, rows, depth, channels, 132))
-    # Half of the best by the model, and every few of the rest: the model is what is in question.
-    return [*ranked[: MANY // 2], *ranked[MANY // 2 :: max(1, len(ranked) // (MANY // 2))]][:MANY]
-
-
-def tiles(batch: int, budget_s: float) -> dict[str, Any]:
-    """For every convolution's shape, its product (and join) chained ten times in a graph, over the candidates."""
-    net = network()
-    asked: dict[tuple[int, int, int, int], None] = {}
-    base = Program(net, SIZE, batch)
-
-    def note(*shape: int) -> Tile:
-        asked[shape] = None  # type: ignore[index]
-        return base.tiles(*shape)
-
-    Program(net, SIZE, batch, tiles=note)
-    options = {shape: [base.tiles(*shape), *candidates(*shape)] for shape in asked}
-    most = max(len(o) for o in options.values())
-    print(f"{len(options)} shapes, {sum(len(o) for o in options.values())} tiles", flush=True)
-    best: dict[tuple[int, ...], tuple[float, Tile, bool]] = {}
-    began = time.monotonic()
-    chosen: dict[tuple[int, ...], list[Launch]] = {}
-    everything: list[Launch] = []
-    for number in range(most):
-        turn = {shape: o[min(number, len(o) - 1)] for shape, o in options.items()}
-        program = Program(net, SIZE, batch, tiles=lambda *s, turn=turn: turn[s])
-        order = iter(program.asked)
-        groups: dict[str, list[Launch]] = {}
-        for launch in program.launches:
-            if launch.name in ("voxtune_conv", "voxtune_join"):
-                groups.setdefault(launch.part, []).append(launch)
-        for shape, group in zip(order, groups.values(), strict=True):
-            # One convolution stands for all of its shape.
-            if number < len(options[shape]) and (*shape, number) not in chosen:
-                chosen[*shape, number] = group
-                everything += group
-    compile_ahead(everything)
-    print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
-    for (*shape, number), group in chosen.items():
-        if time.monotonic() - began > budget_s:
-            print("out of time")
-            break
-        tile = options[tuple(shape)][number]  # type: ignore[index]
-        try:
-            times = measure(lambda group=group: [one() for _ in range(10) for one in group], calls=1, replays=5)  # type: ignore[misc]
-        except Exception as error:
-            print(f"{shape} {tile}: {type(error).__name__}: {str(error)[:100]}")
-            continue
-        us = sorted(times)[2] * 1e2
-        if number == 0:
-            print(f"{shape}: in use {tile}: {us:.2f} us", flush=True)
-        if tuple(shape) not in best or us < best[tuple(shape)][0]:
-            best[tuple(shape)] = (us, tile, number == 0)
-    for shape, (us, tile, used) in best.items():
-        print(f"    {shape}: {tile},  # {us:.2f} us{' in use' if used else ''}")
-    return {str(shape): {"us": round(us, 3), **vars(tile)} for shape, (us, tile, _) in best.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--part", default="top", help="top, rungs, launches, tiles; several by comma")
     parser.add_argument("--batch", default="1,64")
     parser.add_argument("--rungs", help="only these, such as 1,4,8-10")
-    parser.add_argument("--seconds", type=float, default=240, help="for the search of tiles")
+    parser.add_argument("--overlapped", action="store_true", help="also with launches that start early")
+    parser.add_argument("--seconds", type=float, default=120, help="for the search of tiles")
+    parser.add_argument("--least", type=float, default=4.0, help="us of a convolution whose tiles are searched")
     parser.add_argument("-o", "--out", type=Path, default=RESULTS / "h200" / "unet2d_ladder.json")
     asked = parser.parse_args()
     batches = [int(b) for b in asked.batch.split(",")]
@@ -386,14 +238,15 @@ def main() -> None:
     more: dict[str, Any] = {}
     for part in asked.part.split(","):
         if part == "top":
-            rows += top(batches)
+            rows += top(batches, overlapped=asked.overlapped)
         elif part == "rungs":
             more_rows, more["ladder"] = rungs(asked.rungs)
             rows += more_rows
         elif part == "launches":
             launches_cost()
         elif part == "tiles":
-            more["tiles"] = {str(b): tiles(b, asked.seconds) for b in batches}
+            net = network()
+            more["tiles"] = {str(b): search(net, SIZE, b, asked.least, asked.seconds) for b in batches}
         write(asked.out, rows, **more)
     print(json.dumps({r["name"]: r["p50_ms"] for r in rows}))
 

@@ -35,13 +35,12 @@ class Setting:
 class Graph:
     """Rung 10. All steps, noise and update included, as one CUDA graph."""
 
-    def __init__(self, setting: Setting, machine: Machine, *, chained: bool | None = None, whole: int | None = None):
+    def __init__(self, setting: Setting, machine: Machine, *, chained: bool = False, whole: int | None = None):
+        """`chained` launches start before their predecessors have ended (Hopper): measured, and slower."""
         self.machine = machine
-        on_gpu = machine.device.type == "cuda"
-        recent = on_gpu and torch.cuda.get_device_capability(machine.device) >= (9, 0)
-        whole = (0 if on_gpu else WHOLE) if whole is None else whole
+        whole = (0 if machine.device.type == "cuda" else WHOLE) if whole is None else whole
         self.program = Program(setting.network, setting.size, setting.batch, dtype=setting.dtype, whole=whole)
-        self.chained = recent if chained is None else chained
+        self.chained = chained
         self.setting = setting
         self.loop: Loop | None = None
 
