@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import typer
 
@@ -107,3 +107,14 @@ def parse_size(text: str, option: str = "--size") -> tuple[int, ...]:
     if not all(p.strip().isdigit() and 0 < int(p) <= 4096 for p in parts):
         raise InputError(f"{option} {text}: give sides as whole numbers from 1 to 4096, such as 128,128,128")
     return tuple(int(p) for p in parts)
+
+
+def parse_steps(text: str | None) -> int | Literal["auto"] | None:
+    """`--steps`: a number, auto, or nothing."""
+    from voxtune.errors import InputError
+
+    if text is None or text == "auto":
+        return text  # type: ignore[return-value]
+    if not (text.isascii() and text.isdigit() and len(text) <= 9 and int(text) > 0):
+        raise InputError(f"--steps {text[:40]}: give a whole number from 1 up, or auto")
+    return int(text)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, choose_device, parse_size
+from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, choose_device, parse_size, parse_steps
 from voxtune.errors import InputError
 
 if TYPE_CHECKING:
@@ -29,7 +29,9 @@ def command(
     ] = None,
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="Volumes for each mask; or images.")] = 1,
     sampler: Annotated[str | None, typer.Option(help="ddpm, ddim, dpm++, unipc or ipndm; else the model's.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps; default: the model's.")] = None,
+    steps: Annotated[
+        str | None, typer.Option(help="Sampling steps; default: the model's; auto: the fewest measured to be enough.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Volume or image i depends on the seed and i alone.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Volumes or images computed together.")] = 1,
     fit: Annotated[str, typer.Option(help="How a mask goes to the model's grid: auto, pad or resample.")] = "auto",
@@ -54,7 +56,11 @@ def command(
     loaded = load(model, device=choose_device(device))
     images = loaded.config.network.dimensions == 2
     sides = _sides(size, loaded)
-    options: dict[str, Any] = {"count": count, "seed": seed, "sampler": sampler, "steps": steps, "batch": batch}
+    drawing = loaded.check_request(sampler=sampler, steps=parse_steps(steps), seed=seed)
+    if drawing.note:
+        output.warn(drawing.note)
+    wanted = "auto" if drawing.auto else drawing.steps
+    options: dict[str, Any] = {"count": count, "seed": seed, "sampler": sampler, "steps": wanted, "batch": batch}
     options |= {"overwrite": overwrite, "provenance": {"model": str(model)}}
     requests = [] if images else _requests(loaded, mask, fit, sides, output)
     if images:
@@ -66,7 +72,7 @@ def command(
     if plan != "baseline":
         loaded = optimize(loaded, plan=plan, search=False, say=output.say)
     number = count * (1 if images else len(requests))
-    total, used = steps or loaded.default_steps, sampler or loaded.config.sampling.sampler
+    total, used = drawing.steps, drawing.sampler
     kind = "image" if images else "volume"
     output.say(f"drawing {number} {kind}(s) with {used}, {total} steps, seed {seed}, on {loaded.device}")
     started = time.perf_counter()

@@ -21,6 +21,7 @@ from voxtune.data.preflight import check_kept, check_mask
 from voxtune.errors import InputError
 from voxtune.files import write_whole
 from voxtune.runtime.model import Model
+from voxtune.runtime.sampling import Steps
 
 MASK_ENDING = re.compile(r"(_(dseg|seg|mask|labels?))?\.nii(\.gz)?$", re.IGNORECASE)
 
@@ -86,7 +87,7 @@ def generate(
     count: int = 1,
     seed: int = 0,
     sampler: str | None = None,
-    steps: int | None = None,
+    steps: Steps = None,
     batch: int = 1,
     overwrite: bool = False,
     provenance: dict[str, Any] | None = None,
@@ -103,27 +104,27 @@ def generate(
         taken = [n for group in names for n in group if (out / n).exists()]
         if taken:
             raise InputError(f"{out / taken[0]}: exists already; choose another folder or pass --overwrite")
-    total_steps = steps or model.default_steps
-    model.check_request(sampler=sampler, steps=steps, seed=seed)
+    drawing = model.check_request(sampler=sampler, steps=steps, seed=seed)
     _describe_folder(out)
     done = 0
     while chunk := list(islice(jobs, done, done + batch)):
         cond = torch.from_numpy(np.stack([encode_mask(request.labels_DHW, contract) for _, request in chunk]))
         x = model.sample(
             cond,
-            sampler=sampler,
-            steps=steps,
+            sampler=drawing.sampler,
+            steps=drawing.steps,
+            spacing=drawing.spacing,
+            clip=drawing.clip,
             seed=seed,
             indices=[i for i, _ in chunk],
-            progress=None if progress is None else overall(progress, done, len(chunk), len(jobs), total_steps),
+            progress=None if progress is None else overall(progress, done, len(chunk), len(jobs), drawing.steps),
         )
         for (i, request), image in zip(chunk, x.cpu().numpy(), strict=True):
             record = {
                 **(provenance or {}),
                 "seed": seed,
                 "index": i,
-                "sampler": sampler or model.config.sampling.sampler,
-                "steps": total_steps,
+                **drawing.record(),
                 "passes": list(getattr(model.network, "passes", ())),
                 "mask": request.path.name,
                 "Sources": [_from(out, request.path)],

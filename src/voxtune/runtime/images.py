@@ -15,6 +15,7 @@ from voxtune.errors import InputError
 from voxtune.files import write_whole
 from voxtune.runtime.generate import overall
 from voxtune.runtime.model import Model, check_size
+from voxtune.runtime.sampling import Steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ def generate_images(
     count: int = 1,
     seed: int = 0,
     sampler: str | None = None,
-    steps: int | None = None,
+    steps: Steps = None,
     batch: int = 1,
     size: tuple[int, ...] | None = None,
     overwrite: bool = False,
@@ -61,25 +62,25 @@ def generate_images(
     Image i has the noise of (seed, i), whatever the batch.
     """
     check_image_request(model, out, count, size, overwrite=overwrite)
-    model.check_request(sampler=sampler, steps=steps, seed=seed)
-    total_steps = steps or model.default_steps
+    drawing = model.check_request(sampler=sampler, steps=steps, seed=seed)
     for first in range(0, count, batch):
         indices = range(first, min(first + batch, count))
         x_NCHW = model.sample(
-            sampler=sampler,
-            steps=steps,
+            sampler=drawing.sampler,
+            steps=drawing.steps,
+            spacing=drawing.spacing,
+            clip=drawing.clip,
             seed=seed,
             indices=indices,
             size=size,
-            progress=None if progress is None else overall(progress, first, len(indices), count, total_steps),
+            progress=None if progress is None else overall(progress, first, len(indices), count, drawing.steps),
         )
         for i, image_CHW in zip(indices, x_NCHW.float().cpu().numpy(), strict=True):
             record = {
                 **(provenance or {}),
                 "seed": seed,
                 "index": i,
-                "sampler": sampler or model.config.sampling.sampler,
-                "steps": total_steps,
+                **drawing.record(),
                 "passes": list(getattr(model.network, "passes", ())),
             }
             pixels_HWC, file = to_pixels(image_CHW), image_path(out, i)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,10 @@ from voxtune.diffusion import sampler as find_sampler
 from voxtune.diffusion.noise import check_seed
 from voxtune.diffusion.schedule import Spacing
 from voxtune.errors import InputError
+from voxtune.runtime.sampling import Drawing, SamplingConfig, Steps, settle
 from voxtune.workloads import ConvNeXtConfig, MedDDPMConfig, NetworkConfig, build, workload
+
+log = logging.getLogger("voxtune")
 
 FORMAT = "voxtune-model/1"
 FAMILIES: dict[str, type[NetworkConfig]] = {"med-ddpm": MedDDPMConfig, "convnext": ConvNeXtConfig}
@@ -25,30 +29,6 @@ FAMILIES: dict[str, type[NetworkConfig]] = {"med-ddpm": MedDDPMConfig, "convnext
 Progress = Callable[[int, int], None]
 # (seed, numbers of the samples, shape of one, device) -> draw number -> noise of the batch
 NoiseSource = Callable[[int, Sequence[int], Sequence[int], torch.device], Callable[[int], Tensor]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingConfig:
-    """How a model is sampled when the caller does not say; `steps` None means every step there is.
-
-    `start` is the first diffusion step taken, None the last one there is. `prior` is the mean intensity, in [-1, 1], of the
-    background and of each mask channel: sampling then starts at N(signal * prior, noise^2), which is nearer to what the
-    network was trained on than N(0, 1), where the signal is small but not nothing. The published sampling has neither.
-    """
-
-    sampler: Literal["ddpm", "ddim", "dpm++", "unipc", "ipndm"] = "ddpm"
-    steps: int | None = None
-    spacing: Literal["trailing", "linspace", "leading"] = "trailing"
-    start: int | None = None
-    prior: tuple[float, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.start is not None and self.start < 0:
-            raise InputError(f"sampling start must be a diffusion step from 0 up, found {self.start}")
-        if self.prior is not None and not all(-1 <= value <= 1 for value in self.prior):
-            raise InputError(f"sampling prior {self.prior}: intensities lie in [-1, 1]")
-        if self.steps is not None and self.steps < 1:
-            raise InputError(f"sampling steps must be at least 1, found {self.steps}")
 
 
 def check_size(network: NetworkConfig, size: tuple[int, ...]) -> None:
@@ -70,7 +50,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         network = self.network
         check_size(network, self.size)
-        self._check_sampling()
+        self.sampling.check(self.diffusion.steps, network.mask_channels)
         if self.data is None:
             return
         if self.data.size != self.size:
@@ -80,17 +60,6 @@ class ModelConfig:
                 f"the contract has {len(self.data.labels)} labels and {len(self.data.images)} images, the network "
                 f"takes {network.mask_channels} and {network.out_channels}"
             )
-
-    def _check_sampling(self) -> None:
-        sampling, total = self.sampling, self.diffusion.steps
-        if sampling.start is not None and sampling.start >= total:
-            raise InputError(f"sampling start {sampling.start}: the diffusion's steps are 0 to {total - 1}")
-        available = total if sampling.start is None else sampling.start + 1
-        if sampling.steps is not None and sampling.steps > available:
-            raise InputError(f"sampling steps {sampling.steps} exceed the {available} there are")
-        labels = self.network.mask_channels
-        if sampling.prior is not None and len(sampling.prior) != labels + 1:
-            raise InputError(f"sampling prior has {len(sampling.prior)} values for the background and {labels} labels")
 
     @property
     def family(self) -> str:
@@ -172,40 +141,56 @@ class Model:
         cond: Tensor | None = None,
         *,
         sampler: str | None = None,
-        steps: int | None = None,
+        steps: Steps = None,
         seed: int = 0,
         indices: Sequence[int] | None = None,
         size: Sequence[int] | None = None,
         spacing: Spacing | None = None,
-        clip: bool = True,
+        clip: bool | None = None,
         progress: Progress | None = None,
     ) -> Tensor:
         """Draws a sample for each mask of `cond` (N, L, *size), or for each of `indices` where the model takes no mask.
 
         Sample i's noise depends on `seed` and `indices[i]` alone (by default 0, 1, ...), so a batch of many is the same
-        samples as many batches of one, up to rounding. The result is (N, C, *size) in [-1, 1].
+        samples as many batches of one, up to rounding. The result is (N, C, *size) in [-1, 1]. `steps="auto"` takes the
+        sampler, steps, spacing and clamping that are stored with the model; without them, its defaults.
         """
-        network, settings = self.config.network, self.config.sampling
+        network, drawing = self.config.network, self.drawing(sampler=sampler, steps=steps, spacing=spacing, clip=clip)
+        if drawing.note:
+            log.warning(drawing.note)
         cond, indices, sides = self._request(cond, indices, size)
-        timesteps = spaced_steps(
-            self.available_steps, self.default_steps if steps is None else steps, spacing or settings.spacing
-        )
+        timesteps = spaced_steps(self.available_steps, drawing.steps, drawing.spacing)
         noise = self.noise(check_seed(seed), indices, (network.out_channels, *sides), self.device)
-        return find_sampler(sampler or settings.sampler)(
+        return find_sampler(drawing.sampler)(
             lambda x, t_N: self.network(x, t_N, cond),
             self._start(noise(0), timesteps[0], cond),
             self.schedule,
             timesteps,
             noise=noise,
-            clip=clip,
+            clip=drawing.clip,
             callback=None if progress is None else lambda i, _x, _x0: progress(i + 1, len(timesteps)),
         )
 
-    def check_request(self, *, sampler: str | None, steps: int | None, seed: int) -> None:
-        """Raises for what `sample` would refuse, before any work."""
+    def drawing(
+        self,
+        *,
+        sampler: str | None = None,
+        steps: Steps = None,
+        spacing: Spacing | None = None,
+        clip: bool | None = None,
+    ) -> Drawing:
+        """What `sample` does when it is told this."""
+        return settle(
+            self.config.sampling, self.available_steps, sampler=sampler, steps=steps, spacing=spacing, clip=clip
+        )
+
+    def check_request(self, *, sampler: str | None, steps: Steps, seed: int) -> Drawing:
+        """What `sample` will do; raises for what it would refuse, before any work."""
         check_seed(seed)
-        find_sampler(sampler or self.config.sampling.sampler)
-        spaced_steps(self.available_steps, self.default_steps if steps is None else steps)
+        drawing = self.drawing(sampler=sampler, steps=steps)
+        find_sampler(drawing.sampler)
+        spaced_steps(self.available_steps, drawing.steps, drawing.spacing)
+        return drawing
 
     @property
     def available_steps(self) -> int:

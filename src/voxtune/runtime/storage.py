@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from voxtune.errors import InputError
-from voxtune.files import one_line, replacing, reporting_os_errors
+from voxtune.files import one_line, replacing, reporting_os_errors, write_whole
 from voxtune.runtime.model import Model, ModelConfig
+from voxtune.runtime.sampling import AutoSampling
 from voxtune.workloads import NetworkConfig, build
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
@@ -123,10 +126,12 @@ def read_json(path: Path) -> Any:
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """(tensors, metadata) of a safetensors file."""
-    from safetensors import SafetensorError, safe_open
-
     if not path.is_file():
         raise InputError(f"{path}: missing; a model folder holds {WEIGHTS} and {CONFIG}")
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        return read_plainly(path)
     try:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
@@ -176,3 +181,42 @@ def _write_plainly(path: Path, tensors: dict[str, Tensor], metadata: dict[str, s
     text += b" " * (-len(text) % 8)
     with replacing(path) as part:
         part.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(blocks))
+
+
+def read_plainly(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The safetensors format without its library, for machines that hold little but PyTorch."""
+    kinds = {name: dtype for dtype, name in KINDS.items()}
+    with reporting_os_errors(path):
+        data = path.read_bytes()
+    try:
+        length = int.from_bytes(data[:8], "little")
+        if len(data) < 8 or length > len(data) - 8:
+            raise ValueError("the header is cut off")
+        header, body = json.loads(data[8 : 8 + length]), memoryview(data)[8 + length :]
+        metadata = header.pop("__metadata__", {})
+        tensors = {}
+        for name, entry in header.items():
+            dtype, shape, (begin, end) = kinds[entry["dtype"]], entry["shape"], entry["data_offsets"]
+            if not 0 <= begin <= end <= len(body) or math.prod(shape) * dtype.itemsize != end - begin:
+                raise ValueError(f"tensor {name!r} lies outside the file or has another size")
+            # A copy of its own: the file's bytes cannot be written to and need not lie on the type's width.
+            flat = (
+                torch.frombuffer(bytearray(body[begin:end]), dtype=dtype) if begin < end else torch.empty(0).to(dtype)
+            )
+            tensors[name] = flat.reshape(shape)
+        return tensors, dict(metadata)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+        raise InputError(f"{path}: damaged or truncated safetensors file ({one_line(error)})") from None
+
+
+def store_auto(path: str | Path, auto: AutoSampling) -> Path:
+    """Writes what `steps="auto"` means into the model folder's config; nothing else of it changes."""
+    folder = Path(path)
+    if not (folder / CONFIG).is_file() and (folder / "model" / CONFIG).is_file():
+        folder = folder / "model"
+    if not (folder / CONFIG).is_file():
+        raise InputError(f"{path}: holds no {CONFIG} to store the steps in; make a model folder with voxtune import")
+    config = ModelConfig.from_json(read_json(folder / CONFIG), str(folder / CONFIG))
+    changed = replace(config, sampling=replace(config.sampling, auto=auto))
+    write_whole(folder / CONFIG, (json.dumps(changed.to_json(), indent=2) + "\n").encode())
+    return folder / CONFIG
