@@ -276,7 +276,7 @@ def _feature_figures(
         note = f"{few} volumes for {dimension} features: the covariance is singular and the distance biased upwards"
         notes.warn(f"fid: {note}; compare only results of the same counts")
     fewer = Bootstrap(resamples=min(settings.resamples, FID_RESAMPLES), seed=settings.seed, level=settings.level)
-    notes.add(figure("fid", fid_statistic(a, b), sizes, fewer, centred=True, better="lower", note=note))
+    notes.add(figure("fid", fid_statistic(a, b), sizes, fewer, centred=True, floor=0.0, better="lower", note=note))
     width = median_distance(a, b)
     note = f"squared, unbiased, Gaussian kernel of width {width:.4g} (median distance)"
     notes.add(figure("mmd", mmd_statistic(a, b, width), sizes, settings, better="lower", note=note))

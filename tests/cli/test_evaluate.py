@@ -154,10 +154,11 @@ def test_hostile_volumes_end_with_one_line_that_names_them(capsys, folders, tmp_
         (lambda a, r, s, m, n: [r, s, "--segmenter", a / "x"], "no such segmenter"),
         (lambda a, r, s, m, n: [r, s, "--image", "FLAIR"], "FLAIR"),
         (lambda a, r, s, m, n: [r, s, "--resamples", 3], "resamples"),
+        (lambda a, r, s, m, n: [r, s, "-o", n / "config.json" / "x"], "is a file"),
     ],
 )
 def test_wrong_folders_are_refused(capsys, folders, tmp_path, change, word):
-    code, _, err = run(capsys, *change(tmp_path, *folders), "-o", tmp_path / "out")
+    code, _, err = run(capsys, "-o", tmp_path / "out", *change(tmp_path, *folders))
     assert code == 2 and word in err and err.count("\n") == 1, err
 
 

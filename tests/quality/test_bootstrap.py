@@ -47,6 +47,8 @@ def test_a_centred_interval_holds_the_figure_that_resampling_inflates():
     assert plain.low > plain.value
     assert centred.low < centred.value < centred.high
     assert "centred" in centred.interval
+    same = figure("fid", fid_statistic(a, a), [24, 24], settings, centred=True, floor=0.0)
+    assert same.low == 0.0 and same.value == pytest.approx(0.0, abs=1e-9)
 
 
 def test_one_volume_and_infinities_have_no_interval_and_are_json():

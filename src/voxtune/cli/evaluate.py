@@ -41,8 +41,7 @@ def command(
 
     output = Output(json=json, quiet=quiet)
     settings = Bootstrap(resamples=resamples, seed=seed)
-    if (out / "metrics.json").exists() and not overwrite:
-        raise InputError(f"{out / 'metrics.json'}: exists already; choose another folder or pass --overwrite")
+    _check_room(out, overwrite)
     sets = find_sets(real, synth, masks, training, image)
     describing, labelling = _networks(features, segmenter, choose_device(device))
     output.say(f"{len(sets.real)} real, {len(sets.synth)} synthetic volumes, {len(sets.pairs)} pairs")
@@ -66,6 +65,15 @@ def command(
     output.result(result.to_json(**about))
 
 
+def _check_room(out: Path, overwrite: bool) -> None:
+    """Refuses a place for the result before the work that would be lost."""
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise InputError(f"{there}: is a file; name a folder with -o")
+    if (out / "metrics.json").exists() and not overwrite:
+        raise InputError(f"{out / 'metrics.json'}: exists already; choose another folder or pass --overwrite")
+
+
 def _networks(features: Path | None, segmenter: Path | None, device: str) -> tuple[Segmenter | None, Segmenter | None]:
     """(features, segmenter): those asked for, or the shipped one for both, where it ships."""
     from voxtune.runtime.segmenter import load_segmenter, shipped_segmenter
@@ -82,13 +90,13 @@ def _networks(features: Path | None, segmenter: Path | None, device: str) -> tup
 def _print(result: Evaluation, output: Output) -> None:
     if output.quiet or output.json:
         return
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from voxtune.quality.result import HEADER
+    from voxtune.report.console import make_console
 
-    console = Console()
+    console = make_console()
     table = Table(box=None, pad_edge=False)
     for number, name in enumerate(HEADER[:-1]):
         table.add_column(name, justify="right" if number in (1, 2, 3) else "left", no_wrap=True, header_style="dim")

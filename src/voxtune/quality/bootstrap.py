@@ -62,12 +62,13 @@ def figure(
     *,
     n: int | None = None,
     centred: bool = False,
+    floor: float = -math.inf,
     **facts: Any,
 ) -> Figure:
     """`statistic(counts_1, counts_2, ...)` of all volumes once, with the interval of sets of `sizes` drawn anew.
 
     `centred` shifts the interval by the resamples' mean excess over the figure: for statistics whose bias grows with the
-    copies in a resample, such as a distance between covariances.
+    copies in a resample, such as a distance between covariances. `floor` is the least value that there can be.
     """
     value = float(statistic(*(np.ones(size) for size in sizes)))
     n = min(sizes) if n is None else n
@@ -92,7 +93,9 @@ def figure(
     shift = float(draws.mean()) - value if centred else 0.0
     low, high = np.quantile(draws, [(1 - settings.level) / 2, (1 + settings.level) / 2]) - shift
     kind = "percentile bootstrap, centred" if centred else "percentile bootstrap"
-    return Figure(low=float(low), high=float(high), interval=kind, resamples=len(draws), **shared)
+    return Figure(
+        low=max(floor, float(low)), high=max(floor, float(high)), interval=kind, resamples=len(draws), **shared
+    )
 
 
 def mean_figure(name: str, values: Sequence[float], settings: Bootstrap, **facts: Any) -> Figure:

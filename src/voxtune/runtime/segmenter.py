@@ -46,7 +46,9 @@ class SegmenterConfig:
     def from_json(cls, data: Any, where: str) -> SegmenterConfig:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise InputError(f"{where}: expected a segmenter of format {FORMAT!r}, found {found!r}")
+            raise InputError(
+                f"{where}: expected a segmenter of format {FORMAT!r}, found {found!r}; train one with --workload segment"
+            )
         return from_mapping(cls, {k: v for k, v in data.items() if k != "format"}, where)
 
 
