@@ -82,15 +82,15 @@ def options(shape: Shape, used: Tile) -> list[Tile]:
     kinds: list[Callable[[Tile], bool]] = [
         lambda t: t.ways == 1 and t.split == 1,
         lambda t: t.ways == 1 and t.split > 1,
-        lambda t: t.ways == 2 and t.split == 1,
-        lambda t: t.ways == 4 and t.split == 1,
         lambda t: t.ways > 1 and t.split > 1,
-        lambda t: t.ways > 1 and (t.block_m, t.block_k) != (used.block_m, used.block_k),
+        lambda t: t.ways == 2 and t.split == 1,
         lambda t: t.block_m * t.block_k > used.block_m * used.block_k,
     ]
-    found = [used, *(best for kind in kinds if (best := next(filter(kind, ranked), None)) is not None)]
-    found += [replace(used, near=not used.near), *ranked]
-    return list(dict.fromkeys(found))[:MANY]
+    limit = 1.4 * cost(ranked[0], rows, depth, channels, 132)
+    sane = [t for t in ranked if cost(t, rows, depth, channels, 132) < limit]
+    found = [used, replace(used, warps=2 * used.warps), replace(used, near=not used.near)]
+    found += [best for kind in kinds if (best := next(filter(kind, sane), None)) is not None]
+    return list(dict.fromkeys([*found, *ranked]))[:MANY]
 
 
 def search(net: ConvNeXtUNet, size: tuple[int, int], batch: int, least: float, seconds: float) -> dict[str, Any]:
