@@ -126,9 +126,9 @@ def test_a_config_that_contradicts_itself_is_refused(learned, tmp_path):
 
 
 def test_subjects_travel_in_one_file(tmp_path):
-    path = segmentdata.pack(Balls(3), Balls(2, 50), tmp_path / "s.npz")
+    path = segmentdata.pack(Balls(3), Balls(2, 50), tmp_path / "s.npz", origin="balls")
     train, held_out = segmentdata.unpack(path)
-    assert (len(train), len(held_out), train.contract) == (3, 2, CONTRACT)
+    assert (len(train), len(held_out), train.contract, train.origin) == (3, 2, CONTRACT, "balls")
     for there, here in ((train[1], Balls(3)[1]), (held_out[1], Balls(2, 50)[1])):
         np.testing.assert_allclose(there[0], np.clip(here[0], -1, 1), atol=1.01 / segmentdata.STEPS)
         np.testing.assert_array_equal(there[1], here[1])

@@ -56,7 +56,7 @@ def train_segment(settings: dict[str, Any], out: Path | None, device: str, outpu
 
 def _sources(settings: dict[str, Any]) -> tuple[Any, Any, str]:
     from voxtune.data.contract import Label
-    from voxtune.runtime.segmentdata import cohort_sources, folder_sources
+    from voxtune.runtime.segmentdata import cohort_origin, cohort_sources, folder_sources
 
     size = tuple(settings.get("model.size", (SIDE,) * 3))
     if len(size) != 3:
@@ -67,11 +67,7 @@ def _sources(settings: dict[str, Any]) -> tuple[Any, Any, str]:
     if cohort is not None:
         seed = settings.get("data.cohort_seed", 0)
         train, held_out = cohort_sources(size, seed, cohort, COHORT_HELD_OUT)
-        return (
-            train,
-            held_out,
-            f"subjects 0 to {cohort - 1} of the embedded cohort, seed {seed}; held out from 100000 on",
-        )
+        return train, held_out, cohort_origin(seed, cohort, COHORT_HELD_OUT)
     labels = settings.get("data.labels")
     named = None if labels is None else tuple(Label(**label) for label in labels)
     assert images is not None and masks is not None

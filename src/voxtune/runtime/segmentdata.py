@@ -43,8 +43,8 @@ class Shifted:
 class Packed:
     """Subjects in memory, from a file that `pack` wrote."""
 
-    def __init__(self, contract: DataContract, images_NCDHW: np.ndarray, labels_NDHW: np.ndarray):
-        self.contract, self.images_NCDHW, self.labels_NDHW = contract, images_NCDHW, labels_NDHW
+    def __init__(self, contract: DataContract, images_NCDHW: np.ndarray, labels_NDHW: np.ndarray, origin: str = ""):
+        self.contract, self.images_NCDHW, self.labels_NDHW, self.origin = contract, images_NCDHW, labels_NDHW, origin
 
     def __len__(self) -> int:
         return len(self.labels_NDHW)
@@ -55,7 +55,7 @@ class Packed:
 
     def part(self, first: int, count: int) -> Packed:
         span = slice(first, first + count)
-        return Packed(self.contract, self.images_NCDHW[span], self.labels_NDHW[span])
+        return Packed(self.contract, self.images_NCDHW[span], self.labels_NDHW[span], self.origin)
 
 
 def cohort_sources(size: Shape, seed: int, count: int, held_out: int) -> tuple[Source, Source]:
@@ -66,6 +66,11 @@ def cohort_sources(size: Shape, seed: int, count: int, held_out: int) -> tuple[S
     contract = cohort_contract(size)
     unseen = Shifted(CohortSource(contract, seed, HELD_OUT + held_out, healthy_fraction=0.0), HELD_OUT, held_out)
     return CohortSource(contract, seed, count), unseen
+
+
+def cohort_origin(seed: int, count: int, held_out: int) -> str:
+    last = HELD_OUT + held_out - 1
+    return f"subjects 0 to {count - 1} of the embedded cohort, seed {seed}; held out: {HELD_OUT} to {last}, all with lesions"
 
 
 def folder_sources(
@@ -84,8 +89,18 @@ def folder_sources(
     return Shifted(source, 0, kept), Shifted(source, kept, len(source) - kept)
 
 
-def pack(train: Any, held_out: Any, path: str | Path, callback: Callable[[int, int], None] | None = None) -> Path:
-    """Writes both sources into one .npz, held-out subjects last, for a machine that has no NIfTI reader."""
+def pack(
+    train: Any,
+    held_out: Any,
+    path: str | Path,
+    callback: Callable[[int, int], None] | None = None,
+    *,
+    origin: str = "",
+) -> Path:
+    """Writes both sources into one .npz, held-out subjects last, for a machine that has no NIfTI reader.
+
+    `origin` says in words what they are, for the card of what is trained on them.
+    """
     contract, total = train.contract, len(train) + len(held_out)
     images, labels = [], []
     for number in range(total):
@@ -95,7 +110,7 @@ def pack(train: Any, held_out: Any, path: str | Path, callback: Callable[[int, i
         if callback is not None:
             callback(number + 1, total)
     values = np.array((0, *contract.values), dtype=np.int32)
-    header = {"contract": to_mapping(contract), "held_out": len(held_out)}
+    header = {"contract": to_mapping(contract), "held_out": len(held_out), "origin": origin}
     buffer = io.BytesIO()
     np.savez_compressed(
         buffer, images=np.stack(images), labels=values[np.stack(labels)].astype(np.uint8), header=json.dumps(header)
@@ -118,7 +133,7 @@ def unpack(path: str | Path) -> tuple[Packed, Packed]:
     wanted = (len(labels), len(contract.images), *contract.size)
     if images.shape != wanted or labels.shape != (len(images), *contract.size) or not 0 < held_out < len(images):
         raise InputError(f"{path}: images of shape {images.shape} do not fit its own contract; pack the subjects again")
-    everything = Packed(contract, images, labels)
+    everything = Packed(contract, images, labels, str(header.get("origin", "")))
     return everything.part(0, len(images) - held_out), everything.part(len(images) - held_out, held_out)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from voxtune.data.contract import Shape
 from voxtune.errors import InputError
-from voxtune.runtime.segmentdata import cohort_sources, pack, unpack
+from voxtune.runtime.segmentdata import cohort_origin, cohort_sources, pack, unpack
 from voxtune.runtime.segmenter import Segmenter, save_segmenter
 from voxtune.runtime.segmenttrain import SegmentTraining, held_out_dice, train_segmenter
 from voxtune.workloads.segment import SegmentConfig
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _pack(asked: argparse.Namespace) -> int:
     side: Shape = (asked.size,) * 3
     train, held_out = cohort_sources(side, asked.seed, asked.cohort, asked.held_out)
-    path = pack(train, held_out, asked.out)
+    path = pack(train, held_out, asked.out, origin=cohort_origin(asked.seed, asked.cohort, asked.held_out))
     _say(f"wrote {len(train)} + {len(held_out)} subjects to {path}, {path.stat().st_size / 2**20:.1f} MiB")
     return 0
 
@@ -158,7 +158,7 @@ def _train(asked: argparse.Namespace, arguments: Sequence[str] | None) -> int:
         held_out,
         training,
         asked.out,
-        data=f"{len(train)} packed subjects, {len(held_out)} more held out",
+        data=train.origin or f"{len(train)} packed subjects, {len(held_out)} more held out",
         command=f"python -m voxtune.runtime.segmentrun {given}",
         base=asked.base,
         device=asked.device,

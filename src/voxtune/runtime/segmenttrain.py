@@ -60,7 +60,8 @@ def train_segmenter(
     contract, device = source.contract, torch.device(device)
     shape = network or SegmentConfig(in_channels=len(contract.images), classes=len(contract.labels) + 1)
     config = SegmenterConfig(network=shape, data=contract)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    gpus = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus):
         torch.manual_seed(training.seed)
         model = SegmentUNet(config.network).to(device, memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
         ahead = (0 if device.type == "cpu" else 4) if workers is None else workers
