@@ -16,8 +16,8 @@ launch is one convolution with everything around it:
   graph may replay it; nobody waits, so any number of programs will do, one after the other too.
 - A small product is a chain: each step on the matrix units waits for the one before. With WAYS a turn of the loop takes so many
   chunks, and the program's warps share them: each has an accumulator of its own, added up once at the end. Turns are an
-  argument, so that the loop stays one: a kernel that runs once a step finds its code in no cache, and straight code costs more
-  than a branch.
+  argument, so that the loop stays one: a kernel that runs once a step has its code in no near cache, where straight code costs
+  more than a branch.
 - The taps read the same pixels nine times: by the L1 (NEAR), while the weights, which a program reads once, go past it.
 
 Legend: N batch, H W pixels out of a sample, C channels in, K channels out, S parts of the sum, T tiles of a sample.

@@ -1,15 +1,16 @@
 """Which tile a launch takes.
 
-At batch 1 a step is a chain of launches that each do little: a tile is small enough that every multiprocessor has one, K is long
-in one piece where that fills the card and split where it does not. With many images a tile is as large as the registers allow.
+At batch 1 a step is a chain of launches that each do little: a tile is small enough that most multiprocessors have one, the sum
+is shared among a program's warps, and split among programs where that is not enough. With many images a tile is as large as
+the registers allow.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# (pixels, channels out), large to small.
-SHAPES = ((128, 128), (128, 64), (128, 32), (64, 64), (64, 32), (32, 64), (32, 32), (32, 16), (16, 32), (16, 16))
+# (pixels, channels out), large to small; above these a residual's second accumulator no longer fits beside the first.
+SHAPES = ((128, 64), (128, 32), (64, 64), (64, 32), (32, 64), (32, 32), (32, 16), (16, 32), (16, 16))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,8 @@ def cost(tile: Tile, rows: int, depth: int, channels: int, processors: int) -> f
     moved = (m * (0.5 if tile.near else 1.0) + k) * turn * 2
     arithmetic = 2 * m * k * turn / (4e6 if m >= 64 and tile.ways == 1 else 2.5e6)
     alone = each * max(chain * (1 + 0.5 * (a_processor - 1)), a_processor * moved / 90e3, a_processor * arithmetic)
-    together = tiles * tile.split * each * moved / 6e6
+    # Of tiles that move as much, the one with fewer turns.
+    together = tiles * tile.split * each * moved / 6e6 + 0.01 * each * a_processor
     after = 0.05 * m * k / (32 * tile.warps) * a_processor + (0.1 if tile.ways > 1 else 0.0)
     parts = 0.9 + tile.split * m * k * 4 / 90e3 if tile.split > 1 else 0.0
     return 1.5 + max(alone, together) + after + parts
@@ -111,7 +113,7 @@ def _tile(m: int, k: int, depth: int, *, split: int, block_c: int, ways: int) ->
     turns = -(-depth // (block_c * ways))
     each = -(-turns // split)
     stages = max(2, min(4, 1 + 98_304 // ((m + k) * block_c * ways * 2), each + 1))
-    warps = 8 if m * k >= 128 * 128 else 4 if m * k * ways >= 32 * 16 else 2
+    warps = 8 if m * k >= 128 * 64 else 4 if m * k * ways >= 32 * 16 else 2
     return Tile(block_m=m, block_k=k, block_c=block_c, ways=ways, split=-(-turns // each), warps=warps, stages=stages)
 
 
