@@ -118,49 +118,70 @@ def product(
 
 
 @triton.jit
-def finish(
-    v,  # (BLOCK_M, BLOCK_K) float32: the product
-    more,  # the same: the residual's product, or zeros
-    total,  # of load_sums
-    squares,
+def around(
     shift_ptr,  # (9, KP) float32 with NORM, else (KP,)
     slope_ptr,  # (9, KP) float32; unread without NORM
     x2_ptr,  # (N, H, W, K), rows of LD2: added as it is when RESIDUAL is 1
-    y_ptr,  # (N, H, W, K), rows of LDY
-    sums_ptr,  # (N, 2, T) float32; unwritten without SUMS
-    n,
-    tile,
     row,  # (BLOCK_M,) pixels, counted over all samples
     y,
     x,
     k,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    LD2: tl.constexpr,
-    LDY: tl.constexpr,
-    COUNT: tl.constexpr,  # values a sample of what the norm reads
-    EPS: tl.constexpr,
+    H,
+    W,
+    K,
+    KP,
+    LD2,
     NORM: tl.constexpr,
-    RESIDUAL: tl.constexpr,  # 0 none, 1 added as it is, 2 by a product
-    GELU: tl.constexpr,
-    SUMS: tl.constexpr,
-    TILES: tl.constexpr,
+    RESIDUAL: tl.constexpr,
 ):
-    inside = (k < K)[None, :]
+    """What a tile needs beside its product: (shift, slope, residual). Read early, so that nobody waits for it at the end."""
+    shift, slope, residual = 0.0, 0.0, 0.0
     if NORM:
         # 0 top or left, 1 inside, 2 bottom or right.
         case = (1 - (y == 0).to(tl.int32) + (y == H - 1).to(tl.int32)) * 3
         case += 1 - (x == 0).to(tl.int32) + (x == W - 1).to(tl.int32)
         at = case[:, None] * KP + k[None, :]
         shift, slope = tl.load(shift_ptr + at), tl.load(slope_ptr + at)
+    else:
+        shift = tl.load(shift_ptr + k)[None, :]
+    if RESIDUAL == 1:
+        residual = tl.load(x2_ptr + row[:, None] * LD2 + k[None, :], mask=(k < K)[None, :], other=0.0)
+    return shift, slope, residual
+
+
+@triton.jit
+def finish(
+    v,  # (BLOCK_M, BLOCK_K) float32: the product
+    more,  # the same: the residual's product, or zeros
+    shift,  # of around
+    slope,
+    residual,
+    total,  # of load_sums
+    squares,
+    y_ptr,  # (N, H, W, K), rows of LDY
+    sums_ptr,  # (N, 2, T) float32; unwritten without SUMS
+    n,
+    tile,
+    row,
+    k,
+    K,
+    LDY,
+    COUNT,  # values a sample of what the norm reads
+    EPS: tl.constexpr,
+    NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,  # 0 none, 1 added as it is, 2 by a product
+    GELU: tl.constexpr,
+    SUMS: tl.constexpr,
+    TILES,
+):
+    inside = (k < K)[None, :]
+    if NORM:
         mean, rate = norm_of(total, squares, COUNT, EPS)
         v = (v - mean * slope) * rate + shift
     else:
-        v += tl.load(shift_ptr + k)[None, :]
+        v += shift
     if RESIDUAL == 1:
-        v += tl.load(x2_ptr + row[:, None] * LD2 + k[None, :], mask=inside, other=0.0).to(tl.float32)
+        v += residual.to(tl.float32)
     if RESIDUAL == 2:
         v += more
     if GELU:
@@ -177,7 +198,7 @@ def conv_work(
     w_ptr,
     x2_ptr,  # (N, H, W, C2), rows of LD2: the residual's source
     w2_ptr,  # (C2 padded, KP): its 1x1 weights, with RESIDUAL 2
-    shift_ptr,  # see finish
+    shift_ptr,  # see around
     slope_ptr,
     read_ptr,  # (N, 2, READ) float32: the sums of what the norm reads
     y_ptr,
@@ -232,6 +253,12 @@ def conv_work(
     if NORM:
         total, squares = load_sums(read_ptr, n, READ, BLOCK_R)
     if SPLIT == 1:
+        # Large tiles have no registers to spare for it.
+        EARLY: tl.constexpr = BLOCK_M * BLOCK_K <= 2048
+        if EARLY:
+            shift, slope, residual = around(
+                shift_ptr, slope_ptr, x2_ptr, row, y, x, k, H, W, K, KP, LD2, NORM, RESIDUAL
+            )
         more = acc
         if RESIDUAL == 2:
             more = product(
@@ -242,9 +269,13 @@ def conv_work(
             acc, x_ptr, w_ptr, n, y, x, k, 0, turns, H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE,
             BLOCK_M, BLOCK_K, BLOCK_C, WAYS, NEAR, PRECISION,
         )  # fmt: skip
+        if not EARLY:
+            shift, slope, residual = around(
+                shift_ptr, slope_ptr, x2_ptr, row, y, x, k, H, W, K, KP, LD2, NORM, RESIDUAL
+            )
         finish(
-            acc, more, total, squares, shift_ptr, slope_ptr, x2_ptr, y_ptr, sums_ptr, n, tile % TILES, row, y, x, k,
-            H, W, K, KP, LD2, LDY, H * W * C, EPS, NORM, RESIDUAL, GELU, SUMS, TILES,
+            acc, more, shift, slope, residual, total, squares, y_ptr, sums_ptr, n, tile % TILES, row, k,
+            K, LDY, H * W * C, EPS, NORM, RESIDUAL, GELU, SUMS, TILES,
         )  # fmt: skip
     else:
         s = pid // ALL
@@ -273,9 +304,12 @@ def conv_work(
             more = v
             if RESIDUAL == 2:
                 more = tl.load(at + SPLIT * (BLOCK_M * BLOCK_K), cache_modifier=".cg")
+            shift, slope, residual = around(
+                shift_ptr, slope_ptr, x2_ptr, row, y, x, k, H, W, K, KP, LD2, NORM, RESIDUAL
+            )
             finish(
-                v, more, total, squares, shift_ptr, slope_ptr, x2_ptr, y_ptr, sums_ptr, n, tile % TILES, row, y, x, k,
-                H, W, K, KP, LD2, LDY, H * W * C, EPS, NORM, RESIDUAL, GELU, SUMS, TILES,
+                v, more, shift, slope, residual, total, squares, y_ptr, sums_ptr, n, tile % TILES, row, k,
+                K, LDY, H * W * C, EPS, NORM, RESIDUAL, GELU, SUMS, TILES,
             )  # fmt: skip
 
 

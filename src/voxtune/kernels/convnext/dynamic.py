@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from voxtune.kernels.convnext.common import load_sums, release, wait
-from voxtune.kernels.convnext.conv import finish
+from voxtune.kernels.convnext.conv import around, finish
 from voxtune.kernels.convnext.depthwise import depthwise_work
 
 
@@ -83,7 +83,8 @@ def voxtune_conv_dynamic(
         more = product_dynamic(more, x2_ptr, w2_ptr, n, y, x, k, H, W, C2, LD2, KP, 1, 1, False, BLOCK_C, PRECISION)
     acc = product_dynamic(acc, x_ptr, w_ptr, n, y, x, k, H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE, BLOCK_C, PRECISION)
     tiles = (H * W // BLOCK_M) * tiles_k
+    shift, slope, residual = around(shift_ptr, slope_ptr, x2_ptr, row, y, x, k, H, W, K, KP, LD2, NORM, RESIDUAL)
     finish(
-        acc, more, total, squares, shift_ptr, slope_ptr, x2_ptr, y_ptr, sums_ptr, n, pid % tiles, row, y, x, k,
-        H, W, K, KP, LD2, LDY, H * W * C, EPS, NORM, RESIDUAL, GELU, SUMS, tiles,
+        acc, more, shift, slope, residual, total, squares, y_ptr, sums_ptr, n, pid % tiles, row, k,
+        K, LDY, H * W * C, EPS, NORM, RESIDUAL, GELU, SUMS, tiles,
     )  # fmt: skip
