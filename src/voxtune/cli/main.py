@@ -17,6 +17,7 @@ VERBS = (
     "demo",
     "sample",
     "evaluate",
+    "steps",
     "tune",
     "ladder",
     "train",

@@ -209,14 +209,18 @@ def read_plainly(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise InputError(f"{path}: damaged or truncated safetensors file ({one_line(error)})") from None
 
 
+def config_file(path: str | Path) -> Path:
+    """The config of the model folder at `path`, or of the run folder's model; raises where there is none."""
+    for folder in (Path(path), Path(path) / "model"):
+        if (folder / CONFIG).is_file():
+            return folder / CONFIG
+    raise InputError(f"{path}: holds no {CONFIG} to store the steps in; make a model folder with voxtune import")
+
+
 def store_auto(path: str | Path, auto: AutoSampling) -> Path:
     """Writes what `steps="auto"` means into the model folder's config; nothing else of it changes."""
-    folder = Path(path)
-    if not (folder / CONFIG).is_file() and (folder / "model" / CONFIG).is_file():
-        folder = folder / "model"
-    if not (folder / CONFIG).is_file():
-        raise InputError(f"{path}: holds no {CONFIG} to store the steps in; make a model folder with voxtune import")
-    config = ModelConfig.from_json(read_json(folder / CONFIG), str(folder / CONFIG))
+    file = config_file(path)
+    config = ModelConfig.from_json(read_json(file), str(file))
     changed = replace(config, sampling=replace(config.sampling, auto=auto))
-    write_whole(folder / CONFIG, (json.dumps(changed.to_json(), indent=2) + "\n").encode())
-    return folder / CONFIG
+    write_whole(file, (json.dumps(changed.to_json(), indent=2) + "\n").encode())
+    return file

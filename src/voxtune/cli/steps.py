@@ -1,0 +1,67 @@
+"""voxtune steps: how few sampling steps are enough, measured on held-out subjects."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, choose_device
+
+
+def command(
+    model: Annotated[Path, typer.Argument(help="A model folder, or a published .pt checkpoint.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for steps.json and steps.md.")],
+    held_out: Annotated[
+        int | None, typer.Option(help="Subjects of the embedded cohort, or of --subjects; default 64, or all.")
+    ] = None,
+    subjects: Annotated[Path | None, typer.Option(help="A file of packed subjects, in place of the cohort.")] = None,
+    real: Annotated[Path | None, typer.Option(help="Folder of real volumes, in place of the cohort.")] = None,
+    masks: Annotated[Path | None, typer.Option(help="Folder of their masks.")] = None,
+    segmenter: Annotated[Path | None, typer.Option(help="Another segmenter than the shipped one.")] = None,
+    samplers: Annotated[str | None, typer.Option(help="Samplers to compare, such as ddim,unipc; default: all.")] = None,
+    steps: Annotated[str | None, typer.Option(help="Steps to compare; default: 5,8,10,15,20,25,50.")] = None,
+    plan: Annotated[str, typer.Option(help="auto, baseline, or a plan's file, as in voxtune sample.")] = "auto",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise and of the bootstrap.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Volumes computed together.")] = 8,
+    margin: Annotated[float, typer.Option(help="What is still not worse, in seed-to-seed spreads of a volume.")] = 1.0,
+    resamples: Annotated[int, typer.Option(help="Bootstrap resamples behind every interval.")] = 1000,
+    numerics: Annotated[
+        bool, typer.Option("--numerics", help="Compare precisions, each from the same noise, in place of steps.")
+    ] = False,
+    store: Annotated[bool, typer.Option("--store", help="Keep the choice with the model, for --steps auto.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a table that is there.")] = False,
+    device: DeviceOption = "auto",
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Find the fewest steps that are not worse than DDPM with all of them, on any figure, over held-out subjects."""
+    from voxtune.steps import Request, run
+
+    output = Output(json=json, quiet=quiet)
+    request = Request(
+        model=model,
+        out=out,
+        held_out=held_out,
+        subjects=subjects,
+        real=real,
+        masks=masks,
+        segmenter=segmenter,
+        samplers=samplers,
+        steps=steps,
+        plan=plan,
+        seed=seed,
+        batch=batch,
+        margin=margin,
+        resamples=resamples,
+        numerics=numerics,
+        store=store,
+        overwrite=overwrite,
+        device=choose_device(device),
+    )
+    table = run(request, output.say)
+    for note in table.notes:
+        output.warn(note)
+    output.say(f"wrote {request.result}, {request.result.with_suffix('.md')}")
+    output.result(table.to_json())

@@ -1,0 +1,121 @@
+"""Subjects that nothing learned from, on a model's own grid: of the embedded cohort, of folders, or of one packed file."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from voxtune.data.contract import DataContract
+from voxtune.errors import InputError
+from voxtune.runtime.model import Model
+from voxtune.runtime.segmentdata import HELD_OUT, Shifted, classes_of, unpack
+from voxtune.runtime.segmenter import Segmenter
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeldOut:
+    """`images_NDHW` in [-1, 1]; `classes_NDHW` are 0 for background, else 1 + the label's channel."""
+
+    contract: DataContract
+    images_NDHW: Tensor
+    classes_NDHW: Tensor
+    origin: str
+
+    def __len__(self) -> int:
+        return len(self.images_NDHW)
+
+    def to(self, device: torch.device) -> HeldOut:
+        images, classes = self.images_NDHW.to(device), self.classes_NDHW.to(device)
+        return HeldOut(contract=self.contract, images_NDHW=images, classes_NDHW=classes, origin=self.origin)
+
+    def condition(self, numbers: list[int]) -> Tensor:
+        """The masks of these subjects as the model takes them, (N, L, D, H, W)."""
+        classes = self.classes_NDHW[numbers]
+        inside = torch.stack([classes == 1 + channel for channel in range(len(self.contract.labels))], dim=1).float()
+        return inside * 2 - 1 if self.contract.mask_range == "signed" else inside
+
+
+def held_out_cohort(model: Model, count: int, seed: int = 0) -> HeldOut:
+    """Subjects 100000, 100001, ... of the embedded cohort, each with a lesion."""
+    from voxtune.data.dataset import CohortSource
+
+    if count < 2:
+        raise InputError(f"--held-out {count}: at least 2 subjects are needed, and 64 for a result")
+    contract = contract_of(model)
+    source = Shifted(CohortSource(contract, seed, HELD_OUT + count, healthy_fraction=0.0), HELD_OUT, count)
+    return _gathered(source, contract, f"cohort {seed}, subjects {HELD_OUT} to {HELD_OUT + count - 1}")
+
+
+def held_out_folders(model: Model, real: Path, masks: Path) -> HeldOut:
+    """Real volumes and their masks, paired by name."""
+    from voxtune.data.dataset import PairedFolders
+
+    contract = contract_of(model)
+    source = PairedFolders(contract, real, masks)
+    source.check().raise_errors()
+    return _gathered(source, contract, f"{len(source)} subjects of the folder {real.name}")
+
+
+def held_out_packed(model: Model, path: Path, count: int | None = None) -> HeldOut:
+    """The held-out subjects of a file that `python -m voxtune.runtime.segmentrun pack` wrote."""
+    contract = contract_of(model)
+    _, source = unpack(path)
+    difference = unlike(source.contract, contract)
+    if difference:
+        raise InputError(f"{path}: {difference} than the model's; pack the subjects for this model")
+    if count is not None and count > len(source):
+        raise InputError(f"{path}: holds {len(source)} held-out subjects, {count} were asked for")
+    source = source.part(0, len(source) if count is None else count)
+    return _gathered(source, contract, f"{len(source)} packed subjects")
+
+
+def contract_of(model: Model) -> DataContract:
+    contract = model.config.data
+    if contract is None or len(contract.images) != 1:
+        found = "no label contract" if contract is None else f"{len(contract.images)} images"
+        raise InputError(f"this model has {found}: steps are compared for models that draw one image from a mask")
+    return contract
+
+
+def check_segmenter(segmenter: Segmenter, contract: DataContract) -> None:
+    """Raises where the segmenter cannot label this model's volumes as they are."""
+    difference = unlike(segmenter.config.data, contract)
+    if difference:
+        raise InputError(
+            f"segmenter {segmenter.path}: {difference} than the model's; train one with voxtune train --workload segment"
+        )
+
+
+def unlike(found: DataContract, wanted: DataContract) -> str | None:
+    """How two contracts differ in what matters here."""
+    if found.size != wanted.size:
+        return f"another size, {found.size} rather than {wanted.size},"
+    if not all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(found.spacing, wanted.spacing, strict=True)):
+        return f"another spacing, {found.spacing} rather than {wanted.spacing},"
+    if found.orientation != wanted.orientation:
+        return f"another orientation, {found.orientation} rather than {wanted.orientation},"
+    if found.values != wanted.values or len(found.images) != len(wanted.images):
+        return f"other labels or images, {found.describe_labels()} rather than {wanted.describe_labels()},"
+    return None
+
+
+def _gathered(source: Any, contract: DataContract, origin: str) -> HeldOut:
+    if len(source) < 2:
+        raise InputError(f"{origin}: at least 2 subjects are needed, and 64 for a result")
+    images, classes = [], []
+    for number in range(len(source)):
+        image_CDHW, cond_LDHW = source[number]
+        images.append(image_CDHW[0])
+        classes.append(classes_of(cond_LDHW))
+    return HeldOut(
+        contract=contract,
+        images_NDHW=torch.from_numpy(np.stack(images)),
+        classes_NDHW=torch.from_numpy(np.stack(classes)),
+        origin=origin,
+    )

@@ -1,0 +1,228 @@
+"""`voxtune steps` from a request to its files; and `python -m voxtune.steps`, for machines that hold little but PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from voxtune.choosing import TableOptions, numerics_table, step_table
+from voxtune.errors import InputError
+from voxtune.files import write_whole
+from voxtune.quality.bootstrap import Bootstrap
+from voxtune.quality.table import Row, Table
+from voxtune.runtime.heldout import HeldOut, held_out_cohort, held_out_folders, held_out_packed
+from voxtune.runtime.model import Model
+from voxtune.runtime.sampling import AutoSampling, Evidence
+from voxtune.runtime.segmenter import Segmenter, load_segmenter, shipped_segmenter
+from voxtune.runtime.storage import WEIGHTS, config_file, load, store_auto
+
+HELD_OUT = 64
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What `voxtune steps` was asked for. Subjects come from one of `subjects`, `real` with `masks`, or the cohort."""
+
+    model: Path
+    out: Path
+    segmenter: Path | None = None
+    held_out: int | None = None
+    subjects: Path | None = None
+    real: Path | None = None
+    masks: Path | None = None
+    samplers: str | None = None
+    steps: str | None = None
+    plan: str = "auto"
+    seed: int = 0
+    batch: int = 8
+    margin: float = 1.0
+    resamples: int = 1000
+    numerics: bool = False
+    store: bool = False
+    overwrite: bool = False
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if (self.real is None) != (self.masks is None):
+            raise InputError("--real and --masks belong together: folders of volumes and of their masks")
+        if self.real is not None and (self.subjects is not None or self.held_out is not None):
+            raise InputError("--real: leave --subjects and --held-out away, subjects come from one place")
+        if self.store and self.numerics:
+            raise InputError("--store keeps the choice of steps: leave --numerics away")
+        if self.store:
+            config_file(self.model)
+        if self.result.exists() and not self.overwrite:
+            raise InputError(f"{self.result}: exists already; choose another folder or pass --overwrite")
+
+    @property
+    def result(self) -> Path:
+        return self.out / ("numerics.json" if self.numerics else "steps.json")
+
+    def options(self) -> TableOptions:
+        bootstrap = Bootstrap(resamples=self.resamples, seed=self.seed)
+        return TableOptions(seed=self.seed, batch=self.batch, margin=self.margin, bootstrap=bootstrap)
+
+
+def run(request: Request, say: Say) -> Table:
+    """Measures, writes the table, stores the choice where that was asked for."""
+    options = request.options()
+    samplers = None if request.samplers is None else [s.strip() for s in request.samplers.split(",")]
+    numbers = numbers_of(request.steps)
+    model = load(request.model, device=request.device)
+    segmenter = _segmenter(request.segmenter)
+    subjects = _subjects(request, model)
+    if request.numerics:
+        how = {"sampler": _one(samplers, "--sampler"), "steps": _one(numbers, "--steps") or "auto"}
+        table = numerics_table(
+            precisions(model, request.plan, say), subjects, segmenter, options=options, say=say, **how
+        )
+    else:
+        if numbers is not None and "auto" in numbers:
+            raise InputError("--steps auto is what this command finds: give numbers, or leave it away")
+        choices: dict[str, Any] = {"steps": numbers} | ({} if samplers is None else {"samplers": samplers})
+        table = step_table(_planned(model, request.plan, say), subjects, segmenter, options=options, say=say, **choices)
+    about = {**table.about, "model_sha256": _weights_hash(request.model), "plan": request.plan}
+    table = replace(table, about=about)
+    digest = write(table, request.result, request.model.name)
+    for line in table.text():
+        say(line)
+    say(table.conclusion())
+    if request.store:
+        _store(request, table, digest, say)
+    return table
+
+
+def write(table: Table, path: Path, title: str) -> str:
+    """The table as JSON at `path` and as Markdown beside it; gives the hash of the JSON."""
+    data = (json.dumps(table.to_json(), indent=2, allow_nan=False) + "\n").encode()
+    write_whole(path, data)
+    write_whole(path.with_suffix(".md"), table.markdown(f"{title}: {table.about['table']}").encode())
+    return hashlib.sha256(data).hexdigest()
+
+
+def numbers_of(text: str | None) -> list[Any] | None:
+    """--steps: numbers with commas between; or auto."""
+    if text is None:
+        return None
+    parts = [p.strip() for p in text.split(",")]
+    if not all(p == "auto" or (p.isascii() and p.isdigit() and len(p) <= 9) for p in parts):
+        raise InputError(f"--steps {text[:40]}: give whole numbers, such as 5,10,20")
+    return [p if p == "auto" else int(p) for p in parts]
+
+
+def precisions(model: Model, plan: str, say: Say = lambda _line: None) -> list[tuple[str, Model]]:
+    """The model in float32 first, then in the other ways that this device has."""
+    if model.device.type != "cuda":
+        return [("FP32", model), ("BF16 autocast", Model(model.config, Autocast(model.network)))]
+    from voxtune.optimizing import optimize
+    from voxtune.plan import Plan
+
+    ways: list[tuple[str, Any]] = [("FP32", "baseline"), ("TF32", Plan.of("tf32")), ("BF16 plan", plan)]
+    return [(name, optimize(model, plan=way, search=False, say=say)) for name, way in ways]
+
+
+class Autocast(nn.Module):
+    """A network computed in BF16 where autocast does so; its answer in float32."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+        self.eval()
+
+    def forward(self, x: Tensor, t_N: Tensor, cond: Tensor | None) -> Tensor:
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            found: Tensor = self.network(x, t_N, cond)
+        return found.float()
+
+
+def _planned(model: Model, plan: str, say: Say) -> Model:
+    if plan == "baseline" and model.device.type == "cpu":
+        return model
+    from voxtune.optimizing import optimize
+
+    return optimize(model, plan=plan, search=False, say=say)
+
+
+def _segmenter(path: Path | None) -> Segmenter:
+    chosen = shipped_segmenter() if path is None else path
+    if path is None and not (chosen / "config.json").is_file():
+        raise InputError("no segmenter: give one with --segmenter; voxtune train --workload segment makes it")
+    return load_segmenter(chosen)
+
+
+def _subjects(request: Request, model: Model) -> HeldOut:
+    if request.subjects is not None:
+        return held_out_packed(model, request.subjects, request.held_out)
+    if request.real is not None and request.masks is not None:
+        return held_out_folders(model, request.real, request.masks)
+    return held_out_cohort(model, HELD_OUT if request.held_out is None else request.held_out)
+
+
+def _one(values: Sequence[Any] | None, option: str) -> Any:
+    if values is not None and len(values) != 1:
+        raise InputError(f"{option}: --numerics draws in one way; give one")
+    return None if values is None else values[0]
+
+
+def _weights_hash(path: Path) -> str | None:
+    weights = next((p for p in (path, path / WEIGHTS, path / "model" / WEIGHTS) if p.is_file()), None)
+    return None if weights is None else hashlib.sha256(weights.read_bytes()).hexdigest()
+
+
+def _store(request: Request, table: Table, digest: str, say: Say) -> None:
+    row: Row | None = table.choice
+    if row is None:
+        say(f"nothing stored: {table.conclusion()}")
+        return
+    evidence = Evidence(file=request.result.name, sha256=digest, subjects=table.subjects, summary=table.conclusion())
+    kept = {name: row.how[name] for name in ("sampler", "steps", "spacing", "clip")}
+    say(f"stored in {store_auto(request.model, AutoSampling(**kept, evidence=evidence))}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    asked = _parser().parse_args(arguments)
+    try:
+        run(Request(**vars(asked)), _say)
+    except InputError as error:
+        print(f"voxtune: error: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # noqa: T201
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m voxtune.steps", description="See voxtune steps --help.")
+    parser.add_argument("model", type=Path)
+    parser.add_argument("-o", "--out", type=Path, required=True)
+    for name in ("segmenter", "subjects", "real", "masks"):
+        parser.add_argument(f"--{name}", type=Path)
+    parser.add_argument("--held-out", type=int)
+    parser.add_argument("--samplers")
+    parser.add_argument("--steps")
+    parser.add_argument("--plan", default="auto")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--margin", type=float, default=1.0)
+    parser.add_argument("--resamples", type=int, default=1000)
+    for name in ("numerics", "store", "overwrite"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""voxtune steps as a person runs it; the choice it stores, and sampling with that; the same on a bare machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.runtime.test_generate import write_mask
+from tests.steps import made
+from voxtune.cli.main import main
+from voxtune.data.bids import write_cohort
+from voxtune.data.cohort import cohort_contract
+from voxtune.runtime.model import Model, SamplingConfig
+from voxtune.runtime.segmentdata import cohort_sources, pack
+from voxtune.runtime.segmenter import save_segmenter
+from voxtune.runtime.storage import load, save
+from voxtune.workloads import without_zeros
+
+QUICK = ("--resamples", "20", "--batch", "4", "--device", "cpu", "--plan", "baseline")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Networks as small as these run best on one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """(model, segmenter, packed subjects): a random network of 6 steps on 16 voxels a side."""
+    root = tmp_path_factory.mktemp("steps")
+    torch.manual_seed(0)
+    model = Model(made.model(6).config)
+    without_zeros(model.network)
+    save(model, root / "model", card="")
+    save_segmenter(made.segmenter(), root / "segmenter", card="")
+    train, held_out = cohort_sources(made.SIZE, 0, 1, 4)
+    return root / "model", root / "segmenter", pack(train, held_out, root / "subjects.npz")
+
+
+def run(capsys, *arguments):
+    code = main([str(a) for a in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def copied(model, tmp_path):
+    return shutil.copytree(model, tmp_path / "model")
+
+
+def test_a_choice_is_stored_with_its_evidence_and_sampled_with(capsys, folders, tmp_path):
+    model, segmenter = copied(folders[0], tmp_path), folders[1]
+    # A margin so wide that any row passes: what is tested here is the storing.
+    options = ("--segmenter", segmenter, "--held-out", 3, "--samplers", "ddim,ddpm", "--steps", "2,4", "--margin", 100)
+    code, out, err = run(capsys, "steps", model, "-o", tmp_path / "out", "--json", "--store", *options, *QUICK)
+    assert code == 0, err
+    table = json.loads(out)
+    assert table == json.loads((tmp_path / "out" / "steps.json").read_text())
+    assert table["subjects"] == 3 and table["data"] == "cohort 0, subjects 100000 to 100002"
+    assert len(table["model_sha256"]) == len(table["segmenter_sha256"]) == 64
+    assert [row["name"] for row in table["rows"]][:4] == ["ddpm 6, reference", "ddpm 6, seed 1", "ddim 2", "ddim 4"]
+    auto = load(model).config.sampling.auto
+    chosen = next(row for row in table["rows"] if row["name"] == table["chosen"])
+    assert (auto.sampler, auto.steps, auto.spacing) == (chosen["sampler"], chosen["steps"], chosen["spacing"])
+    assert auto.evidence.sha256 == hashlib.sha256((tmp_path / "out" / "steps.json").read_bytes()).hexdigest()
+    assert "not worse" in auto.evidence.summary
+    mask = write_mask(tmp_path / "a_dseg.nii.gz")
+    drawing = (
+        "sample",
+        model,
+        "--mask",
+        mask,
+        "-o",
+        tmp_path / "drawn",
+        "--steps",
+        "auto",
+        "--device",
+        "cpu",
+        "--json",
+    )
+    code, out, err = run(capsys, *drawing)
+    assert code == 0, err
+    assert (json.loads(out)["steps"], json.loads(out)["sampler"]) == (auto.steps, auto.sampler)
+    [sidecar] = (tmp_path / "drawn").glob("a_*.json")
+    record = json.loads(sidecar.read_text())
+    assert record["steps"] == auto.steps and record["clip"] == auto.clip
+    assert record["steps_auto"]["sha256"] == auto.evidence.sha256
+    code, _, err = run(capsys, *drawing, "--sampler", "unipc")
+    assert code == 2 and "leave sampler out" in err
+
+
+def test_without_a_stored_choice_sampling_says_so(capsys, folders, tmp_path):
+    mask = write_mask(tmp_path / "a_dseg.nii.gz")
+    options = ("--mask", mask, "-o", tmp_path / "drawn", "--steps", "auto", "--device", "cpu")
+    code, out, err = run(capsys, "sample", folders[0], *options)
+    assert code == 0 and "nothing is stored" in err and "6 steps" in out
+    assert "steps_auto" not in next((tmp_path / "drawn").glob("a_*.json")).read_text()
+
+
+def test_folders_and_numerics(capsys, folders, tmp_path):
+    write_cohort(tmp_path / "real", 3, 0, made.SIZE, healthy_fraction=0.0)
+    data = ("--real", tmp_path / "real", "--masks", tmp_path / "real" / "derivatives" / "masks")
+    options = (*data, "--segmenter", folders[1], "--numerics", "--samplers", "ddim", "--steps", "2", *QUICK)
+    code, out, err = run(capsys, "steps", folders[0], "-o", tmp_path / "out", *options)
+    assert code == 0, err
+    assert "BF16 autocast" in out and "a result needs 64" in err
+    stored = json.loads((tmp_path / "out" / "numerics.json").read_text())
+    assert stored["rows"][2]["distance"]["relative"] > 0
+    code, _, err = run(capsys, "steps", folders[0], "-o", tmp_path / "out", *options)
+    assert code == 2 and "--overwrite" in err
+
+
+BARE = """
+import sys
+
+REFUSED = set("nibabel scipy nilearn pandas pyarrow safetensors typer rich yaml PIL plotly tensorboard".split())
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in REFUSED:
+            raise ImportError("refused: " + name)
+
+sys.meta_path.insert(0, Refuse())
+from voxtune.steps import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_bare_machine_makes_the_table_from_packed_subjects(folders, tmp_path):
+    model, segmenter, subjects = folders
+    options = ("--segmenter", segmenter, "--subjects", subjects, "--samplers", "ddim", "--steps", "2", *QUICK)
+    command = [sys.executable, "-c", BARE, str(model), "-o", str(tmp_path), *map(str, options)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "s left" in done.stdout and "ddim 2 leading" in done.stdout
+    assert json.loads((tmp_path / "steps.json").read_text())["subjects"] == 4
+    assert (tmp_path / "steps.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda a, s: ["--segmenter", a / "none"], "no such segmenter"),
+        (lambda a, s: ["--segmenter", s, "--real", a], "--masks"),
+        (lambda a, s: ["--segmenter", s, "--real", a, "--masks", a, "--held-out", 4], "one place"),
+        (lambda a, s: ["--segmenter", s, "--subjects", a / "none.npz"], "none.npz"),
+        (lambda a, s: ["--segmenter", s, "--held-out", 1], "at least 2"),
+        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", "5,x"], "whole numbers"),
+        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", "auto"], "is what this command finds"),
+        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", "7"], "1 to 6"),
+        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--samplers", "euler"], "unknown sampler"),
+        (lambda a, s: ["--segmenter", s, "--store", "--numerics"], "--numerics"),
+        (lambda a, s: ["--segmenter", s, "--numerics", "--held-out", 2, "--steps", "2,3"], "give one"),
+        (lambda a, s: ["--segmenter", s, "--resamples", 3], "resamples"),
+    ],
+)
+def test_wrong_requests_end_with_one_line(capsys, folders, tmp_path, change, word):
+    arguments = change(tmp_path, folders[1])
+    code, _, err = run(capsys, "steps", folders[0], "-o", tmp_path / "out", "--device", "cpu", "-q", *arguments)
+    assert code == 2 and word in err and err.count("\n") == 1, err
+    assert not (tmp_path / "out").exists()
+
+
+def test_subjects_and_segmenters_of_another_grid_are_refused(capsys, folders, tmp_path):
+    model = made.model(6)
+    contract = cohort_contract((24, 24, 24))
+    other = Model(replace(model.config, size=contract.size, data=contract, sampling=SamplingConfig()))
+    save(other, tmp_path / "other", card="")
+    options = ("--segmenter", folders[1], "-o", tmp_path / "out", "--device", "cpu", "-q")
+    code, _, err = run(capsys, "steps", tmp_path / "other", "--subjects", folders[2], *options)
+    assert code == 2 and "another size" in err and "subjects.npz" in err
+    code, _, err = run(capsys, "steps", tmp_path / "other", "--held-out", 2, *options)
+    assert code == 2 and "another size" in err and "segmenter" in err
+
+
+@pytest.mark.parametrize("steps", ["0", "-1", "few", "1e3", "9" * 30, ""])
+def test_sampling_steps_that_are_no_number(capsys, folders, tmp_path, steps):
+    mask = write_mask(tmp_path / "a_dseg.nii.gz")
+    code, _, err = run(capsys, "sample", folders[0], "--mask", mask, "-o", tmp_path / "o", f"--steps={steps}")
+    assert code == 2 and err.count("\n") == 1, err

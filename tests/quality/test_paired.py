@@ -1,0 +1,86 @@
+"""Paired comparisons: what cancels, what a margin is, when "not worse" is not said."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from voxtune.quality.bootstrap import Bootstrap
+from voxtune.quality.detail import detail
+from voxtune.quality.paired import Measured, Resampler, compare, margins
+
+LEVEL = 0.95
+
+
+def measured(seed, count=40, shift=0.0, spread=0.05, subjects=None):
+    """Figures whose subjects differ much more than their draws do."""
+    rng = np.random.default_rng(seed)
+    common = np.random.default_rng(99).normal(0.0, 1.0, count)
+    own = common + rng.normal(shift, spread, count)
+    features = torch.from_numpy(np.stack([own, common, rng.normal(size=count)], axis=1))
+    histograms = rng.dirichlet(np.full(256, 50.0), count)
+    likeness = {"psnr": 20 + own, "ms_ssim": 0.5 + own / 100}
+    pairs = rng.uniform(0.4, 0.5, count // 2)
+    return Measured(
+        features_NF=features,
+        histograms_NB=histograms,
+        detail_N=np.full(count, 1.0) + rng.normal(0, 0.01, count),
+        pairs_P=pairs,
+        dice_N={"brain": np.clip(0.8 + own / 50, 0, 1), "rare": np.where(np.arange(count) < 2, 0.5, np.nan)},
+        likeness_N=likeness,
+    )
+
+
+def judged(candidate, count=40, factor=1.0):
+    pairs = [(i, i + count // 2) for i in range(count // 2)]
+    resampler = Resampler(measured(1, count), pairs, Bootstrap(resamples=300), 1.0)
+    first, again = (resampler.figures(measured(seed, count)) for seed in (2, 3))
+    limits = margins(first, again, factor)
+    return compare(resampler.figures(candidate), first, limits, LEVEL), limits
+
+
+def test_the_same_set_is_exactly_not_worse_even_without_any_margin():
+    found, _ = judged(measured(2), factor=0.0)
+    assert all(c.not_worse and c.worsening.high == 0 for c in found.values())
+
+
+def test_what_subjects_have_in_common_cancels():
+    found, _ = judged(measured(4))
+    span = found["psnr"].worsening
+    # Subjects differ by 1 dB, so that an interval over them alone is 0.6 dB wide; the two draws differ by 0.07 dB.
+    assert span.high - span.low < 0.08
+    assert found["psnr"].not_worse
+
+
+def test_a_shift_beyond_the_margin_is_worse_and_within_it_is_not():
+    assert not judged(measured(4, shift=-0.4))[0]["psnr"].not_worse
+    assert judged(measured(4, shift=-0.1))[0]["psnr"].not_worse
+    assert judged(measured(4, shift=0.4))[0]["psnr"].not_worse
+    # Nearly at the margin, the interval reaches beyond it: not said.
+    assert not judged(measured(4, shift=-0.245))[0]["psnr"].not_worse
+
+
+def test_margins_do_not_depend_on_the_count_and_have_floors():
+    few, many = (judged(measured(2, count), count, factor=20.0)[1] for count in (40, 160))
+    # One draw's figure differs from another's by 0.05 dB.
+    assert few["psnr"] == pytest.approx(20 * 0.05, rel=0.3)
+    assert many["psnr"] == pytest.approx(20 * 0.05, rel=0.15)
+    plain = judged(measured(2))[1]
+    assert few["fid"] == pytest.approx(20 * plain["fid"])
+    assert plain["psnr"] == 0.25 and plain["dice_brain"] == 0.01
+
+
+def test_too_few_finite_resamples_cannot_say_not_worse():
+    candidate = measured(2)
+    candidate.dice_N["rare"][:] = np.nan
+    assert not judged(candidate)[0]["dice_rare"].not_worse
+
+
+def test_detail_is_less_where_a_volume_is_blurred():
+    volume = torch.rand(12, 12, 12, generator=torch.Generator().manual_seed(0))
+    inside = torch.ones(12, 12, 12, dtype=torch.bool)
+    blurred = torch.nn.functional.avg_pool3d(volume[None, None], 3, 1, 1)[0, 0]
+    assert detail(blurred, inside) < detail(volume, inside) / 2
+    assert detail(volume, inside) == pytest.approx(1 / 3, rel=0.1)
+    assert detail(volume, ~inside) == 0

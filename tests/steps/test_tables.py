@@ -1,0 +1,163 @@
+"""The tables of steps and of numerics, for a model whose truth is known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.steps import made
+from voxtune.choosing import TableOptions, distances, numerics_table, step_table
+from voxtune.errors import InputError
+from voxtune.quality.bootstrap import Bootstrap
+from voxtune.runtime.model import Model
+from voxtune.steps import precisions
+from voxtune.workloads import without_zeros
+
+QUICK = TableOptions(batch=8, bootstrap=Bootstrap(resamples=60))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def table():
+    found = step_table(
+        made.model(),
+        made.subjects(16),
+        made.segmenter(),
+        samplers=("ddpm", "ddim"),
+        steps=(1, 20, 24),
+        options=QUICK,
+    )
+    return found, {row.name: row for row in found.rows}
+
+
+def test_too_few_steps_are_called_worse(table):
+    for name in ("ddpm 1", "ddim 1"):
+        worse = table[1][name].worse
+        assert {"detail", "histogram_w1", "diversity"} <= set(worse), name
+        assert table[1][name].verdict.startswith("worse: ")
+
+
+def test_the_same_volumes_are_not_worse(table):
+    row = table[1]["ddpm 24"]
+    assert not row.worse
+    assert all(c.worsening.value == c.worsening.high == 0 for c in row.compared.values())
+    assert row.figures["ms_ssim_reference"].value == pytest.approx(1)
+    assert row.figures["psnr_reference"].value == math.inf
+
+
+def test_another_seed_of_the_reference_is_not_worse(table):
+    assert table[0].rows[1].name == "ddpm 24, seed 1"
+    assert not table[0].rows[1].worse
+
+
+def test_the_fewest_steps_are_chosen_and_varied(table):
+    found, rows = table
+    assert found.choice is not None and found.choice.how["steps"] == 20
+    assert {"ddim 20 linspace", "ddim 20 leading", "ddim 20 no clip"} <= set(rows)
+    assert "not worse than ddpm 24, reference over 16 subjects" in found.conclusion()
+    assert any("a result needs 64" in note for note in found.notes)
+
+
+def test_files_say_everything(table):
+    found = table[0].to_json()
+    assert found["margins"]["dice_brain"]["floor"] == 0.01
+    for row in found["rows"]:
+        for name, span in row["figures"].items():
+            assert span["low"] is None or span["low"] <= span["value"] <= span["high"], (row["name"], name)
+    page = table[0].markdown("title")
+    assert "| margin |" in page and "| ddim 20 leading |" in page
+    assert len(table[0].text()) == len(table[0].rows) + 1
+
+
+def timeless(found):
+    rows = [{k: v for k, v in row.items() if k != "seconds_per_volume"} for row in found.to_json()["rows"]]
+    return {**found.to_json(), "rows": rows}
+
+
+def test_the_same_seed_gives_the_same_table_whatever_the_batch():
+    def again(**options):
+        return step_table(
+            made.model(8),
+            made.subjects(6),
+            made.segmenter(),
+            samplers=("ddim",),
+            steps=(4,),
+            options=replace(QUICK, **options),
+        )
+
+    first = again()
+    assert timeless(first) == timeless(again())
+    # The last batch of 4 is short.
+    for a, b in zip(first.rows, again(batch=4).rows, strict=True):
+        assert a.figures["psnr"].value == pytest.approx(b.figures["psnr"].value, rel=1e-4)
+    assert again(seed=3).rows[0].figures != first.rows[0].figures
+
+
+class Broken(nn.Module):
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, x, t_N, cond):
+        # The reference takes every step; a single step starts from the last one and lands here alone.
+        return self.network(x, t_N, cond) * (math.nan if bool((t_N == 3).any()) else 1.0)
+
+
+def test_volumes_with_nan_are_worse_whatever_else():
+    model = made.model(8)
+    broken = Model(model.config, Broken(model.network))
+    found = numerics_table([("fine", model), ("broken", broken)], made.subjects(4), made.segmenter(), options=QUICK)
+    assert found.rows[2].broken == 4 and "NaN" in found.rows[2].worse
+    assert found.chosen is None
+    found.markdown("still a page")
+
+
+def test_numerics_from_the_same_noise():
+    torch.manual_seed(0)
+    model = Model(made.model(4).config)
+    without_zeros(model.network)
+    ways = [*precisions(model, "auto"), ("the same", model)]
+    found = numerics_table(ways, made.subjects(4), made.segmenter(), sampler="ddim", steps=3, options=QUICK)
+    rows = {row.name: row for row in found.rows}
+    assert 0 < rows["BF16 autocast"].distance["relative"] <= rows["BF16 autocast"].distance["relative_worst"] < 0.2
+    assert rows["the same"].distance["relative"] == rows["the same"].distance["worst_voxel"] == 0
+    assert not rows["the same"].worse
+    assert rows["the same"].how["steps"] == 3
+    assert found.to_json()["rows"][-1]["distance"]["psnr"] is None
+    assert "Distance of volumes" in found.markdown("numerics")
+
+
+def test_distances_are_those_of_the_worst_volume():
+    a = torch.zeros(2, 4, 4, 4)
+    a[:, 0] = 1
+    b = a.clone()
+    b[1, 0, 0, 0] = 0.5
+    assert distances(b, a)["worst_voxel"] == 0.5
+    assert distances(b, a)["relative_worst"] == 2 * distances(b, a)["relative"] == 0.125
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"samplers": ("euler",)}, "unknown sampler"),
+        ({"steps": (99,)}, "1 to 24"),
+        ({"steps": ()}, "no steps"),
+        ({"options": {"batch": 0}}, "batch"),
+        ({"options": {"margin": -1.0}}, "margin"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        options = TableOptions(**change.pop("options", {}))
+        step_table(made.model(), made.subjects(4), made.segmenter(), options=options, **change)
