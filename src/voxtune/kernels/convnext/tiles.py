@@ -79,9 +79,10 @@ def candidates(
             if c > 32 and depth % c and bytes_each == 2:
                 continue
             for ways in (1, 2, 4) if bytes_each == 2 and m * k <= 64 * 64 else (1,):
-                # Two turns in shared memory at a time, twice where the residual is a part beside the others.
-                if (m + k) * c * ways * bytes_each <= 49_152:
-                    found += [_tile(m, k, depth, split=split, block_c=c, ways=ways) for split in splits]
+                turn = (m + k) * c * ways * bytes_each
+                found += [
+                    _tile(m, k, depth, split=split, block_c=c, ways=ways) for split in splits if 2 * turn <= room(split)
+                ]
     return list(dict.fromkeys(found))
 
 
@@ -108,11 +109,16 @@ def cost(tile: Tile, rows: int, depth: int, channels: int, processors: int) -> f
     return 1.5 + max(alone, together) + after + parts
 
 
+def room(split: int) -> int:
+    """Bytes of shared memory for a loop's turns. A split sum's residual is a part with a loop of its own, beside the other."""
+    return 98_304 if split == 1 else 49_152
+
+
 def _tile(m: int, k: int, depth: int, *, split: int, block_c: int, ways: int) -> Tile:
     block_c = max(16, min(block_c, power_of_two(depth)))
     turns = -(-depth // (block_c * ways))
     each = -(-turns // split)
-    stages = max(2, min(4, 1 + 98_304 // ((m + k) * block_c * ways * 2), each + 1))
+    stages = max(2, min(4, 1 + room(split) // ((m + k) * block_c * ways * 2), each + 1))
     warps = 8 if m * k >= 128 * 64 else 4 if m * k * ways >= 32 * 16 else 2
     return Tile(block_m=m, block_k=k, block_c=block_c, ways=ways, split=-(-turns // each), warps=warps, stages=stages)
 
