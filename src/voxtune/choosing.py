@@ -226,8 +226,8 @@ def step_table(
     say: Say = lambda _line: None,
 ) -> Table:
     """DDPM with all steps against every sampler and number of steps; then spacing and clamping around the best of them."""
-    bench = Bench(model, subjects, segmenter, options or TableOptions(), say)
     ways = _ways(model, samplers, steps)
+    bench = Bench(model, subjects, segmenter, options or TableOptions(), say)
     reference_way = model.drawing(sampler="ddpm", steps=model.available_steps, clip=True)
     bench.total = len(subjects) * (2 * reference_way.steps + sum(w.steps for w in ways))
     seed = bench.options.seed

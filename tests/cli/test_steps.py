@@ -38,14 +38,14 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """(model, segmenter, packed subjects): a random network of 6 steps on 16 voxels a side."""
+    """(model, segmenter, packed subjects): a random network of 4 steps on 16 voxels a side."""
     root = tmp_path_factory.mktemp("steps")
     torch.manual_seed(0)
-    model = Model(made.model(6).config)
+    model = Model(made.model(4).config)
     without_zeros(model.network)
     save(model, root / "model", card="")
     save_segmenter(made.segmenter(), root / "segmenter", card="")
-    train, held_out = cohort_sources(made.SIZE, 0, 1, 4)
+    train, held_out = cohort_sources(made.SIZE, 0, 1, 3)
     return root / "model", root / "segmenter", pack(train, held_out, root / "subjects.npz")
 
 
@@ -62,14 +62,14 @@ def copied(model, tmp_path):
 def test_a_choice_is_stored_with_its_evidence_and_sampled_with(capsys, folders, tmp_path):
     model, segmenter = copied(folders[0], tmp_path), folders[1]
     # A margin so wide that any row passes: what is tested here is the storing.
-    options = ("--segmenter", segmenter, "--held-out", 3, "--samplers", "ddim,ddpm", "--steps", "2,4", "--margin", 100)
+    options = ("--segmenter", segmenter, "--held-out", 3, "--samplers", "ddim,ddpm", "--steps", "1,2", "--margin", 100)
     code, out, err = run(capsys, "steps", model, "-o", tmp_path / "out", "--json", "--store", *options, *QUICK)
     assert code == 0, err
     table = json.loads(out)
     assert table == json.loads((tmp_path / "out" / "steps.json").read_text())
     assert table["subjects"] == 3 and table["data"] == "cohort 0, subjects 100000 to 100002"
     assert len(table["model_sha256"]) == len(table["segmenter_sha256"]) == 64
-    assert [row["name"] for row in table["rows"]][:4] == ["ddpm 6, reference", "ddpm 6, seed 1", "ddim 2", "ddim 4"]
+    assert [row["name"] for row in table["rows"]][:4] == ["ddpm 4, reference", "ddpm 4, seed 1", "ddim 1", "ddim 2"]
     auto = load(model).config.sampling.auto
     chosen = next(row for row in table["rows"] if row["name"] == table["chosen"])
     assert (auto.sampler, auto.steps, auto.spacing) == (chosen["sampler"], chosen["steps"], chosen["spacing"])
@@ -104,12 +104,12 @@ def test_without_a_stored_choice_sampling_says_so(capsys, folders, tmp_path):
     mask = write_mask(tmp_path / "a_dseg.nii.gz")
     options = ("--mask", mask, "-o", tmp_path / "drawn", "--steps", "auto", "--device", "cpu")
     code, out, err = run(capsys, "sample", folders[0], *options)
-    assert code == 0 and "nothing is stored" in err and "6 steps" in out
+    assert code == 0 and "nothing is stored" in err and "4 steps" in out
     assert "steps_auto" not in next((tmp_path / "drawn").glob("a_*.json")).read_text()
 
 
 def test_folders_and_numerics(capsys, folders, tmp_path):
-    write_cohort(tmp_path / "real", 3, 0, made.SIZE, healthy_fraction=0.0)
+    write_cohort(tmp_path / "real", 2, 0, made.SIZE, healthy_fraction=0.0)
     data = ("--real", tmp_path / "real", "--masks", tmp_path / "real" / "derivatives" / "masks")
     options = (*data, "--segmenter", folders[1], "--numerics", "--samplers", "ddim", "--steps", "2", *QUICK)
     code, out, err = run(capsys, "steps", folders[0], "-o", tmp_path / "out", *options)
@@ -145,7 +145,7 @@ def test_a_bare_machine_makes_the_table_from_packed_subjects(folders, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert "s left" in done.stdout and "ddim 2 leading" in done.stdout
-    assert json.loads((tmp_path / "steps.json").read_text())["subjects"] == 4
+    assert json.loads((tmp_path / "steps.json").read_text())["subjects"] == 3
     assert (tmp_path / "steps.md").exists()
 
 
@@ -159,8 +159,8 @@ def test_a_bare_machine_makes_the_table_from_packed_subjects(folders, tmp_path):
         (lambda a, s: ["--segmenter", s, "--held-out", 1], "at least 2"),
         (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", "5,x"], "whole numbers"),
         (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", "auto"], "is what this command finds"),
-        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", "7"], "1 to 6"),
-        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--samplers", "euler"], "unknown sampler"),
+        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", "7"], "1 to 4"),
+        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--samplers", "euler", "--steps", 2], "unknown sampler"),
         (lambda a, s: ["--segmenter", s, "--store", "--numerics"], "--numerics"),
         (lambda a, s: ["--segmenter", s, "--numerics", "--held-out", 2, "--steps", "2,3"], "give one"),
         (lambda a, s: ["--segmenter", s, "--resamples", 3], "resamples"),
@@ -174,11 +174,11 @@ def test_wrong_requests_end_with_one_line(capsys, folders, tmp_path, change, wor
 
 
 def test_subjects_and_segmenters_of_another_grid_are_refused(capsys, folders, tmp_path):
-    model = made.model(6)
+    model = made.model(4)
     contract = cohort_contract((24, 24, 24))
     other = Model(replace(model.config, size=contract.size, data=contract, sampling=SamplingConfig()))
     save(other, tmp_path / "other", card="")
-    options = ("--segmenter", folders[1], "-o", tmp_path / "out", "--device", "cpu", "-q")
+    options = ("--segmenter", folders[1], "-o", tmp_path / "out", "--steps", 2, "--device", "cpu", "-q")
     code, _, err = run(capsys, "steps", tmp_path / "other", "--subjects", folders[2], *options)
     assert code == 2 and "another size" in err and "subjects.npz" in err
     code, _, err = run(capsys, "steps", tmp_path / "other", "--held-out", 2, *options)

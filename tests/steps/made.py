@@ -38,7 +38,7 @@ class Best(nn.Module):
 
 
 def model(steps=24):
-    network = MedDDPMConfig(base=32, multipliers=(1, 1), attention=())
+    network = MedDDPMConfig(base=32, blocks=1, multipliers=(1, 1), attention=())
     config = ModelConfig(network=network, size=SIZE, data=CONTRACT, diffusion=DiffusionConfig(steps=steps))
     made = Model(config, nn.Linear(1, 1))
     return Model(config, Best(made.schedule))
