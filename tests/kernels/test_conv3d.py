@@ -13,7 +13,7 @@ run = partial(run_checks, "conv3d_checks.py")
 @pytest.mark.parametrize(
     ("dtype", "kind"),
     [
-        ("float32", "random"),
+        pytest.param("float32", "random", marks=pytest.mark.slow),
         ("float16", "integers"),
         pytest.param("float32", "integers", marks=pytest.mark.slow),
         pytest.param("float16", "random", marks=pytest.mark.slow),
