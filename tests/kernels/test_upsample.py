@@ -6,6 +6,7 @@ import pytest
 from small_kernels_runner import BARS, run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["linear", "nearest"])
 def test_against_float64(what):
     rows = run("numerics", what, "random", interpret=True)
