@@ -19,6 +19,15 @@ os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # for the processes that
 GOLDENS = Path(__file__).parent / "goldens"
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Bits depend on the number of threads, and networks as small as these run best on one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _cache_of_our_own(tmp_path_factory):
     """Plans tuned by the person at this machine are none of the tests' business."""

@@ -8,7 +8,6 @@ import pickle
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 import voxtune
@@ -36,12 +35,7 @@ def weights(run) -> bytes:
     return (run / "model" / "model.safetensors").read_bytes()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -27,13 +27,7 @@ from voxtune.workloads import without_zeros
 QUICK = ("--resamples", "20", "--batch", "4", "--device", "cpu", "--plan", "baseline")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Networks as small as these run best on one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

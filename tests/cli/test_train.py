@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import voxtune
 from voxtune.cli.main import main
@@ -70,14 +69,6 @@ def folders(tmp_path_factory):
         nibabel.save(nibabel.Nifti1Image(image, affine), root / "images" / f"sub-{subject}_T1w.nii.gz")
         nibabel.save(nibabel.Nifti1Image(labels, affine), root / "masks" / f"sub-{subject}_dseg.nii.gz")
     return root
-
-
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def from_folders(folders: Path, out: Path, *more: str) -> list[str]:

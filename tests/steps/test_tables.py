@@ -20,12 +20,7 @@ from voxtune.workloads import without_zeros
 QUICK = TableOptions(batch=8, bootstrap=Bootstrap(resamples=60))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

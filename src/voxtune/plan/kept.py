@@ -31,7 +31,7 @@ NAMESPACES = ("aten", "voxtune", "prims")
 PLAIN = {"getitem": operator.getitem, "add": operator.add, "mul": operator.mul, "sub": operator.sub}
 # Values of an operator's arguments that JSON has no word for.
 WORDS: dict[str, Any] = {
-    str(v): v for v in (*vars(torch).values(),) if isinstance(v, torch.dtype | torch.memory_format | torch.layout)
+    str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype | torch.memory_format | torch.layout)
 }
 
 
