@@ -6,6 +6,7 @@ import sys
 import threading
 
 import pytest
+from triton.runtime import build
 from triton.runtime._async_compile import active_mode
 
 from voxtune.kernels.ahead import compiled_ahead, ready
@@ -63,7 +64,7 @@ def test_a_rehearsal_compiles_each_once_in_threads_and_launches_nothing():
     assert during == [0]
     assert not kernel.launched
     assert len(kernel.compiled) == 2
-    assert sorted(kernel.loaded) == [(1,), (2,)]
+    assert sorted(set(kernel.loaded)) == [(1,), (2,)]
     assert all(made.thread is not threading.main_thread() for made in kernel.compiled)
     assert sys.getswitchinterval() == interval
 
@@ -87,3 +88,45 @@ def test_what_fails_is_left_to_the_launch():
 def test_errors_of_the_body_pass():
     with pytest.raises(KeyError), compiled_ahead(lambda: None):
         raise KeyError("body")
+
+
+SOURCE = """
+#include <Python.h>
+static PyObject* launch(PyObject* self, PyObject* args) {{ return PyLong_FromLong({number}); }}
+static PyMethodDef methods[] = {{{{"launch", launch, METH_VARARGS, ""}}, {{0, 0, 0, 0}}}};
+static struct PyModuleDef definition = {{PyModuleDef_HEAD_INIT, "__voxtune_launcher", NULL, -1, methods}};
+PyMODINIT_FUNC PyInit___voxtune_launcher(void) {{ return PyModule_Create(&definition); }}
+"""
+
+
+def test_launchers_of_one_name_are_built_by_threads_and_loaded_by_one(tmp_path, monkeypatch):
+    """As Triton 3.6 makes them: a C module a kernel, all of one name."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    loads = []
+    load = build._load_module_from_path
+    monkeypatch.setattr(
+        build, "_load_module_from_path", lambda *args: loads.append(threading.current_thread()) or load(*args)
+    )
+
+    class Made:
+        def __init__(self, number):
+            self.number = number
+
+        @property
+        def run(self):
+            source = SOURCE.format(number=self.number)
+            return build.compile_module_from_src(source, "__voxtune_launcher").launch
+
+    class Launched(Kernel):
+        def _compile(self, args):
+            made.append(Made(args[0]))
+            return made[-1]
+
+    kernel, made = Launched(), []
+    with compiled_ahead(lambda: [ready(kernel)[(1,)](number) for number in range(8)]):
+        pass
+    assert len(loads) == 8
+    assert set(loads) == {threading.main_thread()}
+    assert sorted(m.number for m in made) == list(range(8))
+    assert all(m.run() == m.number for m in made)
+    assert len(list(tmp_path.rglob("*.so"))) == 8

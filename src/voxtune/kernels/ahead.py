@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -102,10 +103,47 @@ def compiled_ahead(rehearse: Callable[[], object]) -> Iterator[None]:
         sys.setswitchinterval(interval)
 
 
+class _Built(Exception):
+    """A launcher lies on the disk."""
+
+
+def _build_launchers(kernels: list[Any], pool: ThreadPoolExecutor) -> None:
+    """Older Tritons compile a C module for each kernel's launch: threads build them, and load none.
+
+    All those modules have one name, and Python takes one for another when several threads load them at once (seen: a kernel
+    launched by the launcher of another, about once in a hundred starts).
+    """
+    from triton.runtime import build
+
+    load, here = build._load_module_from_path, threading.local()
+
+    def built_or_loaded(name: str, path: str, *more: Any) -> Any:
+        if getattr(here, "building", False):
+            raise _Built(path)
+        return load(name, path, *more)
+
+    def make(kernel: Any) -> None:
+        here.building = True
+        try:
+            kernel.run  # noqa: B018 - asking for it is what builds it
+        except _Built:
+            pass
+        finally:
+            here.building = False
+
+    build._load_module_from_path = built_or_loaded
+    try:
+        list(pool.map(make, kernels))
+    finally:
+        build._load_module_from_path = load
+
+
 def _finish(mode: Any, kernels: list[Any], pool: ThreadPoolExecutor) -> None:
     try:
         mode.__exit__(None, None, None)
-        # Loading one builds its launcher, a compiler's work too.
-        list(pool.map(lambda k: k.kernel.run, [k for k in kernels if k.kernel is not None]))
+        compiled = [k.kernel for k in kernels if k.kernel is not None]
+        _build_launchers(compiled, pool)
+        for kernel in compiled:
+            kernel.run  # noqa: B018 - loads it
     except Exception as error:
         log.info("a kernel was not compiled ahead: %s: %s", type(error).__name__, error)

@@ -35,6 +35,9 @@ FACTOR = 1.5
 FLOAT32_FACTOR, FLOAT32_FLOOR = 4.0, 1e-5
 # As it runs, a library's own kernels may be coarser (PyTorch's channels-last GroupNorm on a CPU errs 2e-5), and steps add up.
 STEP_FLOOR, PATH_FLOOR = 5e-5, 2e-4
+# cuDNN takes TF32's products or float32's as it sees fit, so plain TF32 may be no TF32 at all: none is asked to lie closer than
+# TF32's numbers lie to each other, and its volumes as much further as float32's may.
+TF32_FLOOR = 2.0**-10 / STEP_FLOOR
 SEEDS = (0, 1, 2)
 
 Call = Callable[..., Any]
@@ -149,6 +152,7 @@ class Gate:
         return self._yardsticks[precision]
 
     def _limit(self, precision: str, plain: float, floor: float) -> float:
+        floor *= TF32_FLOOR if precision == "tf32" else 1.0
         return max(floor, (FLOAT32_FACTOR if precision == "fp32" else self.factor) * plain)
 
     def _error(self, call: Call) -> float:
