@@ -103,7 +103,7 @@ def compiled_ahead(rehearse: Callable[[], object]) -> Iterator[None]:
         sys.setswitchinterval(interval)
 
 
-class _Built(Exception):
+class _Built(Exception):  # noqa: N818 - a signal, no failure
     """A launcher lies on the disk."""
 
 
