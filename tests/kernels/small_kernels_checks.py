@@ -246,13 +246,15 @@ def compile_stem(arch):
 
 
 def compile_head(arch):
+    shapes = [(64, M, norm, True) for M in (1, 4) for norm in (False, True)]
+    shapes += [(128, 1, True, True), (320, 4, True, False), (640, 4, False, True)]  # the widths of others' networks
     for kind, dtype in KINDS.items():
-        for M in (1, 4):
-            for norm in (False, True):
-                constants = {"C": 64, "WALK": 32, "VOLUME": True, "NORM": norm, "HAS_BIAS": True, "PRECISION": "ieee"}
-                constants |= {"BLOCK_K": head_conv.chunk_of(64, dtype), "COLUMNS": head_conv.COLUMNS, "y_w": 1}
-                pointers = typed("x_ptr w_ptr bias_ptr", kind) | typed("affine_ptr y_ptr", "fp32")
-                yield build(head_conv.voxtune_head, arch, pointers, constants, **head_conv.head_tile(M, dtype))
+        for C, M, norm, volume in shapes:
+            constants = {"C": C, "WALK": 32, "VOLUME": volume, "NORM": norm, "HAS_BIAS": True, "PRECISION": "ieee"}
+            constants |= {"BLOCK_K": head_conv.chunk_of(C, dtype), "COLUMNS": head_conv.COLUMNS, "y_w": 1}
+            pointers = typed("x_ptr w_ptr bias_ptr", kind) | typed("affine_ptr y_ptr", "fp32")
+            tile = head_conv.head_tile(C, M, dtype, volume=volume)
+            yield build(head_conv.voxtune_head, arch, pointers, constants, **tile)
 
 
 if __name__ == "__main__":

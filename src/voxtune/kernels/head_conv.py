@@ -27,6 +27,8 @@ from voxtune.kernels.stem_conv import FEW, as_volume, span
 
 # Columns for one channel out: the 9 taps of a plane, in a power of two.
 COLUMNS = 16
+# Bytes of shared memory that planes on their way may fill: a little less than what the smallest cards give a program.
+SHARED = 64 << 10
 # Programs wanted before a walk along the depth is made longer: four for each multiprocessor of a large card.
 ENOUGH = 528
 
@@ -82,6 +84,24 @@ def _activated(
     root = tl.rsqrt(1.0 + tl.exp(-y))
     # The padding's zeros come after the SiLU.
     return tl.where(keep, y * root * root, 0.0).to(x.dtype)
+
+
+@triton.jit
+def _voxels(x_at, affine_ptr, c, keep, C: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr):
+    """A tile's channels c, activated when a norm comes with them."""
+    if not EVEN:
+        keep = keep & (c < C)[None, :]
+    x = tl.load(x_at + c[None, :], mask=keep, other=0.0)
+    return _activated(x, affine_ptr, c, keep, C) if NORM else x
+
+
+@triton.jit
+def _products(x, w_ahead, w_here, w_behind, ahead, here, behind, VOLUME: tl.constexpr, PRECISION: tl.constexpr):
+    ahead = tl.dot(x, w_ahead, ahead, input_precision=PRECISION)
+    if VOLUME:
+        here = tl.dot(x, w_here, here, input_precision=PRECISION)
+        behind = tl.dot(x, w_behind, behind, input_precision=PRECISION)
+    return ahead, here, behind
 
 
 @triton.jit
@@ -147,18 +167,16 @@ def voxtune_head(
         keep = (in_plane & (depth >= 0) & (depth < D))[:, None]
         plane = x_ptr + (n * D + d) * (H * W * C)
         ahead = tl.zeros((BLOCK_V, T), tl.float32)
-        for k0 in tl.static_range(0, C, BLOCK_K):
-            c = k0 + k
-            keep_x = keep if C % BLOCK_K == 0 else keep & (c < C)[None, :]
-            x = tl.load(plane + (h * W + w)[:, None] * C + c[None, :], mask=keep_x, other=0.0)
-            if NORM:
-                x = _activated(x, affine_ptr + n * 2 * C, c, keep_x, C)
-            if CHUNKS > 1:
+        first = plane + (h * W + w)[:, None] * C
+        norm = affine_ptr + n * 2 * C
+        if CHUNKS == 1:
+            x = _voxels(first, norm, k, keep, C, C % BLOCK_K == 0, NORM)
+            ahead, here, behind = _products(x, w_ahead, w_here, w_behind, ahead, here, behind, VOLUME, PRECISION)
+        else:  # a loop of its own: unrolled, wide networks would fill the shared memory, or the registers
+            for k0 in range(0, C, BLOCK_K):
+                x = _voxels(first, norm, k0 + k, keep, C, C % BLOCK_K == 0, NORM)
                 w_ahead, w_here, w_behind = _columns(w_at + k0 * columns, tap, VOLUME)
-            ahead = tl.dot(x, w_ahead, ahead, input_precision=PRECISION)
-            if VOLUME:
-                here = tl.dot(x, w_here, here, input_precision=PRECISION)
-                behind = tl.dot(x, w_behind, behind, input_precision=PRECISION)
+                ahead, here, behind = _products(x, w_ahead, w_here, w_behind, ahead, here, behind, VOLUME, PRECISION)
         taps = tl.gather(behind if VOLUME else ahead, source, 0)
         y = tl.sum(tl.reshape(taps, (BLOCK_V, BLOCK_M, COLUMNS)), axis=2) + bias[None, :]
         # A plane of the result is whole when the input's next one has been added.
@@ -202,7 +220,7 @@ def head(
     M, volume = packed.out_channels, packed.dimensions == 3
     y = empty_channels_last(x, M, dtype) if out is None else out
     N, C, D, H, W = as_volume(x).shape
-    tile = head_tile(M, x.dtype)
+    tile = head_tile(C, M, x.dtype, volume=volume)
     blocks = triton.cdiv(H, tile["BLOCK_H"] - 2) * triton.cdiv(W, tile["BLOCK_W"] - 2)
     walk = head_walk(N * blocks, D) if volume else 1
     padded = triton.next_power_of_2(M)
@@ -231,13 +249,16 @@ def head(
     return y
 
 
-def head_tile(M: int, dtype: torch.dtype) -> dict[str, int]:
-    """The tile with its border, and its warps. Three sums of a column for every tap must stay in registers."""
-    if dtype == torch.float32:
-        return {"BLOCK_H": 8, "BLOCK_W": 8, "BLOCK_M": 1, "num_warps": 4, "num_stages": 2}
-    if M == 1:
-        return {"BLOCK_H": 8, "BLOCK_W": 16, "BLOCK_M": 1, "num_warps": 4, "num_stages": 3}
-    return {"BLOCK_H": 8, "BLOCK_W": 16, "BLOCK_M": min(4, triton.next_power_of_2(M)), "num_warps": 8, "num_stages": 3}
+def head_tile(C: int, M: int, dtype: torch.dtype, *, volume: bool) -> dict[str, int]:
+    """The tile with its border, its warps and stages. Three sums of a column for every tap must stay in registers."""
+    chunk, full = chunk_of(C, dtype), dtype == torch.float32
+    block_m = 1 if full else min(2 if volume and chunk < C else 4, triton.next_power_of_2(M))
+    warps = 4 if full or (M == 1 and chunk >= C) else 8
+    block_w = 8 if full else 16
+    weights = (3 if volume else 1) * block_m * COLUMNS if chunk < C else 0  # else they are fetched once
+    fitting = SHARED // (chunk * (8 * block_w + weights) * dtype.itemsize)
+    stages = max(1, min(2 if full else 3, fitting))
+    return {"BLOCK_H": 8, "BLOCK_W": block_w, "BLOCK_M": block_m, "num_warps": warps, "num_stages": stages}
 
 
 def head_walk(columns: int, D: int) -> int:
