@@ -67,6 +67,7 @@ class Gate:
         assert inputs, "a gate needs inputs"
         self.model, self.inputs, self.trajectory, self.factor = model, list(inputs), trajectory, factor
         self._references: list[Tensor] | None = None
+        self._begun: list[Tensor] | None = None
         self.reference_type = "float64"
         self._paths: dict[int, Tensor] = {}
         self._yardsticks: dict[str, tuple[float, float]] = {}
@@ -75,15 +76,27 @@ class Gate:
     def references(self) -> list[Tensor]:
         """The network itself in float64; in float32 where it insists on that type inside."""
         if self._references is None:
-            wide = copy.deepcopy(self.model).double()
             try:
-                self._references = [_output(wide, _widened(i)).cpu() for i in self.inputs]
+                self._references = [y.cpu() for y in self._begun or self._widely()]
             except RuntimeError as error:
                 log.info("no float64 reference (%s): float32 it is", one_line(error))
                 self.reference_type = "float32"
                 with tf32_allowed(False):
                     self._references = [_output(self.model, i).cpu() for i in self.inputs]
+        self._begun = None
         return self._references
+
+    def begin(self) -> None:
+        """Asks a GPU for the references and does not wait: it computes them while Python captures and rewrites."""
+        if self._references is None and _tensors(self.inputs[0])[0].device.type == "cuda":
+            try:
+                self._begun = self._widely()
+            except RuntimeError as error:
+                log.info("references are computed later: %s", one_line(error))
+
+    def _widely(self) -> list[Tensor]:
+        wide = copy.deepcopy(self.model).double()
+        return [_output(wide, _widened(i)) for i in self.inputs]
 
     def path(self, seed: int) -> Tensor:
         """The final volume of the network itself, in float32."""

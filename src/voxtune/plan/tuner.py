@@ -139,6 +139,7 @@ def _plainly(twin: Optimized) -> Callable[..., Any]:
 def first_admitted(subject: Subject, plans: Sequence[Plan], gate: Gate) -> tuple[Optimized, Verdict] | None:
     """The first plan that can be built here and passes the gate; what the others failed by is logged."""
     half = refuses_half(subject.device)
+    gate.begin()
     for plan in plans:
         names = "+".join(plan.names)
         if half is not None and precision_of(plan) in HALF:
