@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import pickle
+import time
+from functools import partial
 
 import numpy as np
 import pytest
 from nifti_samples import oriented_affine, save
 
+from voxtune.data import dataset, processes
 from voxtune.data.bids import write_cohort
 from voxtune.data.cohort import cohort_contract, subject
 from voxtune.data.contract import BRATS, DataContract, generic_contract
@@ -160,3 +165,39 @@ def test_subjects_drawn_side_by_side_are_the_same():
     for i in range(4):
         for a, b in zip(alone[i], together[i], strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def test_processes_are_sent_the_cohort_and_not_what_is_drawn_already():
+    source = CohortSource(cohort_contract((16, 16, 16)), 3, 40)
+    for index in range(40):
+        source._cache.put(index, (np.zeros((1, 16, 16, 16), np.float32), np.zeros((16, 16, 16), np.uint8)))
+    assert len(pickle.dumps(source.drawing())) < 2000 < source._cache.bytes
+
+
+def test_only_what_fits_the_cache_is_drawn_ahead(monkeypatch):
+    asked = []
+    monkeypatch.setattr(dataset, "side_by_side", lambda work, count, processes: asked.append(count) or [])
+    contract = cohort_contract((16, 16, 16))
+    CohortSource(contract, 3, 40, cache_bytes=3 * 5 * 16**3).warm(4)
+    CohortSource(contract, 3, 40, cache_bytes=100).warm(4)
+    assert asked == [3]
+
+
+def hang(index: int) -> None:
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(("work", "said"), [(os._exit, "a process died"), (hang, "no subject for minutes")])
+def test_processes_that_die_or_hang_are_told_and_not_waited_for(monkeypatch, work, said):
+    source = CohortSource(cohort_contract((16, 16, 16)), 3, 2)
+    monkeypatch.setattr(source, "drawing", lambda: work)
+    monkeypatch.setattr(
+        dataset, "side_by_side", partial(processes.side_by_side, patience_s=0.5 if work is hang else 60)
+    )
+    told = []
+    began = time.monotonic()
+    source.warm(2, told.append)
+    assert time.monotonic() - began < 60
+    assert len(told) == 1
+    assert said in told[0]
+    assert not source._cache._kept

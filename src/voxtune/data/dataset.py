@@ -6,10 +6,12 @@ on the contract's grid. What was prepared once is kept in memory up to a limit; 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import logging
+import math
+from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -21,9 +23,14 @@ from voxtune.data.grid import Mode, fit
 from voxtune.data.nifti import Volume, read_labels, read_volume
 from voxtune.data.pairing import Pair, pair_folders
 from voxtune.data.preflight import Finding, Report, check_kept, check_mask, check_pair
+from voxtune.data.processes import side_by_side
 from voxtune.errors import InputError
 
+log = logging.getLogger("voxtune")
+
 CACHE_BYTES = 2 * 2**30
+# Of a drawn subject: a float32 image and its labels.
+BYTES_A_VOXEL = 5
 
 
 class Subjects(Protocol):
@@ -128,38 +135,34 @@ class CohortSource:
         image_CDHW, labels_DHW = self._cache.get(_checked(index, len(self)), self._prepare)
         return image_CDHW.copy(), encode_mask(labels_DHW, self.contract)
 
-    def warm(self, processes: int) -> None:
-        """Draws all subjects that fit the cache now, side by side: drawing one takes a tenth of a second or more."""
-        from concurrent.futures import ProcessPoolExecutor
-        from multiprocessing import get_context
+    def warm(self, processes: int, warn: Callable[[str], None] | None = None) -> None:
+        """Draws all subjects that fit the cache now, side by side: drawing one takes a tenth of a second or more.
 
-        # Fresh processes: a forked one would inherit locks of threads that it does not have.
-        with _one_thread_each(), ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-            for index, prepared in enumerate(pool.map(self._prepare, range(self.count), chunksize=8)):
-                if not self._cache.put(index, prepared):
-                    pool.shutdown(cancel_futures=True)
-                    return
+        Where the processes fail, `warn` is told, and what is missing is drawn when it is needed.
+        """
+        count = min(self.count, self._cache.room(math.prod(self.contract.size) * BYTES_A_VOXEL))
+        if count < 1:
+            return
+        try:
+            for index, prepared in enumerate(side_by_side(self.drawing(), count, processes)):
+                self._cache.put(index, prepared)
+        except (BrokenProcessPool, TimeoutError) as error:
+            told = "no subject for minutes" if isinstance(error, TimeoutError) else "a process died; out of memory?"
+            (warn or log.warning)(f"drawing the cohort with {processes} processes failed ({told}): going on with one")
+
+    def drawing(self) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
+        """index -> subject. Apart from `self`, so that no process is sent the cache."""
+        return partial(_draw, self.contract, self.seed, self.spacing, self.healthy_fraction)
 
     def _prepare(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        size = _ras_size(self.contract)
-        drawn = subject(self.seed, index, size, spacing=self.spacing, healthy_fraction=self.healthy_fraction)
-        return _on_grid([drawn.image_volume()], drawn.label_volume(), self.contract, "pad")
+        return self.drawing()(index)
 
 
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Processes started meanwhile compute with one thread each: many of them with many threads would crawl."""
-    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, "1"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+def _draw(
+    contract: DataContract, seed: int, spacing: float, healthy_fraction: float, index: int
+) -> tuple[np.ndarray, np.ndarray]:
+    drawn = subject(seed, index, _ras_size(contract), spacing=spacing, healthy_fraction=healthy_fraction)
+    return _on_grid([drawn.image_volume()], drawn.label_volume(), contract, "pad")
 
 
 class _Cache:
@@ -176,6 +179,10 @@ class _Cache:
         prepared = prepare(index)
         self.put(index, prepared)
         return prepared
+
+    def room(self, item_bytes: int) -> int:
+        """How many more items of this size it keeps."""
+        return (self.limit_bytes - self.bytes) // item_bytes
 
     def put(self, index: int, prepared: tuple[np.ndarray, np.ndarray]) -> bool:
         """Whether it was kept."""

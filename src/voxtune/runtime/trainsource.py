@@ -27,7 +27,7 @@ def open_source(config: TrainConfig, model: ModelConfig, warn: Warn, *, check: b
     if data.cohort is not None:
         cohort = CohortSource(contract, data.cohort_seed, data.cohort)
         if config.workers > 2:
-            cohort.warm(config.workers)
+            cohort.warm(config.workers, warn)
         return cohort
     if data.images is None or data.masks is None:
         raise InputError("no data: give folders (--images DIR --masks DIR) or the embedded cohort (--cohort 64)")
