@@ -1,21 +1,26 @@
 """Kernels compiled side by side before they are needed.
 
 Why: a network's first step meets some forty kernels, each compiled when it is first launched, one after the other: most of a
-minute on one core while the others idle. Here a rehearsal of the network asks for all of them; threads compile, nothing runs.
+minute on one core while the others idle. Here a rehearsal of the network asks for all of them; threads, or processes where
+some were started, compile, and nothing runs.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
+
+from voxtune.kernels.workers import Worker, active
 
 log = logging.getLogger("voxtune")
 # Seconds before a thread has to share the interpreter: the body's launches wait for it, and Python's own value is ten times that.
@@ -46,14 +51,39 @@ class _Held(Executor):
         self.waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        assert not args, "Triton's orders take no arguments"
+        assert not kwargs, "Triton's orders take no arguments"
         future: Future[Any] = Future()
-        self.waiting.append((future, lambda: fn(*args, **kwargs)))
+        self.waiting.append((future, fn))
         return future
 
     def release(self) -> None:
-        for future, call in self.waiting:
-            self.pool.submit(_fulfil, future, call)
-        self.waiting.clear()
+        if workers := active():
+            jobs = deque(sorted(self.waiting, key=lambda job: -_length(job[1])))
+            for worker in workers:
+                self.pool.submit(_by_worker, worker, jobs)
+        else:
+            for future, call in self.waiting:
+                self.pool.submit(_fulfil, future, call)
+        self.waiting = []
+
+
+def _length(call: Callable[[], Any]) -> int:
+    """The kernel's source: long ones compile longest, and are better begun first."""
+    try:
+        return len(inspect.getclosurevars(call).nonlocals["src"].fn.src)
+    except (TypeError, KeyError, AttributeError):
+        return 0
+
+
+def _by_worker(worker: Worker, jobs: deque[tuple[Future[Any], Callable[[], Any]]]) -> None:
+    while jobs:
+        try:
+            future, call = jobs.popleft()
+        except IndexError:  # another thread was faster
+            return
+        worker.compile(call)
+        _fulfil(future, call)  # from the cache; compiled here if the worker could not
 
 
 def _fulfil(future: Future[Any], call: Callable[[], Any]) -> None:

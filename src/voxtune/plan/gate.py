@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,23 +66,23 @@ class Gate:
     ):
         assert inputs, "a gate needs inputs"
         self.model, self.inputs, self.trajectory, self.factor = model, list(inputs), trajectory, factor
-        self._references: list[Tensor] | None = None
-        self._begun: list[Tensor] | None = None
+        self._references: list[list[Tensor]] | None = None
+        self._begun: list[list[Tensor]] | None = None
         self.reference_type = "float64"
         self._paths: dict[int, Tensor] = {}
         self._yardsticks: dict[str, tuple[float, float]] = {}
 
     @property
-    def references(self) -> list[Tensor]:
-        """The network itself in float64; in float32 where it insists on that type inside."""
+    def references(self) -> list[list[Tensor]]:
+        """The network itself in float64, every output by input; in float32 where it insists on that type inside."""
         if self._references is None:
             try:
-                self._references = [y.cpu() for y in self._begun or self._widely()]
+                self._references = [[y.cpu() for y in ys] for ys in self._begun or self._widely()]
             except RuntimeError as error:
                 log.info("no float64 reference (%s): float32 it is", one_line(error))
                 self.reference_type = "float32"
                 with tf32_allowed(False):
-                    self._references = [_output(self.model, i).cpu() for i in self.inputs]
+                    self._references = [[y.cpu() for y in _outputs(self.model, i)] for i in self.inputs]
         self._begun = None
         return self._references
 
@@ -94,9 +94,9 @@ class Gate:
             except RuntimeError as error:
                 log.info("references are computed later: %s", one_line(error))
 
-    def _widely(self) -> list[Tensor]:
+    def _widely(self) -> list[list[Tensor]]:
         wide = copy.deepcopy(self.model).double()
-        return [_output(wide, _widened(i)) for i in self.inputs]
+        return [_outputs(wide, _widened(i)) for i in self.inputs]
 
     def path(self, seed: int) -> Tensor:
         """The final volume of the network itself, in float32."""
@@ -130,11 +130,10 @@ class Gate:
             figures |= {"structure": error, "structure_limit": limit}
             if not error <= limit:
                 return Verdict(False, f"rewritten in float32 it errs {error:.1e}, more than {limit:.1e}", figures)
-        per_input = [difference(_output(candidate, i), r) for i, r in zip(self.inputs, self.references, strict=True)]
-        worst = max(per_input, key=lambda d: d.relative)
+        worst = max(self._differences(candidate), key=lambda d: d.relative)
         plain, plain_path = self.yardstick(precision)
         limit = self._limit(precision, plain, STEP_FLOOR)
-        figures |= {"relative": worst.relative, "limit": limit, "plain": plain, "inputs": len(per_input)}
+        figures |= {"relative": worst.relative, "limit": limit, "plain": plain, "inputs": len(self.inputs)}
         figures["reference"] = self.reference_type
         if not worst.relative <= limit:
             return Verdict(False, f"it errs {worst.relative:.1e}, more than {limit:.1e}", figures)
@@ -169,8 +168,13 @@ class Gate:
         return max(floor, (FLOAT32_FACTOR if precision == "fp32" else self.factor) * plain)
 
     def _error(self, call: Call) -> float:
-        pairs = zip(self.inputs, self.references, strict=True)
-        return max(difference(_output(call, i), r).relative for i, r in pairs)
+        return max(d.relative for d in self._differences(call))
+
+    def _differences(self, call: Call) -> Iterator[Difference]:
+        """Of every output, for every input: where the candidate's lies, since features are large for a processor."""
+        for inputs, references in zip(self.inputs, self.references, strict=True):
+            for y, reference in zip(_outputs(call, inputs), references, strict=True):
+                yield difference(y, reference.to(y.device))
 
     def _follow(self, call: Call, seeds: Sequence[int]) -> list[Difference]:
         assert self.trajectory is not None
@@ -182,18 +186,21 @@ def _autocast(device: torch.device, precision: str) -> AbstractContextManager[An
     return torch.autocast(device.type, HALF[precision]) if precision in HALF else nullcontext()
 
 
-def _output(call: Call, inputs: Inputs) -> Tensor:
-    """The network's volume: its output, or the first tensor of it (diffusers wraps it in a small class)."""
+def _outputs(call: Call, inputs: Inputs) -> list[Tensor]:
     with torch.no_grad():
         found = call(*inputs[0], **inputs[1])
-    return volume_of(found).detach()
+    return [y.detach() for y in volumes_of(found)]
+
+
+def volumes_of(output: Any) -> list[Tensor]:
+    """A network's volumes: its output, or the tensors of it (diffusers wraps one in a small class)."""
+    values = tree_flatten(list(output.values()) if isinstance(output, dict) else output)[0]
+    return [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]
 
 
 def volume_of(output: Any) -> Tensor:
-    if isinstance(output, Tensor):
-        return output
-    values: Iterable[Any] = output.values() if isinstance(output, dict) else tree_flatten(output)[0]
-    return next(v for v in values if isinstance(v, Tensor))
+    """The first of them: what the sampler goes on with."""
+    return volumes_of(output)[0]
 
 
 def _tensors(inputs: Inputs) -> list[Tensor]:

@@ -211,6 +211,15 @@ class Optimized(nn.Module):
         return self.original(*args, **kwargs)
 
 
+def compilers(device: torch.device) -> AbstractContextManager[None]:
+    """Processes that compile for `kernels_ready`: worth their start where a network's kernels are new."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return nullcontext()
+    from voxtune.kernels.workers import compiling
+
+    return compiling()
+
+
 def kernels_ready(network: Optimized, inputs: Inputs) -> AbstractContextManager[None]:
     """The network's kernels are compiled side by side, beginning now and done at the end of the block."""
     if network.runner.context.device.type != "cuda" or importlib.util.find_spec("triton") is None:

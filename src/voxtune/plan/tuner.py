@@ -26,7 +26,7 @@ from voxtune.plan.identity import identity
 from voxtune.plan.measure import Timing, clocked, measure
 from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan, Step
-from voxtune.plan.run import Optimized, kernels_ready
+from voxtune.plan.run import Optimized, compilers, kernels_ready
 from voxtune.plan.trajectory import trajectory_of
 
 log = logging.getLogger("voxtune")
@@ -114,10 +114,10 @@ def judge(subject: Subject, network: Optimized, gate: Gate) -> Verdict:
     """Asks the gate about a plan that was built, and about its float32 twin where the graph was rewritten."""
     plan = network.plan
     twin = Plan(tuple(s for s in plan.steps if s.name not in NOT_STRUCTURE))
-    structure = _plainly(subject.build(twin, twin=True)) if twin.steps else None
     # Kernels compile on the processor's cores while the gate computes its references on the GPU.
     with clocked("kernels and references ready"), kernels_ready(network, subject.inputs):
         gate.prepare(precision_of(plan))
+        structure = _plainly(subject.build(twin, twin=True)) if twin.steps else None
     with clocked("judged"):
         return gate.judge(network, precision_of(plan), structure)
 
@@ -138,8 +138,13 @@ def _plainly(twin: Optimized) -> Callable[..., Any]:
 
 def first_admitted(subject: Subject, plans: Sequence[Plan], gate: Gate) -> tuple[Optimized, Verdict] | None:
     """The first plan that can be built here and passes the gate; what the others failed by is logged."""
+    with compilers(subject.device):
+        gate.begin()
+        return _first_admitted(subject, plans, gate)
+
+
+def _first_admitted(subject: Subject, plans: Sequence[Plan], gate: Gate) -> tuple[Optimized, Verdict] | None:
     half = refuses_half(subject.device)
-    gate.begin()
     for plan in plans:
         names = "+".join(plan.names)
         if half is not None and precision_of(plan) in HALF:

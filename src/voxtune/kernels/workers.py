@@ -1,0 +1,122 @@
+"""Processes that compile kernels into Triton's cache on the disk, for a process that will then find them there.
+
+Why: threads of one process share Python's lock, and a compilation holds it for about a quarter of its time: many threads are
+no faster than a few. What a process here cannot do, or fails at, is compiled by the one that asked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, BinaryIO
+
+# Each takes about 300 MB of the host's memory while it lives.
+MOST = 8
+DONE = b"done\n"
+
+
+class Worker:
+    """One such process. It is asked by one thread at a time."""
+
+    def __init__(self) -> None:
+        # What can be imported here can be imported there.
+        paths = os.pathsep.join(p for p in sys.path if p)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        )
+
+    def compile(self, call: Callable[[], Any]) -> bool:
+        """Whether what `call` would compile now lies in the cache."""
+        job = describe(call)
+        if job is None or self.process.poll() is not None:
+            return False
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(len(job).to_bytes(8, "little") + job)
+            self.process.stdin.flush()
+            return self.process.stdout.readline() == DONE
+        except OSError:
+            return False
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+_active: ContextVar[tuple[Worker, ...]] = ContextVar("voxtune_workers", default=())
+
+
+def active() -> tuple[Worker, ...]:
+    return _active.get()
+
+
+@contextmanager
+def compiling(count: int | None = None) -> Iterator[None]:
+    """Workers that `compiled_ahead` uses inside the block; they start while its first part does other work."""
+    workers = tuple(Worker() for _ in range(min(MOST, (os.cpu_count() or 1) - 1) if count is None else count))
+    token = _active.set(workers)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+        for worker in workers:
+            worker.stop()
+
+
+def describe(call: Callable[[], Any]) -> bytes | None:
+    """What Triton's own order to compile holds, so that another process can do the same; None where it cannot be told."""
+    try:
+        known = inspect.getclosurevars(call).nonlocals
+        source, target, options = known["src"], known["target"], known["options"]
+        kernel = source.fn.fn
+        job = (
+            (type(source).__module__, type(source).__name__),
+            (kernel.__module__, kernel.__name__),
+            (source.signature, source.constants, source.attrs),
+            (target.backend, target.arch, target.warp_size),
+            dict(vars(options)),
+        )
+        return pickle.dumps(job)
+    except (TypeError, KeyError, AttributeError, pickle.PicklingError):
+        return None
+
+
+def perform(job: bytes) -> None:
+    """Compiles what `describe` told of; the result lies in the cache."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    form, kernel, (signature, constants, attributes), target, options = pickle.loads(job)
+    source_type, function = (getattr(importlib.import_module(module), name) for module, name in (form, kernel))
+    source = source_type(function, signature, constants, attributes)
+    triton.compile(source, target=GPUTarget(*target), options=options)
+
+
+def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
+    while size := jobs.read(8):
+        try:
+            perform(jobs.read(int.from_bytes(size, "little")))
+            answer = DONE
+        except Exception:
+            answer = b"failed\n"
+        answers.write(answer)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what others print is no answer
+    importlib.import_module("voxtune.kernels.ops")  # while the first job is on its way
+    serve(sys.stdin.buffer, replies)
