@@ -18,6 +18,7 @@ VERBS = (
     "sample",
     "evaluate",
     "steps",
+    "usefulness",
     "tune",
     "ladder",
     "train",

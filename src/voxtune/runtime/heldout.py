@@ -14,7 +14,7 @@ from torch import Tensor
 from voxtune.data.contract import DataContract
 from voxtune.errors import InputError
 from voxtune.runtime.model import Model
-from voxtune.runtime.segmentdata import HELD_OUT, Shifted, classes_of, unpack
+from voxtune.runtime.segmentdata import HELD_OUT, Packed, Shifted, classes_of, unpack
 from voxtune.runtime.segmenter import Segmenter
 
 
@@ -36,9 +36,14 @@ class HeldOut:
 
     def condition(self, numbers: list[int]) -> Tensor:
         """The masks of these subjects as the model takes them, (N, L, D, H, W)."""
-        classes = self.classes_NDHW[numbers]
-        inside = torch.stack([classes == 1 + channel for channel in range(len(self.contract.labels))], dim=1).float()
-        return inside * 2 - 1 if self.contract.mask_range == "signed" else inside
+        return condition_of(self.classes_NDHW[numbers], self.contract)
+
+
+def condition_of(classes_NDHW: Tensor, contract: DataContract) -> Tensor:
+    """Classes as the model takes a mask, (N, L, D, H, W)."""
+    channels = range(len(contract.labels))
+    inside = torch.stack([classes_NDHW == 1 + channel for channel in channels], dim=1).float()
+    return inside * 2 - 1 if contract.mask_range == "signed" else inside
 
 
 def held_out_cohort(model: Model, count: int, seed: int = 0) -> HeldOut:
@@ -49,7 +54,7 @@ def held_out_cohort(model: Model, count: int, seed: int = 0) -> HeldOut:
         raise InputError(f"--held-out {count}: at least 2 subjects are needed, and 64 for a result")
     contract = contract_of(model)
     source = Shifted(CohortSource(contract, seed, HELD_OUT + count, healthy_fraction=0.0), HELD_OUT, count)
-    return _gathered(source, contract, f"cohort {seed}, subjects {HELD_OUT} to {HELD_OUT + count - 1}")
+    return gathered(source, contract, f"cohort {seed}, subjects {HELD_OUT} to {HELD_OUT + count - 1}")
 
 
 def held_out_folders(model: Model, real: Path, masks: Path) -> HeldOut:
@@ -59,27 +64,32 @@ def held_out_folders(model: Model, real: Path, masks: Path) -> HeldOut:
     contract = contract_of(model)
     source = PairedFolders(contract, real, masks)
     source.check().raise_errors()
-    return _gathered(source, contract, f"{len(source)} subjects of the folder {real.name}")
+    return gathered(source, contract, f"{len(source)} subjects of the folder {real.name}")
 
 
 def held_out_packed(model: Model, path: Path, count: int | None = None) -> HeldOut:
     """The held-out subjects of a file that `python -m voxtune.runtime.segmentrun pack` wrote."""
     contract = contract_of(model)
     _, source = unpack(path)
-    difference = unlike(source.contract, contract)
+    check_packed(path, source, contract, count)
+    source = source.part(0, len(source) if count is None else count)
+    return gathered(source, contract, f"{len(source)} packed subjects")
+
+
+def check_packed(path: Path, held_out: Packed, contract: DataContract, count: int | None) -> None:
+    """Raises where packed subjects are not on the model's grid, or fewer than `count` are held out."""
+    difference = unlike(held_out.contract, contract)
     if difference:
         raise InputError(f"{path}: {difference} than the model's; pack the subjects for this model")
-    if count is not None and count > len(source):
-        raise InputError(f"{path}: holds {len(source)} held-out subjects, {count} were asked for")
-    source = source.part(0, len(source) if count is None else count)
-    return _gathered(source, contract, f"{len(source)} packed subjects")
+    if count is not None and count > len(held_out):
+        raise InputError(f"{path}: holds {len(held_out)} held-out subjects, {count} were asked for")
 
 
 def contract_of(model: Model) -> DataContract:
     contract = model.config.data
     if contract is None or len(contract.images) != 1:
         found = "no label contract" if contract is None else f"{len(contract.images)} images"
-        raise InputError(f"this model has {found}: steps are compared for models that draw one image from a mask")
+        raise InputError(f"this model has {found}: this is measured for models that draw one image from a mask")
     return contract
 
 
@@ -105,7 +115,8 @@ def unlike(found: DataContract, wanted: DataContract) -> str | None:
     return None
 
 
-def _gathered(source: Any, contract: DataContract, origin: str) -> HeldOut:
+def gathered(source: Any, contract: DataContract, origin: str) -> HeldOut:
+    """All subjects of a source in memory."""
     if len(source) < 2:
         raise InputError(f"{origin}: at least 2 subjects are needed, and 64 for a result")
     images, classes = [], []

@@ -130,8 +130,12 @@ def unpack(path: str | Path) -> tuple[Packed, Packed]:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{path}: not a file of packed subjects ({one_line(error)})") from None
+    if not 0 < held_out < len(images):
+        raise InputError(
+            f"{path}: {held_out} of its {len(images)} subjects are held out; pack some to learn from and some not"
+        )
     wanted = (len(labels), len(contract.images), *contract.size)
-    if images.shape != wanted or labels.shape != (len(images), *contract.size) or not 0 < held_out < len(images):
+    if images.shape != wanted or labels.shape != (len(images), *contract.size):
         raise InputError(f"{path}: images of shape {images.shape} do not fit its own contract; pack the subjects again")
     everything = Packed(contract, images, labels, str(header.get("origin", "")))
     return everything.part(0, len(images) - held_out), everything.part(len(images) - held_out, held_out)

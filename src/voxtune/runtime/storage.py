@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -207,6 +208,12 @@ def read_plainly(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         return tensors, dict(metadata)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
         raise InputError(f"{path}: damaged or truncated safetensors file ({one_line(error)})") from None
+
+
+def weights_sha256(path: Path) -> str | None:
+    """The hash of the weights' file behind `path`: of a model folder, a run folder, or the file itself."""
+    weights = next((p for p in (path, path / WEIGHTS, path / "model" / WEIGHTS) if p.is_file()), None)
+    return None if weights is None else hashlib.sha256(weights.read_bytes()).hexdigest()
 
 
 def config_file(path: str | Path) -> Path:

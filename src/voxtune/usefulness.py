@@ -1,0 +1,220 @@
+"""`voxtune usefulness` from a request to its files; and `python -m voxtune.usefulness`, for machines with little but PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from voxtune.errors import InputError
+from voxtune.files import write_whole
+from voxtune.quality.bootstrap import Bootstrap
+from voxtune.quality.useful import Usefulness
+from voxtune.runtime.model import Model
+from voxtune.runtime.sampling import Drawing, Steps
+from voxtune.runtime.segmenttrain import SegmentTraining
+from voxtune.runtime.split import Split, split_cohort, split_folders, split_packed
+from voxtune.runtime.storage import load, weights_sha256
+from voxtune.teaching import Drawn, check_few, draw, lessons, scaled, segmenter_config, teach
+
+HELD_OUT = 64
+# Fewer subjects make a table, but not a result.
+ENOUGH = 64
+MOST_SEEDS = 64
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What `voxtune usefulness` was asked for. Subjects come from one of `subjects`, `real` with `masks`, or the cohort."""
+
+    model: Path
+    out: Path
+    volumes: int = 240
+    few: int | None = None
+    held_out: int | None = None
+    subjects: Path | None = None
+    real: Path | None = None
+    masks: Path | None = None
+    segment_steps: int = 2000
+    segment_batch: int = 8
+    seeds: int = 2
+    sampler: str | None = None
+    steps: Steps = "auto"
+    plan: str = "auto"
+    seed: int = 0
+    batch: int = 8
+    resamples: int = 1000
+    base: int = 16
+    overwrite: bool = False
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if (self.real is None) != (self.masks is None):
+            raise InputError("--real and --masks belong together: folders of volumes and of their masks")
+        if self.real is not None and self.subjects is not None:
+            raise InputError("--real: leave --subjects away, subjects come from one place")
+        if self.volumes < 2 or self.batch < 1 or not 1 <= self.seeds <= MOST_SEEDS:
+            raise InputError(
+                f"volumes {self.volumes}, batch {self.batch}, seeds {self.seeds}: at least 2 volumes, a batch from 1 up, "
+                f"and 1 to {MOST_SEEDS} seeds"
+            )
+        if self.held_out is not None and self.held_out < 2:
+            raise InputError(f"--held-out {self.held_out}: at least 2 subjects are needed, and {ENOUGH} for a result")
+        if self.result.exists() and not self.overwrite:
+            raise InputError(f"{self.result}: exists already; choose another folder or pass --overwrite")
+
+    @property
+    def result(self) -> Path:
+        return self.out / "usefulness.json"
+
+    def training(self) -> SegmentTraining:
+        low: Any = "bf16" if torch.device(self.device).type == "cuda" else "none"
+        return SegmentTraining(steps=self.segment_steps, batch=self.segment_batch, seed=self.seed, autocast=low)
+
+
+def run(request: Request, say: Say) -> Usefulness:
+    """Draws, trains every arm, measures; the files are written after each seed, so that a run cut short leaves a result."""
+    settings = Bootstrap(resamples=request.resamples, seed=request.seed)
+    model = load(request.model, device=request.device)
+    training = request.training()
+    how = model.check_request(sampler=request.sampler, steps=request.steps, seed=request.seed)
+    subjects = _checked(_split(request, model), request)
+    if how.note:
+        say(how.note)
+    say(f"learn from {subjects.origin}; tested on {subjects.held_out.origin}")
+    say(f"{request.volumes} volumes by {how.sampler} in {how.steps} steps on {model.device}")
+    model = _planned(model, request.plan, say)
+    drawn = draw(model, subjects.learn, request.volumes, how, seed=request.seed, batch=request.batch, say=say)
+    say(f"drawn in {drawn.seconds:.0f} s, plan included")
+    about = {**_about(request, model, subjects, how, drawn), "training": asdict(training)}
+    real = replace(subjects.learn, images_NDHW=scaled(subjects.learn.images_NDHW))
+    made = lessons(real, drawn.volumes, request.few)
+    notes = _notes(subjects, drawn, request)
+    result = None
+    for arms in teach(
+        made, subjects.held_out, training, request.seeds, base=request.base, device=request.device, say=say
+    ):
+        result = Usefulness(arms=arms, settings=settings, about=about, notes=notes)
+        write(result, request.result, request.model.name)
+    assert result is not None
+    for line in result.text():
+        say(line)
+    return result
+
+
+def write(result: Usefulness, path: Path, title: str) -> None:
+    """As JSON at `path`, and as Markdown beside it."""
+    write_whole(path, (json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n").encode())
+    write_whole(path.with_suffix(".md"), result.markdown(f"{title}: usefulness").encode())
+
+
+def _split(request: Request, model: Model) -> Split:
+    if request.subjects is not None:
+        return split_packed(model, request.subjects, request.volumes, request.held_out)
+    if request.real is not None and request.masks is not None:
+        return split_folders(model, request.real, request.masks, request.volumes, request.held_out)
+    held_out = HELD_OUT if request.held_out is None else request.held_out
+    return split_cohort(model, request.volumes, held_out)
+
+
+def _checked(subjects: Split, request: Request) -> Split:
+    """Raises for what would fail only after the drawing."""
+    segmenter_config(subjects.learn, request.base)
+    check_few(request.few, len(subjects.learn))
+    if not bool((subjects.held_out.classes_NDHW > 0).any()):
+        raise InputError(f"{subjects.held_out.origin}: their masks hold no label, so nothing can be measured on them")
+    return subjects
+
+
+def _planned(model: Model, plan: str, say: Say) -> Model:
+    if plan == "baseline" and model.device.type == "cpu":
+        return model
+    from voxtune.optimizing import optimize
+
+    return optimize(model, plan=plan, search=False, say=say)
+
+
+def _about(request: Request, model: Model, subjects: Split, how: Drawing, drawn: Drawn) -> dict[str, Any]:
+    device = model.device
+    return {
+        "model_sha256": weights_sha256(request.model),
+        "data": subjects.origin,
+        "held_out": subjects.held_out.origin,
+        "size": list(subjects.learn.contract.size),
+        "drawing": {
+            **how.record(),
+            "spacing": how.spacing,
+            "clip": how.clip,
+            "seed": request.seed,
+            "plan": request.plan,
+            "passes": list(getattr(model.network, "passes", ())),
+            "volumes": request.volumes,
+            "broken": drawn.broken,
+            "seconds": round(drawn.seconds, 1),
+        },
+        "seeds_asked": request.seeds,
+        "network_base": request.base,
+        "device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
+    }
+
+
+def _notes(subjects: Split, drawn: Drawn, request: Request) -> tuple[str, ...]:
+    count, notes = len(subjects.held_out), []
+    if count < ENOUGH:
+        notes.append(f"{count} held-out subjects: a result needs {ENOUGH}")
+    if request.seeds < 2:
+        notes.append("one seed: nothing is known of how another would turn out")
+    if drawn.broken:
+        notes.append(f"{drawn.broken} synthetic volumes held NaN or infinity and were left out")
+    return tuple(notes)
+
+
+def steps_of(text: str) -> Steps:
+    """--steps: auto, or a number."""
+    if text != "auto" and not (text.isascii() and text.isdigit() and len(text) <= 9 and int(text) > 0):
+        raise InputError(f"--steps {text[:40]}: give a whole number from 1 up, or auto")
+    return "auto" if text == "auto" else int(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    asked = vars(_parser().parse_args(arguments))
+    try:
+        run(Request(**{**asked, "steps": steps_of(asked["steps"])}), _say)
+    except InputError as error:
+        print(f"voxtune: error: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # noqa: T201
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m voxtune.usefulness", description="See voxtune usefulness --help.")
+    parser.add_argument("model", type=Path)
+    parser.add_argument("-o", "--out", type=Path, required=True)
+    for name in ("subjects", "real", "masks"):
+        parser.add_argument(f"--{name}", type=Path)
+    for name in ("few", "held-out"):
+        parser.add_argument(f"--{name}", type=int)
+    for name in ("volumes", "segment-steps", "segment-batch", "seeds", "seed", "batch", "resamples", "base"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(Request, name.replace("-", "_")))
+    parser.add_argument("--sampler")
+    parser.add_argument("--steps", default="auto")
+    parser.add_argument("--plan", default="auto")
+    parser.add_argument("--overwrite", action="store_true")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""voxtune usefulness as a person runs it, and on a bare machine; what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.steps import made
+from voxtune.cli.main import main
+from voxtune.data.bids import write_cohort
+from voxtune.data.cohort import cohort_contract
+from voxtune.runtime.model import Model, SamplingConfig
+from voxtune.runtime.segmentdata import cohort_sources, pack, unpack
+from voxtune.runtime.storage import save
+from voxtune.workloads import without_zeros
+
+QUICK = ("--resamples", 20, "--batch", 4, "--segment-steps", 2, "--segment-batch", 2, "--device", "cpu")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """(model, packed subjects): a random network of 4 steps on 16 voxels a side."""
+    root = tmp_path_factory.mktemp("usefulness")
+    torch.manual_seed(0)
+    model = Model(made.model(4).config)
+    without_zeros(model.network)
+    save(model, root / "model", card="")
+    learn, held_out = cohort_sources(made.SIZE, 0, 4, 3)
+    return root / "model", pack(learn, held_out, root / "subjects.npz", origin="made for tests")
+
+
+def run(capsys, *arguments):
+    code = main([str(a) for a in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+BARE = """
+import sys
+
+# None: as if it were not installed.
+sys.modules.update(dict.fromkeys("nibabel scipy nilearn pandas pyarrow safetensors typer rich yaml PIL plotly".split()))
+from voxtune.usefulness import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_bare_machine_learns_from_packed_subjects(folders, tmp_path):
+    model, subjects = folders
+    options = ("--subjects", subjects, "--volumes", 4, "--few", 2, "--seeds", 2, "--steps", 2, "--sampler", "ddim")
+    command = [sys.executable, "-c", BARE, str(model), "-o", str(tmp_path), *map(str, (*options, *QUICK))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "s left" in done.stdout and "few_and_synthetic" in done.stdout
+    found = json.loads((tmp_path / "usefulness.json").read_text())
+    arms = {arm["name"]: (arm["real"], arm["synthetic"]) for arm in found["arms"]}
+    assert arms == {
+        "real": (4, 0),
+        "synthetic": (0, 4),
+        "both": (4, 4),
+        "few": (2, 0),
+        "few_and_synthetic": (2, 4),
+    }
+    assert (found["subjects"], found["seeds"], found["data"]) == (3, 2, "4 packed subjects (made for tests)")
+    assert len(found["model_sha256"]) == 64
+    assert (found["drawing"]["sampler"], found["drawing"]["steps"], found["drawing"]["broken"]) == ("ddim", 2, 0)
+    assert (found["training"]["steps"], found["training"]["batch"]) == (2, 2)
+    assert any("a result needs 64" in note for note in found["notes"])
+    assert "| both | 4 real + 4 synthetic |" in (tmp_path / "usefulness.md").read_text()
+
+
+def test_the_cohort_and_more_volumes_than_subjects(capsys, folders, tmp_path):
+    options = ("--volumes", 2, "--held-out", 2, "--seeds", 1, "--json", *QUICK)
+    code, out, err = run(capsys, "usefulness", folders[0], "-o", tmp_path, *options)
+    assert code == 0, err
+    found = json.loads(out)
+    assert found == json.loads((tmp_path / "usefulness.json").read_text())
+    assert found["held_out"] == "cohort 0, subjects 100000 to 100001"
+    assert found["drawing"]["steps"] == 4 and "nothing is stored" in err and "one seed" in err
+    code, _, err = run(capsys, "usefulness", folders[0], "-o", tmp_path, *options)
+    assert code == 2 and "--overwrite" in err
+    more = ("--subjects", folders[1], "--volumes", 6, "--seeds", 1, "--steps", 1, "--overwrite", "--json", *QUICK)
+    code, out, err = run(capsys, "usefulness", folders[0], "-o", tmp_path, *more)
+    assert code == 0, err
+    assert [(a["real"], a["synthetic"]) for a in json.loads(out)["arms"]] == [(4, 0), (0, 6), (4, 6)]
+
+
+def test_folders_hold_out_their_last_subjects(capsys, folders, tmp_path):
+    write_cohort(tmp_path / "real", 5, 0, made.SIZE, healthy_fraction=0.0)
+    data = ("--real", tmp_path / "real", "--masks", tmp_path / "real" / "derivatives" / "masks")
+    options = (*data, "--volumes", 8, "--seeds", 1, "--steps", 1, "--json", *QUICK)
+    code, out, err = run(capsys, "usefulness", folders[0], "-o", tmp_path / "out", *options)
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["subjects"] == 2 and [(a["real"], a["synthetic"]) for a in found["arms"]] == [(3, 0), (0, 8), (3, 8)]
+    code, _, err = run(capsys, "usefulness", folders[0], "-o", tmp_path / "b", *data, "--held-out", 4, *QUICK)
+    assert code == 2 and "too few to learn from" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda a, s: ["--real", a], "--masks"),
+        (lambda a, s: ["--real", a, "--masks", a, "--subjects", s], "one place"),
+        (lambda a, s: ["--subjects", a / "none.npz"], "none.npz"),
+        (lambda a, s: ["--subjects", s, "--held-out", 4], "3 held-out subjects"),
+        (lambda a, s: ["--subjects", s, "--held-out", 0], "at least 2"),
+        (lambda a, s: ["--subjects", s, "--few", 4], "--few 4"),
+        (lambda a, s: ["--subjects", s, "--volumes", 1], "at least 2 volumes"),
+        (lambda a, s: ["--subjects", s, "--seeds", 0], "seeds 0"),
+        (lambda a, s: ["--subjects", s, "--segment-steps", 0], "steps 0"),
+        (lambda a, s: ["--subjects", s, "--steps", "few"], "whole number"),
+        (lambda a, s: ["--subjects", s, "--steps", 9], "1 to 4"),
+        (lambda a, s: ["--subjects", s, "--sampler", "euler"], "unknown sampler"),
+        (lambda a, s: ["--subjects", s, "--resamples", 3], "resamples"),
+    ],
+)
+def test_wrong_requests_end_with_one_line(capsys, folders, tmp_path, change, word):
+    arguments = change(tmp_path, folders[1])
+    code, _, err = run(capsys, "usefulness", folders[0], "-o", tmp_path / "out", "--device", "cpu", "-q", *arguments)
+    assert code == 2 and word in err and err.count("\n") == 1, err
+    assert not (tmp_path / "out").exists()
+
+
+def repacked(path, out, **changes):
+    """The same packed subjects with other arrays or another header."""
+    with np.load(path) as file:
+        parts = {name: file[name] for name in file.files}
+    header = {**json.loads(str(parts["header"])), **changes.pop("header", {})}
+    np.savez(out, **{**parts, **changes, "header": json.dumps(header)})
+    return out
+
+
+def test_subjects_that_cannot_serve_are_refused(capsys, folders, tmp_path):
+    model, subjects = folders
+    none = repacked(subjects, tmp_path / "none.npz", header={"held_out": 0})
+    single = repacked(subjects, tmp_path / "single.npz", header={"held_out": 1})
+    empty = repacked(subjects, tmp_path / "empty.npz", labels=np.zeros((7, *made.SIZE), np.uint8))
+    assert len(unpack(single)[1]) == 1
+    for path, word in ((none, "0 of its 7 subjects are held out"), (single, "at least 2"), (empty, "hold no label")):
+        code, _, err = run(capsys, "usefulness", model, "--subjects", path, "-o", tmp_path / "out", "-q", *QUICK)
+        assert code == 2 and word in err and err.count("\n") == 1, err
+
+
+def test_a_model_of_another_grid_is_refused(capsys, folders, tmp_path):
+    contract = cohort_contract((24, 24, 24))
+    other = Model(replace(made.model(4).config, size=contract.size, data=contract, sampling=SamplingConfig()))
+    save(other, tmp_path / "other", card="")
+    options = ("--subjects", folders[1], "-o", tmp_path / "out", "--device", "cpu", "-q")
+    code, _, err = run(capsys, "usefulness", tmp_path / "other", *options)
+    assert code == 2 and "another size" in err and "subjects.npz" in err and err.count("\n") == 1

@@ -1,0 +1,212 @@
+"""Arms of segmenters: that they differ by their volumes alone, that useless volumes show, that figures are honest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.steps import made
+from voxtune import teaching
+from voxtune.errors import InputError
+from voxtune.quality.bootstrap import Bootstrap
+from voxtune.quality.useful import Arm, Usefulness
+from voxtune.runtime.model import Model
+from voxtune.runtime.sampling import AutoSampling, Evidence
+from voxtune.runtime.segmenttrain import SegmentTraining
+from voxtune.runtime.split import Volumes
+from voxtune.teaching import draw, lessons, measure, scaled, teach
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+QUICK = SegmentTraining(steps=40, batch=4, learning_rate=3e-2)
+
+
+def volumes(count=10):
+    found = made.subjects(count)
+    return Volumes(contract=made.CONTRACT, images_NDHW=found.images_NDHW, classes_NDHW=found.classes_NDHW)
+
+
+def held_out(count=6):
+    """Of the same kind, and none of those above."""
+    found = made.subjects(20 + count)
+    return replace(found, images_NDHW=found.images_NDHW[20:], classes_NDHW=found.classes_NDHW[20:])
+
+
+def noise(like):
+    images = torch.randn(like.images_NDHW.shape, generator=torch.Generator().manual_seed(0))
+    return replace(like, images_NDHW=scaled(images / 4))
+
+
+def taught(arms, seeds=1, training=QUICK, **more):
+    *_, last = teach(arms, held_out(), training, seeds, base=4, **more)
+    return Usefulness(arms=last, settings=Bootstrap(resamples=50), about={})
+
+
+@pytest.fixture(scope="module")
+def against_noise():
+    real = volumes()
+    return taught(lessons(replace(real, images_NDHW=scaled(real.images_NDHW)), noise(real)), seeds=2)
+
+
+def test_noise_teaches_less_than_real_volumes(against_noise):
+    arms = {arm.name: arm for arm in against_noise.arms}
+    assert against_noise.dice(arms["real"], "brain").value > 0.8
+    # Where a brain lies can be learned from masks alone; where a lesion lies cannot.
+    assert against_noise.dice(arms["real"], "tumour").value > 0.45
+    gains = {g.label: g for g in against_noise.gains() if g.arm == "synthetic"}
+    assert gains["tumour"].verdict == "lower"
+    assert gains["tumour"].figure.high < -0.2 and len(gains["tumour"].by_seed) == 2
+
+
+def test_every_figure_has_interval_and_count(against_noise):
+    found = against_noise.to_json()
+    assert [arm["name"] for arm in found["arms"]] == ["real", "synthetic", "both"]
+    assert (found["subjects"], found["seeds"]) == (6, 2)
+    for arm in found["arms"]:
+        for label, figure in arm["dice"].items():
+            assert figure["low"] <= figure["value"] <= figure["high"], (arm["name"], label)
+            assert figure["n"] == 6 and len(figure["by_seed"]) == 2
+            assert np.mean(figure["by_seed"]) == pytest.approx(figure["value"])
+            assert np.shape(arm["dice_by_seed_and_subject"][label]) == (2, 6)
+        assert {gain["against"] for gain in arm["gains"]} == (set() if arm["name"] == "real" else {"real"})
+    page = against_noise.markdown("title")
+    assert "| synthetic | 10 synthetic |" in page and "| both | 10 real + 10 synthetic |" in page
+    assert "6 held-out subjects, 2 seeds" in page
+
+
+def test_the_same_volumes_in_another_arm_teach_the_same_to_the_bit():
+    real = volumes(6)
+    quick = replace(QUICK, steps=6)
+    found = taught(lessons(real, real, few=5), seeds=2, training=quick)
+    arms = {arm.name: arm.dice_SN for arm in found.arms}
+    assert list(arms) == ["real", "synthetic", "both", "few", "few_and_synthetic"]
+    for label in found.labels:
+        assert np.array_equal(arms["real"][label], arms["synthetic"][label])
+        assert not np.array_equal(arms["real"][label], arms["both"][label])
+    gains = {(g.arm, g.against): g for g in found.gains() if g.label == "brain"}
+    assert gains["synthetic", "real"].verdict == "not told apart"
+    assert ("few_and_synthetic", "few") in gains and ("few", "real") in gains
+
+
+def test_every_arm_has_the_same_recipe_network_and_seeds(monkeypatch):
+    calls, train = [], teaching.train_segmenter
+
+    def listening(source, training, **how):
+        calls.append((training, how))
+        return train(source, replace(training, steps=1), **how)
+
+    monkeypatch.setattr(teaching, "train_segmenter", listening)
+    taught(lessons(volumes(4), noise(volumes(4)), few=2), seeds=2)
+    assert [c[0].seed for c in calls] == [0] * 5 + [1] * 5
+    assert all(replace(c[0], seed=0) == replace(QUICK, seed=0) and c[1] == calls[0][1] for c in calls)
+
+
+def test_a_seed_at_a_time_is_given():
+    found = [
+        arms[0].dice_SN["brain"].shape
+        for arms in teach(lessons(volumes(4), volumes(4)), held_out(2), replace(QUICK, steps=1), 3, base=4)
+    ]
+    assert found == [(1, 2), (2, 2), (3, 2)]
+
+
+def test_drawn_volumes_belong_to_their_masks_whatever_the_batch():
+    model, masks = made.model(4), volumes(3)
+    how = model.drawing(steps=4)
+    one = draw(model, masks, 5, how, seed=0, batch=1, say=lambda _: None)
+    many = draw(model, masks, 5, how, seed=0, batch=4, say=lambda _: None)
+    assert torch.allclose(one.volumes.images_NDHW, many.volumes.images_NDHW, atol=1e-4)
+    assert torch.equal(one.volumes.classes_NDHW, masks.classes_NDHW[[0, 1, 2, 0, 1]])
+    # The second volume for a mask has noise of its own, and every volume its own extremes at -1 and 1.
+    assert not torch.allclose(one.volumes.images_NDHW[0], one.volumes.images_NDHW[3], atol=0.05)
+    assert torch.equal(one.volumes.images_NDHW.amax((1, 2, 3)), torch.ones(5))
+    assert torch.equal(one.volumes.images_NDHW.amin((1, 2, 3)), -torch.ones(5))
+
+
+class Sometimes(nn.Module):
+    def __init__(self, network, broken):
+        super().__init__()
+        self.network, self.broken, self.calls = network, broken, 0
+
+    def forward(self, x, t_N, cond):
+        found = self.network(x, t_N, cond)
+        found[self.broken] = torch.nan
+        return found
+
+
+def test_broken_volumes_are_left_out_and_counted():
+    model = made.model(2)
+    how = model.drawing(steps=2)
+
+    def drawn(broken):
+        return draw(
+            Model(model.config, Sometimes(model.network, broken)),
+            volumes(4),
+            4,
+            how,
+            seed=0,
+            batch=4,
+            say=lambda _: None,
+        )
+
+    found = drawn([1])
+    assert found.broken == 1 and len(found.volumes) == 3
+    assert torch.equal(found.volumes.classes_NDHW, volumes(4).classes_NDHW[[0, 2, 3]])
+    with pytest.raises(InputError, match="every synthetic volume"):
+        drawn([0, 1, 2, 3])
+
+
+def test_dice_leaves_out_subjects_without_the_label():
+    test = held_out(3)
+    classes = test.classes_NDHW.clone()
+    classes[0] = classes[0].clamp(max=1)
+    found = measure(made.segmenter(), replace(test, classes_NDHW=classes))
+    assert np.isnan(found["tumour"][0]) and not np.isnan(found["tumour"][1:]).any()
+    arms = tuple(Arm(name=n, real=3, synthetic=0, dice_SN={k: v[None] for k, v in found.items()}) for n in "ab")
+    result = Usefulness(arms=arms, settings=Bootstrap(resamples=20), about={})
+    assert result.dice(arms[0], "tumour").n == 2 and result.dice(arms[0], "brain").n == 3
+    assert result.to_json()["arms"][0]["dice_by_seed_and_subject"]["tumour"][0][0] is None
+
+
+@pytest.mark.parametrize(
+    ("gaps", "verdict"),
+    [
+        ([[0.1, 0.2, 0.1], [0.1, 0.1, 0.2]], "higher"),
+        ([[-0.1, -0.2, -0.1], [-0.1, -0.1, -0.2]], "lower"),
+        # Seeds alone make as much; subjects disagree; one seed tells nothing of another.
+        ([[0.4, 0.5, 0.4], [0.1, 0.1, 0.1]], "not told apart"),
+        ([[0.1, -0.1, 0.1], [0.1, -0.1, 0.0]], "not told apart"),
+        ([[0.1, 0.2, 0.1]], "not told apart"),
+    ],
+)
+def test_a_verdict_needs_subjects_and_seeds(gaps, verdict):
+    base = np.full(np.shape(gaps), 0.5)
+    arms = (
+        Arm(name="real", real=3, synthetic=0, dice_SN={"brain": base}),
+        Arm(name="both", real=3, synthetic=3, dice_SN={"brain": base + np.array(gaps)}),
+    )
+    result = Usefulness(arms=arms, settings=Bootstrap(resamples=200), about={})
+    [gain] = result.gains()
+    assert gain.verdict == verdict and verdict in gain.words()
+    assert (gain.seed_error is None) == (len(gaps) == 1)
+    assert "not told apart" not in verdict or "higher" not in result.markdown("title")
+
+
+@pytest.mark.parametrize("few", [0, 4, -1])
+def test_few_must_be_fewer(few):
+    with pytest.raises(InputError, match="--few"):
+        lessons(volumes(4), volumes(4), few=few)
+
+
+def test_a_stored_choice_is_drawn_by():
+    model, masks = made.model(4), volumes(2)
+    evidence = Evidence(file="steps.json", sha256="0" * 64, subjects=64, summary="")
+    auto = AutoSampling(sampler="ddim", steps=2, spacing="leading", clip=False, evidence=evidence)
+    stored = Model(replace(model.config, sampling=replace(model.config.sampling, auto=auto)), model.network)
+    found = draw(stored, masks, 2, stored.drawing(steps="auto"), seed=0, batch=2, say=lambda _: None)
+    told = model.drawing(sampler="ddim", steps=2, spacing="leading", clip=False)
+    wanted = draw(model, masks, 2, told, seed=0, batch=2, say=lambda _: None)
+    assert torch.equal(found.volumes.images_NDHW, wanted.volumes.images_NDHW)
