@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import time
@@ -48,6 +49,9 @@ class Output:
         if self.quiet:
             yield lambda done, note="": None
             return
+        if importlib.util.find_spec("rich") is None:
+            yield _lines(description, total)
+            return
         from rich.console import Console
         from rich.progress import (
             BarColumn,
@@ -74,11 +78,32 @@ class Output:
                 bar.update(task, completed=done, note=note)
                 if not console.is_terminal and (done >= total or time.monotonic() - told[0] >= LOG_SECONDS):
                     told[0] = time.monotonic()
-                    left = bar.tasks[0].time_remaining
-                    parts = [f"{description} {done}/{total}", note, "" if left is None else f"{left:.0f} s left"]
-                    print(", ".join(p for p in parts if p), file=sys.stderr, flush=True)
+                    _line(description, done, total, note, bar.tasks[0].time_remaining)
 
             yield update
+
+
+def _lines(description: str, total: int) -> Update:
+    """Progress where the library for bars is missing, as on many GPU machines."""
+    begun: list[tuple[float, int]] = []
+    told = [time.monotonic()]
+
+    def update(done: int, note: str = "") -> None:
+        now = time.monotonic()
+        if not begun:
+            begun.append((now, done))
+        if done >= total or now - told[0] >= LOG_SECONDS:
+            told[0] = now
+            start, first = begun[0]
+            left = (now - start) / (done - first) * (total - done) if done > first else None
+            _line(description, done, total, note, left)
+
+    return update
+
+
+def _line(description: str, done: int, total: int, note: str, left: float | None) -> None:
+    parts = [f"{description} {done}/{total}", note, "" if left is None else f"{left:.0f} s left"]
+    print(", ".join(p for p in parts if p), file=sys.stderr, flush=True)
 
 
 def choose_device(name: str) -> str:

@@ -32,6 +32,7 @@ def command(
     images: Annotated[str | None, _option(help="Folder of NIfTI images; with convnext of CIFAR-10 batches.")] = None,
     masks: Annotated[str | None, _option(help="Folder of NIfTI masks, paired with the images by name.")] = None,
     labels: Annotated[str | None, _option(help="The masks' labels, as brain=1,tumour=2.")] = None,
+    subjects: Annotated[str | None, _option(help="One file of packed subjects; its held-out ones are left.")] = None,
     cohort: Annotated[int | None, _option(help="Train on this many subjects of the embedded cohort.")] = None,
     workload: Annotated[str | None, _option(help="med-ddpm (default), med-ddpm-brats, convnext or segment.")] = None,
     init: Annotated[str | None, _option(help="Fine-tune: a model or run folder, or a checkpoint.")] = None,
@@ -39,11 +40,14 @@ def command(
     base: Annotated[int | None, _option(help="Channels at full resolution.")] = None,
     multipliers: Annotated[str | None, _option(help="Channels of each level in units of base, as 1,2,3,4.")] = None,
     steps: Annotated[int | None, _option(help="Updates of the weights (default 100000).")] = None,
+    minutes: Annotated[float | None, _option(help="End in this time, with fewer steps if need be.")] = None,
     batch: Annotated[int | None, _option(help="Subjects computed at once (default 1; convnext 128).")] = None,
     accumulation: Annotated[int | None, _option(help="Batches to one update (default 2; convnext 1).")] = None,
     learning_rate: Annotated[
         float | None, _option("--learning-rate", "--lr", help="Adam's (default 1e-5; convnext 2e-4).")
     ] = None,
+    warmup: Annotated[int | None, _option(help="Steps over which the learning rate rises (default 0).")] = None,
+    decay: Annotated[str | None, _option(help="How it falls: none (default) or cosine.")] = None,
     loss: Annotated[str | None, _option(help="l1 (default) or l2 (convnext's).")] = None,
     autocast: Annotated[str | None, _option(help="none (default), bf16 or fp16.")] = None,
     seed: Annotated[int | None, _option(help="Fixes order, noise and first weights (default 0).")] = None,
@@ -57,8 +61,10 @@ def command(
     """Train a model on your folders, the embedded cohort or CIFAR-10; it can be stopped and resumed at any moment."""
     output = Output(json=json, quiet=quiet)
     plain: dict[str, Any] = {"data.images": _absolute(images), "data.masks": _absolute(masks), "data.cohort": cohort}
+    plain |= {"data.subjects": _absolute(subjects)}
     plain |= {"model.workload": workload, "model.init": _absolute(init), "model.base": base}
     plain |= {"steps": steps, "batch": batch, "accumulation": accumulation, "learning_rate": learning_rate}
+    plain |= {"minutes": minutes, "warmup": warmup, "decay": decay}
     plain |= {"loss": loss, "autocast": autocast, "seed": seed}
     plain |= {"checkpoint_every": checkpoint_every, "sample_every": sample_every}
     plain |= {"model.size": None if size is None else list(parse_size(size)), "data.labels": _labels(labels)}
@@ -113,11 +119,13 @@ def _finish(done: tuple[TrainResult, int], output: Output) -> None:
         output.say(f"Stopped after step {result.step} of {result.steps}; everything is saved. Go on with: {again}")
         # What a shell expects of a process that a signal ended, so that `train && next` does not go on.
         raise typer.Exit(128 + signal_number)
-    if result.resumed_from is not None and result.resumed_from >= result.steps:
-        output.say(f"This run is complete at step {result.step}; for more, add --steps N. Model: {result.model}")
+    if result.resumed_from == result.step:
+        more = "--minutes M" if result.ended == "minutes" else "--steps N"
+        output.say(f"This run is complete at step {result.step}; for more, add {more}. Model: {result.model}")
         return
     loss = "" if result.loss is None else f", last loss {result.loss:.4f}"
-    output.say(f"Trained {result.step} steps in {result.seconds:.0f} s{loss}. Model: {result.model}")
+    planned = f" of {result.steps}" if result.ended == "minutes" else ""
+    output.say(f"Trained {result.step}{planned} steps in {result.seconds:.0f} s{loss}. Model: {result.model}")
 
 
 @contextmanager
@@ -168,7 +176,7 @@ def _labels(text: str | None) -> list[dict[str, Any]] | None:
 
 def _assignments(texts: list[str]) -> dict[str, Any]:
     from voxtune.runtime.trainconfig import setting_names
-    from voxtune.runtime.yamlfile import parse_yaml
+    from voxtune.runtime.yamlfile import parse_value
 
     found = {}
     for text in texts:
@@ -176,7 +184,7 @@ def _assignments(texts: list[str]) -> dict[str, Any]:
         if not equals or name not in setting_names():
             raise InputError(f"--set {text}: give NAME=VALUE with one of {', '.join(setting_names())}")
         try:
-            found[name] = parse_yaml(value)
+            found[name] = parse_value(value)
         except ValueError as error:
             raise InputError(f"--set {text}: {error}") from None
     return found

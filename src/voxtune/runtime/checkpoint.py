@@ -41,7 +41,8 @@ class ScalerState:
 class RunState:
     """Where a run stands after `step`: the next sample is number `position` of `epoch` over `subjects` subjects.
 
-    `loss_sum` over `loss_count` steps is what the next row of the log begins with; `seconds` the time trained so far.
+    `loss_sum` over `loss_count` steps is what the next row of the log begins with; `seconds` the time spent in steps so
+    far, `elapsed` all of the run's time, reading and writing included.
     """
 
     step: int
@@ -51,6 +52,7 @@ class RunState:
     loss_sum: float = 0.0
     loss_count: int = 0
     seconds: float = 0.0
+    elapsed: float = 0.0
     scaler: ScalerState | None = None
 
     def __post_init__(self) -> None:

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,7 +17,7 @@ from voxtune.config import to_mapping
 from voxtune.errors import InputError
 from voxtune.files import replacing, reporting_os_errors
 from voxtune.runtime import checkpoint as disk
-from voxtune.runtime.card import model_card
+from voxtune.runtime.card import training_card
 from voxtune.runtime.checkpoint import Checkpoint
 from voxtune.runtime.loader import Loader, Source, read_item
 from voxtune.runtime.model import Model
@@ -36,7 +37,7 @@ Progress = Callable[[int, int, float], None]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """Where a run stands when `train` returns: `stopped` early on request, or done at `steps`."""
+    """Where a run stands when `train` returns: done after its `steps` or its `minutes`, or `stopped` early on request."""
 
     out: Path
     step: int
@@ -44,6 +45,7 @@ class TrainResult:
     loss: float | None
     seconds: float
     resumed_from: int | None
+    ended: Literal["steps", "minutes", "request"]
     stopped: bool
     checkpoint: Path
     model: Path
@@ -67,11 +69,13 @@ def train(
 ) -> TrainResult:
     """Trains into the run folder `out` and returns when done, or after the step in which `stop()` became true.
 
+    Done is after `config.steps`, or when `config.minutes` are up: counted from here on, and in earlier parts of the run.
+
     `source` None opens what `config.data` names. `model` starts from a model at hand, of any network; without it the
     config says which. `resume` goes on from the newest checkpoint in `out`, if there is one. `progress(step, steps,
     loss)` is called after every step. torch's global random state is the caller's own again afterwards.
     """
-    out, device, warn = Path(out), torch.device(device), warn or (lambda text: None)
+    out, device, warn, began = Path(out), torch.device(device), warn or (lambda text: None), time.monotonic()
     with reporting_os_errors(out), locked(out), _own_random_state(device), _fastest_convolutions(device):
         found = _find_checkpoint(out, resume, warn)
         torch.manual_seed(config.seed)
@@ -89,9 +93,10 @@ def train(
             trainer.restore(found)
         with replacing(out / CONFIG) as part:
             part.write_text(json.dumps(to_mapping(config), indent=2) + "\n")
-        origin = f"{len(source)} subjects given from Python" if from_python else describe_source(config, len(source))
-        card = _card(config, model, origin, command)
-        run = Run(trainer, source, out, warn=warn, card=card, last=None if found is None else found.path)
+        origin = f"{len(source)} subjects given from Python" if from_python else describe_source(config, source)
+        card = partial(training_card, config, model, origin=origin, command=command)
+        last = None if found is None else found.path
+        run = Run(trainer, source, out, warn=warn, card=card, last=last, began=began)
         return run.loop(progress, stop, None if found is None else found.state.step)
 
 
@@ -99,10 +104,20 @@ class Run:
     """One pass of the loop over a run folder."""
 
     def __init__(
-        self, trainer: Trainer, source: Source, out: Path, *, warn: Warn, card: Callable[[int], str], last: Path | None
+        self,
+        trainer: Trainer,
+        source: Source,
+        out: Path,
+        *,
+        warn: Warn,
+        card: Callable[[int, float], str],
+        last: Path | None,
+        began: float,
     ):
         self.trainer, self.config, self.source, self.out = trainer, trainer.config, source, out
         self.card, self.last = card, last
+        # As if earlier parts of the run had ended just now.
+        self.began = began - trainer.elapsed
         self.log = TrainLog(out, step=trainer.step, tensorboard=self.config.tensorboard, warn=warn)
 
     def loop(self, progress: Progress | None, stop: Callable[[], bool] | None, resumed: int | None) -> TrainResult:
@@ -116,16 +131,18 @@ class Run:
             pin=trainer.device.type == "cuda",
         )
         loss, stopped = None, False
+        # A fresh run takes one step at least, so that there is something to keep.
+        over = resumed is not None and self._clock() >= 1
         try:
             with self._saying_how_to_resume():
                 batches = iter(loader)
-                while trainer.step < config.steps and not stopped:
+                while trainer.step < config.steps and not stopped and not over:
                     loss = self._step(batches)
-                    stopped = stop is not None and stop()
-                    self._after_step(stopped)
+                    stopped, over = stop is not None and stop(), self._clock() >= 1
+                    self._after_step(last=stopped or over or trainer.step == config.steps)
                     if progress is not None:
                         progress(trainer.step, config.steps, loss)
-                if resumed is not None and resumed >= config.steps:
+                if trainer.step == resumed:
                     self._save_model()
         finally:
             loader.close()
@@ -138,7 +155,8 @@ class Run:
             loss=loss,
             seconds=trainer.seconds,
             resumed_from=resumed,
-            stopped=trainer.step < config.steps,
+            ended="steps" if trainer.step >= config.steps else "minutes" if over else "request",
+            stopped=trainer.step < config.steps and not over,
             checkpoint=self.last,
             model=self.out / MODEL,
         )
@@ -152,17 +170,23 @@ class Run:
             if self.trainer.step:
                 self._save()
             raise
-        loss = self.trainer.train_step(wanted)
+        loss = self.trainer.train_step(wanted, self._clock())
         self.trainer.seconds += time.perf_counter() - began
         return loss
 
-    def _after_step(self, stopped: bool) -> None:
+    def _clock(self) -> float:
+        """The share of the run's minutes that is over."""
+        self.trainer.elapsed = time.monotonic() - self.began
+        limit = self.config.minutes
+        return 0.0 if limit is None else self.trainer.elapsed / (60 * limit)
+
+    def _after_step(self, *, last: bool) -> None:
         step, config = self.trainer.step, self.config
         if step % config.log_every == 0:
             self.log.row(self.trainer.take_log_row())
-        if config.sample_every and step % config.sample_every == 0:
+        if config.sample_every and step % config.sample_every == 0 and self.log.takes_pictures():
             self._picture()
-        if stopped or step % config.checkpoint_every == 0 or step == config.steps:
+        if last or step % config.checkpoint_every == 0:
             self._save()
 
     def _save(self) -> None:
@@ -173,8 +197,8 @@ class Run:
         disk.prune_checkpoints(self.out / CHECKPOINTS, self.config.keep)
 
     def _save_model(self) -> None:
-        card = self.card(self.trainer.step)
-        save(self._ema_model(), self.out / MODEL, card=card, overwrite=True)
+        card = self.card(self.trainer.step, self.trainer.seconds)
+        save(self._ema_model(), self.out / MODEL, card=card, overwrite=True, half=self.config.store == "bf16")
 
     def _ema_model(self) -> Model:
         return Model(self.trainer.model.config, self.trainer.ema.network)
@@ -269,31 +293,6 @@ def _find_checkpoint(out: Path, resume: bool, warn: Warn) -> Checkpoint | None:
     if disk.checkpoints(out / CHECKPOINTS):
         raise InputError(f"{out}: holds a run already; continue it with --resume {out}, or choose another folder")
     return None
-
-
-def _card(config: TrainConfig, model: Model, origin: str, command: str | None) -> Callable[[int], str]:
-    """step -> the model card: the data, the recipe and the command."""
-    from voxtune import __version__
-
-    start = "" if config.model.init is None else f", from the weights of `{config.model.init}`"
-    recipe = (
-        f"Adam, learning rate {config.learning_rate:g}, {config.loss.upper()} loss, batch {config.batch} x "
-        f"{config.accumulation} accumulated, EMA {config.ema_decay:g} every {config.ema_every} steps from step "
-        f"{config.ema_start}, autocast {config.autocast}, gradient clip {config.clip or 'none'}, seed {config.seed}"
-    )
-
-    def card(step: int) -> str:
-        lines = [
-            f"Trained with voxtune {__version__} for {step} of {config.steps} steps{start}. These are the EMA weights.",
-            "",
-            f"- Data: {origin}",
-            f"- Recipe: {recipe}",
-        ]
-        if command:
-            lines += ["", "```", command, "```"]
-        return model_card(model, title="A model trained with voxtune", origin="\n".join(lines))
-
-    return card
 
 
 @contextmanager

@@ -27,6 +27,7 @@ class DataSettings:
     masks: str | None = None
     cohort: int | None = None
     cohort_seed: int = 0
+    subjects: str | None = None
     fit: Literal["auto", "pad", "resample"] = "auto"
     labels: tuple[Label, ...] | None = None
     modalities: tuple[str, ...] | None = None
@@ -37,8 +38,9 @@ class DataSettings:
     mirror: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.cohort is not None and (self.images is not None or self.masks is not None):
-            raise InputError("data: give either folders (images, masks) or a cohort, not both")
+        folders = self.images is not None or self.masks is not None
+        if folders + (self.cohort is not None) + (self.subjects is not None) > 1:
+            raise InputError("data: give folders (images, masks), a cohort or packed subjects, not both")
         if self.cohort is not None:
             _check_range("cohort", self.cohort, 1, MAX_COUNT)
         _check_range("cohort_seed", self.cohort_seed, 0, 2**63 - 1)
@@ -46,6 +48,7 @@ class DataSettings:
             check_orientation(self.orientation[:40])
         _check_path("data: images", self.images)
         _check_path("data: masks", self.masks)
+        _check_path("data: subjects", self.subjects)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +84,12 @@ class TrainConfig:
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     steps: int = 100_000
+    minutes: float | None = None
     batch: int = 1
     accumulation: int = 2
     learning_rate: float = 1e-5
+    warmup: int = 0
+    decay: Literal["none", "cosine"] = "none"
     loss: Literal["l1", "l2"] = "l1"
     clip: float | None = None
     ema_decay: float = 0.995
@@ -96,6 +102,7 @@ class TrainConfig:
     seed: int = 0
     checkpoint_every: int = 1000
     keep: int = 3
+    store: Literal["float32", "bf16"] = "float32"
     log_every: int = 10
     sample_every: int = 1000
     sample_steps: int = 25
@@ -105,13 +112,17 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulation", "ema_every", "checkpoint_every", "keep", "log_every"):
             _check_range(name, getattr(self, name), 1, MAX_COUNT)
-        for name in ("ema_start", "sample_every"):
+        for name in ("warmup", "ema_start", "sample_every"):
             _check_range(name, getattr(self, name), 0, MAX_COUNT)
         _check_range("sample_steps", self.sample_steps, 1, 100_000)
         _check_range("workers", self.workers, 0, 64)
         check_seed(self.seed)
         if not 0 < self.learning_rate <= 1:
             raise InputError(f"learning_rate {self.learning_rate}: must lie above 0 and at most at 1")
+        if self.warmup > self.steps:
+            raise InputError(f"warmup {self.warmup}: longer than the run's {self.steps} steps; give fewer")
+        if self.minutes is not None and not 0 < self.minutes <= MAX_COUNT:
+            raise InputError(f"minutes {self.minutes}: must lie above 0; leave it out for no limit")
         if not 0 <= self.ema_decay < 1:
             raise InputError(f"ema_decay {self.ema_decay}: must lie in [0, 1)")
         if self.clip is not None and not self.clip > 0:
@@ -132,9 +143,11 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 # What may change when a run is continued: none of it reaches the weights of a given step.
 FREE_TO_CHANGE = frozenset(
-    {"steps", "workers", "checkpoint_every", "keep", "log_every", "sample_every", "sample_steps", "sampler"}
-    | {"tensorboard", "data.images", "data.masks", "model.init"}
+    {"steps", "minutes", "workers", "checkpoint_every", "keep", "store", "log_every", "sample_every", "sample_steps"}
+    | {"sampler", "tensorboard", "data.images", "data.masks", "data.subjects", "model.init"}
 )
+# But these, where the learning rate decays: they say how fast.
+OF_DECAY = frozenset({"steps", "minutes"})
 
 
 def check_volumes(config: TrainConfig) -> None:
@@ -149,8 +162,9 @@ def check_volumes(config: TrainConfig) -> None:
 
 def check_images(config: TrainConfig) -> None:
     """Images are drawn from nothing: no masks, no millimetres; and their network is its width and its levels alone."""
-    if config.data.cohort is not None:
-        raise InputError("data: the embedded cohort holds volumes; convnext learns from images: give --images DIR")
+    if config.data.cohort is not None or config.data.subjects is not None:
+        held = "packed subjects are" if config.data.cohort is None else "the embedded cohort holds"
+        raise InputError(f"data: {held} volumes; convnext learns from images: give --images DIR")
     of_masks = ("masks", "fit", "labels", "modalities", "spacing", "orientation", "mask_range", "scaling")
     parts = (
         ("data", config.data, DataSettings(), of_masks),
@@ -183,7 +197,10 @@ def _encodable(text: str) -> bool:
 def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
     """The settings, as "name: old -> new", that make `new` another run than `old`."""
     before, after = _flat(to_mapping(old)), _flat(to_mapping(new))
-    return [f"{k}: {before[k]} -> {after[k]}" for k in before if before[k] != after[k] and k not in FREE_TO_CHANGE]
+    held = OF_DECAY if new.decay != "none" else frozenset()
+    why = dict.fromkeys(held, ", over which the learning rate decays")
+    changed = [k for k in before if before[k] != after[k] and (k in held or k not in FREE_TO_CHANGE)]
+    return [f"{k}: {before[k]} -> {after[k]}{why.get(k, '')}" for k in changed]
 
 
 def _flat(mapping: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,7 +221,7 @@ def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> Train
     data = read_settings(path)
     if not isinstance(data, dict):
         raise InputError(f"{path}: expected a mapping of settings, found {_kind(data)}")
-    for section, names in (("data", ("images", "masks")), ("model", ("init",))):
+    for section, names in (("data", ("images", "masks", "subjects")), ("model", ("init",))):
         part = data.get(section)
         for name in names:
             if isinstance(part, dict) and isinstance(part.get(name), str) and part[name].strip():
@@ -245,11 +262,10 @@ def _override_source(merged: dict[Any, Any], overrides: Mapping[str, Any]) -> No
     part = merged.get("data")
     if not isinstance(part, dict):
         return
-    if "data.cohort" in overrides:
-        part.pop("images", None)
-        part.pop("masks", None)
-    elif "data.images" in overrides or "data.masks" in overrides:
-        part.pop("cohort", None)
+    ways = (("images", "masks"), ("cohort",), ("subjects",))
+    given = [way for way in ways if any(f"data.{name}" in overrides for name in way)]
+    for name in (name for way in ways if given and way not in given for name in way):
+        part.pop(name, None)
 
 
 def read_settings(path: Path) -> Any:

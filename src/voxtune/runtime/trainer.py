@@ -24,6 +24,7 @@ from voxtune.runtime.checkpoint import (
 from voxtune.runtime.ema import Ema
 from voxtune.runtime.loader import Batch, timesteps, training_noise
 from voxtune.runtime.model import Model
+from voxtune.runtime.rate import learning_rate
 from voxtune.runtime.trainconfig import TrainConfig
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,12 +48,16 @@ class Trainer:
         self.scaler = torch.amp.GradScaler("cuda") if scaled else None
         self._forward: Any = torch.compile(network) if config.compile else network
         self.step = 0
-        self.seconds = 0.0
+        self.seconds = self.elapsed = 0.0
         self.loss_sum, self.loss_count = 0.0, 0
         self.gradient_norm = math.nan
+        self.rate = config.learning_rate
 
-    def train_step(self, batches: list[Batch]) -> float:
-        """One update of the weights from `accumulation` batches; their mean loss."""
+    def train_step(self, batches: list[Batch], clock: float = 0.0) -> float:
+        """One update of the weights from `accumulation` batches; their mean loss. `clock` is for the learning rate."""
+        self.rate = learning_rate(self.config, self.step, clock)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self.device)
         for batch in batches:
@@ -119,7 +124,7 @@ class Trainer:
             "step": self.step,
             "epoch": self.step * self.config.samples_per_step // self.subjects,
             "loss": self.loss_sum / max(1, self.loss_count),
-            "learning_rate": self.config.learning_rate,
+            "learning_rate": self.rate,
             "seconds": round(self.seconds, 3),
         }
         if math.isfinite(self.gradient_norm):
@@ -154,6 +159,7 @@ class Trainer:
                 loss_sum=self.loss_sum,
                 loss_count=self.loss_count,
                 seconds=self.seconds,
+                elapsed=self.elapsed,
                 scaler=scaler,
             ),
             config=self.config,
@@ -176,7 +182,7 @@ class Trainer:
         if self.scaler is not None and state.scaler is not None:
             stored = {"scale": state.scaler.scale, "_growth_tracker": state.scaler.growth_tracker}
             self.scaler.load_state_dict({**self.scaler.state_dict(), **stored})
-        self.step, self.seconds = state.step, state.seconds
+        self.step, self.seconds, self.elapsed = state.step, state.seconds, state.elapsed
         self.loss_sum, self.loss_count = state.loss_sum, state.loss_count
 
 

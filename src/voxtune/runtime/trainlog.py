@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 from collections.abc import Callable
@@ -39,16 +40,20 @@ class TrainLog:
                 if name not in ("step", "epoch"):
                     self._writer.add_scalar(f"train/{name}", value, step)
 
+    def takes_pictures(self) -> bool:
+        """Whether a picture would be kept anywhere; says once why none are written."""
+        if self._pictures and importlib.util.find_spec("PIL") is None:
+            self.warn("Pillow is not installed: sample pictures are not written")
+            self._pictures = False
+        return self._pictures or self._writer is not None
+
     def picture(self, step: int, pixels_HW3: np.ndarray) -> None:
         if self._writer is not None:
             self._writer.add_image("sample", pixels_HW3, step, dataformats="HWC")
-        try:
-            from PIL import Image
-        except ImportError:
-            if self._pictures:
-                self.warn("Pillow is not installed: sample pictures are not written")
-            self._pictures = False
+        if not self._pictures:
             return
+        from PIL import Image
+
         (self.folder / SAMPLES).mkdir(exist_ok=True)
         with replacing(self.folder / SAMPLES / f"step-{step:08d}.png") as part:
             Image.fromarray(pixels_HW3).save(part, format="PNG")

@@ -10,6 +10,7 @@ from voxtune.data.contract import BRATS, WHOLE_HEAD, DataContract
 from voxtune.diffusion import DiffusionConfig
 from voxtune.errors import InputError
 from voxtune.runtime.model import ModelConfig
+from voxtune.runtime.packed import packed_contract
 from voxtune.runtime.trainconfig import TrainConfig
 from voxtune.workloads import WORKLOADS, ConvNeXtConfig, MedDDPMConfig, NetworkConfig
 from voxtune.workloads.med_ddpm import PUBLISHED_MULTIPLIERS
@@ -45,8 +46,11 @@ def _settings_of(network: NetworkConfig) -> dict[str, Any]:
 def _fresh_volumes(config: TrainConfig) -> ModelConfig:
     settings, published = config.model, WORKLOADS[config.model.workload]
     assert isinstance(published.network, MedDDPMConfig)
-    size = _three(settings.size or published.size)
-    contract = _contract(config, BRATS if settings.workload == "med-ddpm-brats" else WHOLE_HEAD, size)
+    template = BRATS if settings.workload == "med-ddpm-brats" else WHOLE_HEAD
+    if config.data.subjects is not None:
+        template = packed_contract(config.data.subjects)
+    size = _three(settings.size or template.size)
+    contract = _contract(config, template, size)
     multipliers = default_multipliers(size) if settings.multipliers is None else settings.multipliers
     network = MedDDPMConfig(
         in_channels=len(contract.images) + len(contract.labels),
@@ -108,7 +112,8 @@ def default_attention(size: tuple[int, int, int], multipliers: tuple[float, ...]
 
 
 def _contract(config: TrainConfig, template: DataContract, size: tuple[int, int, int]) -> DataContract:
-    """The workload's contract with the run's own settings over it; a smaller grid covers the same head."""
+    """The workload's contract, or the packed subjects', with the run's own settings over it; a smaller grid covers the
+    same head."""
     data = config.data
     if data.cohort is not None and data.spacing is None:
         from voxtune.data.cohort import cohort_spacing

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from voxtune.errors import InputError
 from voxtune.runtime.loader import Source, read_item
 from voxtune.runtime.model import ModelConfig
+from voxtune.runtime.packed import PackedSource
 from voxtune.runtime.trainconfig import TrainConfig
 
 # Findings of the pre-flight that are shown; the rest are counted.
@@ -19,18 +20,23 @@ def open_source(config: TrainConfig, model: ModelConfig, warn: Warn, *, check: b
     """What `config.data` names, on the model's grid; `check` looks into every file before any work."""
     if model.network.dimensions == 2:
         return _open_images(config, model, warn)
-    from voxtune.data.dataset import CohortSource, PairedFolders
-
     data, contract = config.data, model.data
     if contract is None:
-        raise InputError("this model takes no mask, and folders or the cohort give some: train it from Python")
+        raise InputError("this model takes no mask, and the data gives some: train it from Python")
+    if data.subjects is not None:
+        return PackedSource(data.subjects, contract)
+    from voxtune.data.dataset import CohortSource, PairedFolders
+
     if data.cohort is not None:
         cohort = CohortSource(contract, data.cohort_seed, data.cohort)
         if config.workers > 2:
             cohort.warm(config.workers, warn)
         return cohort
     if data.images is None or data.masks is None:
-        raise InputError("no data: give folders (--images DIR --masks DIR) or the embedded cohort (--cohort 64)")
+        raise InputError(
+            "no data: give folders (--images DIR --masks DIR), packed subjects (--subjects FILE) or the embedded cohort "
+            "(--cohort 64)"
+        )
     source = PairedFolders(contract, data.images, data.masks, mode=data.fit)
     if check:
         report = source.check()
@@ -72,9 +78,11 @@ def check_items(source: Source, model: ModelConfig) -> None:
             raise InputError(f"the data's {what} has shape {have}, the model takes {want}")
 
 
-def describe_source(config: TrainConfig, subjects: int) -> str:
+def describe_source(config: TrainConfig, source: Source) -> str:
     """The data of a run in words, for the model card."""
-    data = config.data
+    data, subjects = config.data, len(source)
+    if isinstance(source, PackedSource):
+        return f"{subjects} subjects packed in `{source.name}`: {source.origin or f'{source.held_out} more held out'}"
     if config.model.dimensions == 2:
         mirrored = " and their mirror images" if data.mirror is not False else ""
         return f"CIFAR-10's training images of `{data.images}`{mirrored}, {subjects} in all; class labels are not used"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 from functools import cache
 from typing import Any
@@ -25,6 +27,18 @@ def parse_yaml(text: str) -> Any:
     except (KeyError, AttributeError, TypeError, IndexError) as error:
         # An explicit tag on a value of another kind (!!bool maybe) trips PyYAML's own constructors.
         raise InputError(f"not valid YAML: a tagged value does not fit its tag ({error})") from None
+
+
+def parse_value(text: str) -> Any:
+    """The value in an option such as `--set clip=1.0`; without PyYAML as JSON, and what is none is a plain word."""
+    if importlib.util.find_spec("yaml") is not None:
+        return parse_yaml(text)
+    try:
+        return json.loads(text)
+    except ValueError:
+        if set(text) & set("[]{}\"'"):
+            raise InputError(f"{text[:80]}: not valid JSON, and PyYAML is not installed") from None
+        return text
 
 
 @cache

@@ -1,0 +1,167 @@
+"""Training from one file of packed subjects, also where little is installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from voxtune.cli.main import main
+from voxtune.data.contract import DataContract, Label, encode_mask
+from voxtune.errors import InputError
+from voxtune.runtime.packed import PackedSource, packed_contract
+from voxtune.runtime.segmentdata import pack, unpack
+from voxtune.runtime.storage import load
+from voxtune.runtime.train import read_run
+from voxtune.runtime.trainconfig import DataSettings, ModelSettings, TrainConfig, make_config
+from voxtune.runtime.trainmodel import model_config
+
+SIZE = (8, 8, 8)
+CONTRACT = DataContract(
+    size=SIZE,
+    spacing=(24.0, 24.0, 24.0),
+    orientation="LAS",
+    labels=(Label(name="brain", value=1, channel=1), Label(name="tumour", value=5, channel=0)),
+    images=("FLAIR",),
+)
+TINY = ["--base", "32", "--multipliers", "1", "--set", "model.attention=[]", "--set", "model.diffusion_steps=10"]
+TINY += ["--batch", "2", "--accumulation", "1", "--device", "cpu"]
+
+
+class Made:
+    """Subjects whose image says who they are."""
+
+    def __init__(self, numbers, contract: DataContract = CONTRACT):
+        self.numbers, self.contract = list(numbers), contract
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __getitem__(self, index):
+        labels = np.random.default_rng(self.numbers[index]).choice([0, 1, 5], SIZE)
+        image = np.full((1, *SIZE), self.numbers[index] / 100, np.float32)
+        return image, encode_mask(labels, self.contract)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("packed") / "subjects.npz"
+    return pack(Made(range(6)), Made([90, 91]), path, origin="made of numbers")
+
+
+def test_subjects_are_those_that_were_packed_and_no_held_out_one(file):
+    source = PackedSource(file, CONTRACT)
+    assert (len(source), source.held_out, source.origin) == (6, 2, "made of numbers")
+    for index in range(6):
+        image, cond = source[index]
+        wanted_image, wanted_cond = Made(range(6))[index]
+        assert image.dtype == cond.dtype == np.float32
+        np.testing.assert_allclose(image, wanted_image, atol=1.01 / 4095)
+        np.testing.assert_array_equal(cond, wanted_cond)
+        np.testing.assert_array_equal(image, unpack(file)[0][index][0])
+    assert max(source[i][0].max() for i in range(len(source))) < 0.1, "90 and 91 are held out"
+
+
+def test_the_condition_is_in_the_models_own_range(file):
+    unit = PackedSource(file, replace(CONTRACT, mask_range="unit"))
+    signed = PackedSource(file, CONTRACT)
+    np.testing.assert_array_equal(unit[0][1], (signed[0][1] + 1) / 2)
+
+
+def test_a_fresh_model_takes_the_files_contract(file):
+    config = TrainConfig(data=DataSettings(subjects=str(file)), model=ModelSettings(base=32, multipliers=(1,)))
+    assert model_config(config).data == packed_contract(file) == CONTRACT
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"size": (8, 8, 16)}, r"another size, \(8, 8, 8\) rather than \(8, 8, 16\)"),
+        ({"spacing": (24.0, 24.0, 20.0)}, "another spacing"),
+        ({"orientation": "RAS"}, "another orientation, LAS rather than RAS"),
+        ({"labels": (*CONTRACT.labels[:1], Label(name="tumour", value=2, channel=0))}, "other labels"),
+        ({"images": ("T1w",)}, "other images, FLAIR rather than T1w"),
+        ({"scaling": "slice"}, "another scaling"),
+    ],
+)
+def test_a_model_of_another_contract_is_refused(file, change, said):
+    with pytest.raises(InputError, match=said) as refused:
+        PackedSource(file, replace(CONTRACT, **change))
+    assert "leave size, spacing" in str(refused.value)
+
+
+def test_a_file_that_is_none_is_named(tmp_path, file):
+    (tmp_path / "text.npz").write_text("no")
+    np.savez(tmp_path / "other.npz", a=np.zeros(3))
+    np.savez(tmp_path / "deep.npz", header="[" * 100_000)
+    np.save(tmp_path / "array.npz.npy", np.zeros(3))
+    for name in ("text.npz", "other.npz", "deep.npz", "array.npz.npy", "absent.npz", "."):
+        with pytest.raises(InputError, match="not a file of packed subjects"):
+            packed_contract(tmp_path / name)
+    with np.load(file) as good:
+        parts = {**good, "labels": good["labels"] + 7}
+    np.savez(tmp_path / "labels.npz", **parts)
+    with pytest.raises(InputError, match="labels that its own contract does not name"):
+        PackedSource(tmp_path / "labels.npz", CONTRACT)
+
+
+def test_one_way_of_naming_the_data_goes_over_the_others_of_a_file():
+    for old in ({"cohort": 3}, {"images": "i", "masks": "m"}, {"subjects": "old.npz"}):
+        data = make_config({"data": old}, {"data.subjects": "new.npz"}, "here").data
+        assert (data.subjects, data.cohort, data.images, data.masks) == ("new.npz", None, None, None)
+    assert make_config({"data": {"subjects": "old.npz"}}, {"data.cohort": 3}, "here").data.subjects is None
+    for other in ({"data.cohort": 3}, {"data.images": "i", "data.masks": "m"}):
+        with pytest.raises(InputError, match="not both"):
+            make_config({}, {"data.subjects": "new.npz", **other}, "here")
+    with pytest.raises(InputError, match="convnext learns from images"):
+        make_config({}, {"data.subjects": "new.npz", "model.workload": "convnext"}, "here")
+
+
+def test_refused_by_the_command_in_one_line(file, tmp_path, capsys):
+    out = ["-o", str(tmp_path / "run")]
+    wrong = ["train", "--subjects", str(file), "--size", "16,16,16", *TINY, *out, "--quiet"]
+    assert main(wrong) == 2
+    assert "another size" in capsys.readouterr().err
+    assert main(["train", "--subjects", str(tmp_path / "absent.npz"), *TINY, *out]) == 2
+    assert "absent.npz: not a file of packed subjects" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_where_little_is_installed(file, tmp_path):
+    recipe = ["--steps", "2", "--minutes", "9", "--warmup", "1", "--decay", "cosine", "--autocast", "bf16"]
+    settings = ["clip=1.0", "channels_last=true", "store=bf16", "ema_start=1", "sampler=ddim", "sample_every=2"]
+    command = ["train", "--subjects", str(file), *TINY, *recipe, "-o", str(tmp_path / "run")]
+    command += [part for setting in settings for part in ("--set", setting)]
+    code = f"""
+import sys
+
+for name in "nibabel scipy nilearn sklearn diffusers monai rich yaml PIL tensorboard".split():
+    sys.modules[name] = None  # what is not installed
+import torch
+torch.set_num_threads(1)
+from voxtune.cli.main import main
+sys.exit(main({command!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Trained 2 steps" in done.stdout
+    for said in ("TensorBoard is not installed", "Pillow is not installed", "training 2/2"):
+        assert done.stderr.count(said) == 1, done.stderr
+    assert load(tmp_path / "run").config.data == CONTRACT
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert "6 subjects packed in `subjects.npz`: made of numbers" in card
+    assert "warmed up over 1 steps, decaying along a cosine" in card
+    assert read_run(tmp_path / "run").data.subjects == str(file)
+
+
+def test_values_of_options_without_yaml(monkeypatch):
+    from voxtune.runtime.yamlfile import parse_value
+
+    with_yaml = [parse_value(text) for text in ("1.5", "true", "[8]", "ddim", "null")]
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert [parse_value(text) for text in ("1.5", "true", "[8]", "ddim", "null")] == with_yaml
+    with pytest.raises(InputError, match="not valid JSON, and PyYAML is not installed"):
+        parse_value("[1,")
