@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from voxtune.workloads.convnext import ConvNeXtConfig, ConvNeXtUNet
 from voxtune.workloads.med_ddpm import MedDDPMConfig, MedDDPMUNet
-from voxtune.workloads.registry import WORKLOADS, NetworkConfig, Workload, build, without_zeros, workload
+from voxtune.workloads.registry import WORKLOADS, NetworkConfig, Workload, build, split, without_zeros, workload
 
 __all__ = [
     "WORKLOADS",
@@ -15,6 +15,7 @@ __all__ = [
     "NetworkConfig",
     "Workload",
     "build",
+    "split",
     "without_zeros",
     "workload",
 ]

@@ -9,7 +9,7 @@ Legend: N batch, C channels, D H W voxels, L = D*H*W, E width of the time embedd
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -247,17 +247,84 @@ class MedDDPMUNet(nn.Module):
         assert not skips, "every encoder output is used once"
 
     def forward(self, x_NCDHW: Tensor, t_N: Tensor, cond_NCDHW: Tensor | None = None) -> Tensor:
-        check_input(self.config, x_NCDHW, cond_NCDHW)
-        h = x_NCDHW if cond_NCDHW is None else torch.cat([x_NCDHW, cond_NCDHW], dim=1)
-        time_NE = self.time_embed(time_sinusoid(t_N, self.config.base).to(h.dtype))
-        skips = []
-        for stage in self.input_blocks:
-            h = stage(h, time_NE)
-            skips.append(h)
-        h = self.middle_block(h, time_NE)
-        for stage in self.output_blocks:
-            h = stage(torch.cat([h, skips.pop()], dim=1), time_NE)
-        return self.out(h)
+        h, time_NE = begin(self.config, self.time_embed, x_NCDHW, t_N, cond_NCDHW)
+        skips = encode(self.input_blocks, h, time_NE)
+        h = self.middle_block(skips[-1], time_NE)
+        return self.out(decode(self.output_blocks, h, skips, time_NE))
+
+    def split(self, depth: int) -> tuple[FullStep, ShallowStep]:
+        """The network for steps that keep the deep feature, and what is run of it on steps that are given one.
+
+        `depth` whole levels, the outermost, are run on the latter; with 0 the stem, the last block and the head alone.
+        """
+        levels = len(self.config.widths)
+        if not 0 <= depth < levels:
+            raise InputError(f"depth {depth}: of this network's {levels} levels, 0 to {levels - 1} can be run alone")
+        skips = depth * (self.config.blocks + 1) or 1
+        return FullStep(self, skips), ShallowStep(self, skips)
+
+
+class FullStep(nn.Module):
+    """The network, which also gives the deep feature: what enters the decoder blocks of the `skips` outermost skips."""
+
+    def __init__(self, network: MedDDPMUNet, skips: int):
+        super().__init__()
+        self.network, self.skips = network, skips
+        self.train(network.training)
+
+    def forward(self, x_NCDHW: Tensor, t_N: Tensor, cond_NCDHW: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        network = self.network
+        h, time_NE = begin(network.config, network.time_embed, x_NCDHW, t_N, cond_NCDHW)
+        skips = encode(network.input_blocks, h, time_NE)
+        h = network.middle_block(skips[-1], time_NE)
+        deep = decode(network.output_blocks[: -self.skips], h, skips, time_NE)
+        return network.out(decode(network.output_blocks[-self.skips :], deep, skips, time_NE)), deep
+
+    def extra_repr(self) -> str:
+        """Tells apart what differs in neither weights nor inputs."""
+        return f"skips={self.skips}"
+
+
+class ShallowStep(nn.Module):
+    """The outermost part of the network, around a deep feature that an earlier step left. Its modules are the network's."""
+
+    def __init__(self, network: MedDDPMUNet, skips: int):
+        super().__init__()
+        self.config, self.time_embed = network.config, network.time_embed
+        self.input_blocks = nn.ModuleList(network.input_blocks[:skips])
+        self.output_blocks = nn.ModuleList(network.output_blocks[-skips:])
+        self.out = network.out
+        self.train(network.training)
+
+    def forward(self, x_NCDHW: Tensor, t_N: Tensor, cond_NCDHW: Tensor | None, deep: Tensor) -> Tensor:
+        h, time_NE = begin(self.config, self.time_embed, x_NCDHW, t_N, cond_NCDHW)
+        skips = encode(self.input_blocks, h, time_NE)
+        return self.out(decode(self.output_blocks, deep, skips, time_NE))
+
+
+def begin(
+    config: MedDDPMConfig, time_embed: nn.Module, x: Tensor, t_N: Tensor, cond: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What the stages are given: image and mask in one volume, and the time embedding."""
+    check_input(config, x, cond)
+    h = x if cond is None else torch.cat([x, cond], dim=1)
+    return h, time_embed(time_sinusoid(t_N, config.base).to(h.dtype))
+
+
+def encode(stages: Iterable[nn.Module], h: Tensor, time_NE: Tensor) -> list[Tensor]:
+    """The skips, the outermost first."""
+    skips = []
+    for stage in stages:
+        h = stage(h, time_NE)
+        skips.append(h)
+    return skips
+
+
+def decode(stages: Iterable[nn.Module], h: Tensor, skips: list[Tensor], time_NE: Tensor) -> Tensor:
+    """Takes from `skips` what it uses."""
+    for stage in stages:
+        h = stage(torch.cat([h, skips.pop()], dim=1), time_NE)
+    return h
 
 
 def check_input(config: MedDDPMConfig, x: Tensor, cond: Tensor | None) -> None:

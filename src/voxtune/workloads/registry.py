@@ -56,3 +56,18 @@ def build(config: NetworkConfig) -> nn.Module:
     if isinstance(config, med_ddpm.MedDDPMConfig):
         return med_ddpm.MedDDPMUNet(config)
     return convnext.ConvNeXtUNet(config)
+
+
+def split(network: nn.Module, depth: int) -> tuple[nn.Module, nn.Module]:
+    """(full, shallow): `full(x, t, cond)` also gives the deep feature, `shallow(x, t, cond, deep)` runs only what lies around it.
+
+    Whatever wraps a network (a plan, autocast) has a `split` of its own that wraps the parts.
+    """
+    parts = getattr(network, "split", None)
+    if parts is None:
+        raise InputError(
+            f"features can be kept between steps with Med-DDPM's network; {type(network).__name__} has no outer levels "
+            "that run alone: leave cache out"
+        )
+    found: tuple[nn.Module, nn.Module] = parts(depth)
+    return found
