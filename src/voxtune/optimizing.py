@@ -16,7 +16,7 @@ from voxtune.diffusion import sampler as find_sampler
 from voxtune.errors import InputError
 from voxtune.runtime.model import Model, check_size, workload_config
 from voxtune.runtime.storage import load
-from voxtune.workloads import WORKLOADS, without_zeros
+from voxtune.workloads import WORKLOADS, split, without_zeros
 
 if TYPE_CHECKING:
     from voxtune.plan import Optimized, Plan
@@ -28,12 +28,20 @@ class Planned(nn.Module):
     """A network that is optimized for each form of input when it first comes."""
 
     def __init__(
-        self, original: nn.Module, plan: str | Path | Plan, *, search: bool = True, say: Say = lambda _line: None
+        self,
+        original: nn.Module,
+        plan: str | Path | Plan,
+        *,
+        search: bool = True,
+        say: Say = lambda _line: None,
+        ran: Callable[[tuple[str, ...]], None] | None = None,
     ):
         super().__init__()
         self.original, self.plan, self.search, self.say = original, plan, search, say
         self.made: dict[Any, Optimized] = {}
-        self.passes: tuple[str, ...] = ()  # of the plan that ran last
+        self.parts: dict[int, tuple[Planned, Planned]] = {}
+        self.passes: tuple[str, ...] = ()  # of the plan that ran last, of its parts' too
+        self.ran = ran or self._ran
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,8 +53,19 @@ class Planned(nn.Module):
             self.made[form] = optimize_network(
                 self.original, args, self.plan, example_kwargs=kwargs, search=self.search, say=self.say
             )
-        self.passes = self.made[form].plan.names
+        self.ran(self.made[form].plan.names)
         return self.made[form](*args, **kwargs)
+
+    def split(self, depth: int) -> tuple[Planned, Planned]:
+        """The original's two parts (see `workloads.split`), each with plans of its own."""
+        if depth not in self.parts:
+            options: dict[str, Any] = {"search": self.search, "say": self.say, "ran": self.ran}
+            full, shallow = (Planned(part, self.plan, **options) for part in split(self.original, depth))
+            self.parts[depth] = full, shallow
+        return self.parts[depth]
+
+    def _ran(self, passes: tuple[str, ...]) -> None:
+        self.passes = passes
 
 
 def _noise(seed: int, indices: Sequence[int], shape: Sequence[int], device: torch.device) -> Callable[[int], Tensor]:

@@ -32,6 +32,10 @@ def command(
     steps: Annotated[
         str | None, typer.Option(help="Sampling steps; default: the model's; auto: the fewest measured to be enough.")
     ] = None,
+    cache: Annotated[
+        str | None,
+        typer.Option(help="Keep deep features between steps: a full step every 3, say; 3:0 runs the least between."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Volume or image i depends on the seed and i alone.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Volumes or images computed together.")] = 1,
     fit: Annotated[str, typer.Option(help="How a mask goes to the model's grid: auto, pad or resample.")] = "auto",
@@ -56,12 +60,14 @@ def command(
     loaded = load(model, device=choose_device(device))
     images = loaded.config.network.dimensions == 2
     sides = _sides(size, loaded)
-    drawing = loaded.check_request(sampler=sampler, steps=parse_steps(steps), seed=seed)
+    drawing = loaded.check_request(sampler=sampler, steps=parse_steps(steps), seed=seed, cache=cache)
     if drawing.note:
         output.warn(drawing.note)
+    if drawing.cache and not drawing.auto:
+        output.warn(f"cache {drawing.cache} was not measured for this model; voxtune steps --cache does")
     wanted = "auto" if drawing.auto else drawing.steps
     options: dict[str, Any] = {"count": count, "seed": seed, "sampler": sampler, "steps": wanted, "batch": batch}
-    options |= {"overwrite": overwrite, "provenance": {"model": str(model)}}
+    options |= {"cache": cache, "overwrite": overwrite, "provenance": {"model": str(model)}}
     requests = [] if images else _requests(loaded, mask, fit, sides, output)
     if images:
         if mask or fit != "auto":
@@ -72,9 +78,10 @@ def command(
     if plan != "baseline":
         loaded = optimize(loaded, plan=plan, search=False, say=output.say)
     number = count * (1 if images else len(requests))
-    total, used = drawing.steps, drawing.sampler
+    total, used, kept = drawing.steps, drawing.sampler, drawing.cache and str(drawing.cache)
     kind = "image" if images else "volume"
-    output.say(f"drawing {number} {kind}(s) with {used}, {total} steps, seed {seed}, on {loaded.device}")
+    cached = f", cache {kept}" if kept else ""
+    output.say(f"drawing {number} {kind}(s) with {used}, {total} steps{cached}, seed {seed}, on {loaded.device}")
     started = time.perf_counter()
     with output.progress("sampling", number * total) as update:
         options["progress"] = lambda done, _total: update(done)
@@ -86,7 +93,8 @@ def command(
     for each in drawn:
         output.say("wrote " + ", ".join(each["files"]))
     output.say(f"{seconds:.1f} s")
-    output.result({f"{kind}s": drawn, "sampler": used, "steps": total, "seed": seed, "seconds": round(seconds, 3)})
+    settings = {"sampler": used, "steps": total, "cache": kept, "seed": seed, "seconds": round(seconds, 3)}
+    output.result({f"{kind}s": drawn, **settings})
 
 
 def _sides(size: str | None, model: Model) -> tuple[int, ...] | None:

@@ -21,7 +21,7 @@ from voxtune.data.preflight import check_kept, check_mask
 from voxtune.errors import InputError
 from voxtune.files import write_whole
 from voxtune.runtime.model import Model
-from voxtune.runtime.sampling import Steps
+from voxtune.runtime.sampling import Cache, Steps
 
 MASK_ENDING = re.compile(r"(_(dseg|seg|mask|labels?))?\.nii(\.gz)?$", re.IGNORECASE)
 
@@ -88,6 +88,7 @@ def generate(
     seed: int = 0,
     sampler: str | None = None,
     steps: Steps = None,
+    cache: Cache | str | int | None = None,
     batch: int = 1,
     overwrite: bool = False,
     provenance: dict[str, Any] | None = None,
@@ -104,7 +105,7 @@ def generate(
         taken = [n for group in names for n in group if (out / n).exists()]
         if taken:
             raise InputError(f"{out / taken[0]}: exists already; choose another folder or pass --overwrite")
-    drawing = model.check_request(sampler=sampler, steps=steps, seed=seed)
+    drawing = model.check_request(sampler=sampler, steps=steps, seed=seed, cache=cache)
     _describe_folder(out)
     done = 0
     while chunk := list(islice(jobs, done, done + batch)):
@@ -115,6 +116,7 @@ def generate(
             steps=drawing.steps,
             spacing=drawing.spacing,
             clip=drawing.clip,
+            cache=drawing.cache,
             seed=seed,
             indices=[i for i, _ in chunk],
             progress=None if progress is None else overall(progress, done, len(chunk), len(jobs), drawing.steps),

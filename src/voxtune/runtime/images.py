@@ -15,7 +15,7 @@ from voxtune.errors import InputError
 from voxtune.files import write_whole
 from voxtune.runtime.generate import overall
 from voxtune.runtime.model import Model, check_size
-from voxtune.runtime.sampling import Steps
+from voxtune.runtime.sampling import Cache, Steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,7 @@ def generate_images(
     seed: int = 0,
     sampler: str | None = None,
     steps: Steps = None,
+    cache: Cache | str | int | None = None,
     batch: int = 1,
     size: tuple[int, ...] | None = None,
     overwrite: bool = False,
@@ -62,7 +63,7 @@ def generate_images(
     Image i has the noise of (seed, i), whatever the batch.
     """
     check_image_request(model, out, count, size, overwrite=overwrite)
-    drawing = model.check_request(sampler=sampler, steps=steps, seed=seed)
+    drawing = model.check_request(sampler=sampler, steps=steps, seed=seed, cache=cache)
     for first in range(0, count, batch):
         indices = range(first, min(first + batch, count))
         x_NCHW = model.sample(
@@ -70,6 +71,7 @@ def generate_images(
             steps=drawing.steps,
             spacing=drawing.spacing,
             clip=drawing.clip,
+            cache=drawing.cache,
             seed=seed,
             indices=indices,
             size=size,

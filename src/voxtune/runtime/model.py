@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from voxtune.config import from_mapping, to_mapping
 from voxtune.data import contract
 from voxtune.data.contract import DataContract
-from voxtune.diffusion import DiffusionConfig, make_schedule, noise_source, spaced_steps
+from voxtune.diffusion import DiffusionConfig, full_steps, make_schedule, noise_source, reusing, spaced_steps
 from voxtune.diffusion import sampler as find_sampler
 from voxtune.diffusion.noise import check_seed
+from voxtune.diffusion.samplers import Denoise
 from voxtune.diffusion.schedule import Spacing
 from voxtune.errors import InputError
-from voxtune.runtime.sampling import Drawing, SamplingConfig, Steps, settle
-from voxtune.workloads import ConvNeXtConfig, MedDDPMConfig, NetworkConfig, build, workload
+from voxtune.runtime.sampling import Cache, Drawing, SamplingConfig, Steps, settle
+from voxtune.workloads import ConvNeXtConfig, MedDDPMConfig, NetworkConfig, build, split, workload
 
 log = logging.getLogger("voxtune")
 
@@ -147,22 +148,25 @@ class Model:
         size: Sequence[int] | None = None,
         spacing: Spacing | None = None,
         clip: bool | None = None,
+        cache: Cache | str | int | None = None,
         progress: Progress | None = None,
     ) -> Tensor:
         """Draws a sample for each mask of `cond` (N, L, *size), or for each of `indices` where the model takes no mask.
 
         Sample i's noise depends on `seed` and `indices[i]` alone (by default 0, 1, ...), so a batch of many is the same
         samples as many batches of one, up to rounding. The result is (N, C, *size) in [-1, 1]. `steps="auto"` takes the
-        sampler, steps, spacing and clamping that are stored with the model; without them, its defaults.
+        sampler, steps, spacing, clamping and cache that are stored with the model; without them, its defaults. `cache`
+        keeps deep features between steps (3: a full step every three), which changes the samples.
         """
-        network, drawing = self.config.network, self.drawing(sampler=sampler, steps=steps, spacing=spacing, clip=clip)
+        network = self.config.network
+        drawing = self.drawing(sampler=sampler, steps=steps, spacing=spacing, clip=clip, cache=cache)
         if drawing.note:
             log.warning(drawing.note)
         cond, indices, sides = self._request(cond, indices, size)
         timesteps = spaced_steps(self.available_steps, drawing.steps, drawing.spacing)
         noise = self.noise(check_seed(seed), indices, (network.out_channels, *sides), self.device)
         return find_sampler(drawing.sampler)(
-            lambda x, t_N: self.network(x, t_N, cond),
+            self._denoiser(cond, drawing),
             self._start(noise(0), timesteps[0], cond),
             self.schedule,
             timesteps,
@@ -178,19 +182,34 @@ class Model:
         steps: Steps = None,
         spacing: Spacing | None = None,
         clip: bool | None = None,
+        cache: Cache | str | int | None = None,
     ) -> Drawing:
         """What `sample` does when it is told this."""
-        return settle(
-            self.config.sampling, self.available_steps, sampler=sampler, steps=steps, spacing=spacing, clip=clip
-        )
+        asked: dict[str, Any] = {"sampler": sampler, "steps": steps, "spacing": spacing, "clip": clip, "cache": cache}
+        return settle(self.config.sampling, self.available_steps, **asked)
 
-    def check_request(self, *, sampler: str | None, steps: Steps, seed: int) -> Drawing:
+    def check_request(
+        self, *, sampler: str | None, steps: Steps, seed: int, cache: Cache | str | int | None = None
+    ) -> Drawing:
         """What `sample` will do; raises for what it would refuse, before any work."""
         check_seed(seed)
-        drawing = self.drawing(sampler=sampler, steps=steps)
+        drawing = self.drawing(sampler=sampler, steps=steps, cache=cache)
         find_sampler(drawing.sampler)
         spaced_steps(self.available_steps, drawing.steps, drawing.spacing)
+        if drawing.cache is not None:
+            split(self.network, drawing.cache.depth)
         return drawing
+
+    def _denoiser(self, cond: Tensor | None, drawing: Drawing) -> Denoise:
+        """The network for one sampling; in its two parts where features are kept between steps."""
+        if drawing.cache is None:
+            return lambda x, t_N: self.network(x, t_N, cond)
+        full, shallow = split(self.network, drawing.cache.depth)
+        return reusing(
+            lambda x, t_N: full(x, t_N, cond),
+            lambda x, t_N, deep: shallow(x, t_N, cond, deep),
+            full_steps(drawing.steps, drawing.cache.interval),
+        )
 
     @property
     def available_steps(self) -> int:

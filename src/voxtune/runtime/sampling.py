@@ -15,6 +15,41 @@ Steps = int | Literal["auto"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cache:
+    """Deep features kept between steps: the whole network runs every `interval` steps, at the first and at the last.
+
+    Between these, `depth` whole levels run, the outermost; with 0 the stem, the last block and the head alone.
+    """
+
+    interval: int
+    depth: int = 1
+
+    def __post_init__(self) -> None:
+        if self.interval < 1 or self.depth < 0:
+            raise InputError(f"cache {self}: the interval is 1 or more, the depth 0 or more")
+
+    @classmethod
+    def of(cls, told: Cache | str | int | None) -> Cache | None:
+        """From a person: 3, or 3:0 with the depth after the colon."""
+        if told is None or isinstance(told, Cache):
+            return told
+        parts = str(told).split(":")
+        if len(parts) > 2 or not all(p.isascii() and p.isdigit() and len(p) <= 9 for p in parts):
+            raise InputError(
+                f"cache {str(told)[:40]!r}: give how often a full step comes, such as 3; or 3:0, with how many outer "
+                "levels run between"
+            )
+        return cls(**dict(zip(("interval", "depth"), map(int, parts), strict=False)))
+
+    def __str__(self) -> str:
+        return f"{self.interval}" if self.depth == 1 else f"{self.interval}:{self.depth}"
+
+    def check(self, steps: int) -> None:
+        if self.interval > steps:
+            raise InputError(f"cache {self}: a full step every {self.interval} steps, and there are only {steps}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evidence:
     """Where an automatic choice comes from: the table's file, its hash, and what it says in one line."""
 
@@ -42,11 +77,14 @@ class AutoSampling:
     steps: int
     spacing: Spacing = "trailing"
     clip: bool = True
+    cache: Cache | None = None
     evidence: Evidence
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise InputError(f"steps must be at least 1, found {self.steps}")
+        if self.cache is not None:
+            self.cache.check(self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +133,15 @@ class Drawing:
     steps: int
     spacing: Spacing
     clip: bool
+    cache: Cache | None = None
     auto: AutoSampling | None = None
     note: str = ""
 
     def record(self) -> dict[str, Any]:
         """What goes beside a volume."""
-        plain = {"sampler": self.sampler, "steps": self.steps}
+        plain: dict[str, Any] = {"sampler": self.sampler, "steps": self.steps}
+        if self.cache is not None:
+            plain["cache"] = asdict(self.cache)
         if self.auto is None:
             return plain
         return {**plain, "spacing": self.spacing, "clip": self.clip, "steps_auto": asdict(self.auto.evidence)}
@@ -114,28 +155,39 @@ def settle(
     steps: Steps = None,
     spacing: Spacing | None = None,
     clip: bool | None = None,
+    cache: Cache | str | int | None = None,
 ) -> Drawing:
     """What the caller said, completed by what the model says."""
     if isinstance(steps, str) and steps != "auto":
         raise InputError(f"steps {steps!r}: give a whole number, or 'auto'")
-    asked = {"sampler": sampler, "spacing": spacing, "clip": clip}
+    kept = Cache.of(cache)
+    asked = {"sampler": sampler, "spacing": spacing, "clip": clip, "cache": kept}
     if steps == "auto" and config.auto is not None:
         chosen = config.auto
         for name, value in asked.items():
             if value is not None and value != getattr(chosen, name):
                 raise InputError(
-                    f"{name} {value!r} with steps 'auto': the stored choice was measured with {name} "
-                    f"{getattr(chosen, name)!r}; leave {name} out, or give a number of steps"
+                    f"{name} {value} with steps 'auto': the stored choice was measured with {name} "
+                    f"{getattr(chosen, name)}; leave {name} out, or give a number of steps"
                 )
         return Drawing(
-            sampler=chosen.sampler, steps=chosen.steps, spacing=chosen.spacing, clip=chosen.clip, auto=chosen
+            sampler=chosen.sampler,
+            steps=chosen.steps,
+            spacing=chosen.spacing,
+            clip=chosen.clip,
+            cache=chosen.cache,
+            auto=chosen,
         )
     default = config.steps or available
+    number = default if steps is None or isinstance(steps, str) else steps
+    if kept is not None:
+        kept.check(number)
     note = f"steps auto: nothing is stored with this model, so its default of {default}; `voxtune steps` measures"
     return Drawing(
         sampler=sampler or config.sampler,
-        steps=default if steps is None or isinstance(steps, str) else steps,
+        steps=number,
         spacing=spacing or config.spacing,
         clip=True if clip is None else clip,
+        cache=kept,
         note=note if steps == "auto" else "",
     )

@@ -1,0 +1,181 @@
+"""Features kept between steps: nothing changes without them, deep levels are skipped with them, and files say so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tests.conftest import GOLDENS
+from tests.runtime.test_generate import write_mask
+
+import voxtune
+from voxtune.cli.main import main
+from voxtune.diffusion import SAMPLERS, full_steps
+from voxtune.errors import InputError
+from voxtune.runtime.model import Model, workload_config
+from voxtune.runtime.sampling import AutoSampling, Cache, Evidence
+from voxtune.runtime.storage import store_auto
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CHECKPOINT = GOLDENS / "med_ddpm_tiny.pt"
+EVIDENCE = Evidence(file="steps.json", sha256="0" * 64, subjects=64, summary="ddim, 5 steps, cache 2: not worse")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return voxtune.load(CHECKPOINT)
+
+
+@pytest.fixture(scope="module")
+def cond():
+    return torch.sign(torch.randn(2, 2, 8, 8, 8, generator=torch.Generator().manual_seed(0)))
+
+
+def test_the_first_and_the_last_step_are_full():
+    assert full_steps(7, 3) == [True, False, False, True, False, False, True]
+    assert full_steps(6, 4) == [True, False, False, False, True, True]
+    assert full_steps(5, 5) == [True, False, False, False, True]
+    assert full_steps(3, 1) == [True] * 3 and full_steps(1, 1) == [True]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_interval_1_is_the_sampling_without_it(model, cond, name, depth):
+    plain = model.sample(cond, sampler=name, steps=4, seed=3)
+    assert torch.equal(model.sample(cond, sampler=name, steps=4, seed=3, cache=f"1:{depth}"), plain)
+    kept = model.sample(cond, sampler=name, steps=4, seed=3, cache=f"2:{depth}")
+    assert torch.isfinite(kept).all() and not torch.equal(kept, plain)
+
+
+def test_steps_between_skip_the_deep_levels(model, cond):
+    network = model.network
+    watched = {
+        "stem": network.input_blocks[0],
+        "outer": network.input_blocks[1],
+        "down": network.input_blocks[2],
+        "middle": network.middle_block,
+        "up": network.output_blocks[-3],
+        "outer decoder": network.output_blocks[-2],
+        "last": network.output_blocks[-1],
+    }
+    calls = dict.fromkeys(watched, 0)
+
+    def count(name):
+        def hook(*_):
+            calls[name] += 1
+
+        return hook
+
+    hooks = [module.register_forward_hook(count(name)) for name, module in watched.items()]
+    try:
+        seen = []
+        model.sample(cond, sampler="ddim", steps=7, cache=3, progress=lambda i, n: seen.append(i))
+        assert calls == {"stem": 7, "outer": 7, "down": 3, "middle": 3, "up": 3, "outer decoder": 7, "last": 7}
+        assert seen == list(range(1, 8))
+        calls.update(dict.fromkeys(watched, 0))
+        model.sample(cond, sampler="ddim", steps=7, cache="3:0")
+        assert calls == {"stem": 7, "outer": 3, "down": 3, "middle": 3, "up": 3, "outer decoder": 3, "last": 7}
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "ddpm"])
+def test_on_a_trained_network_the_error_is_small_and_grows_with_the_interval(sampler):
+    model = voxtune.load(Path(voxtune.__file__).parent / "models" / "demo")
+    cond = -torch.ones(2, 2, 16, 16, 16)
+    cond[:, 0, 3:13, 3:13, 3:13] = 1
+    plain = model.sample(cond, sampler=sampler, steps=8)
+    errors = []
+    for interval in (2, 4, 8):
+        kept = model.sample(cond, sampler=sampler, steps=8, cache=interval)
+        assert torch.isfinite(kept).all()
+        errors.append(float((kept - plain).norm() / plain.norm()))
+    assert 0 < errors[0] < errors[1] < errors[2] < 0.2
+    assert errors[0] < 0.03
+
+
+def test_each_sampling_begins_with_features_of_its_own(model, cond):
+    first = model.sample(cond, sampler="ddim", steps=5, cache=2)
+    model.sample(-cond, sampler="ddim", steps=5, cache=2, seed=8)
+    assert torch.equal(model.sample(cond, sampler="ddim", steps=5, cache=2), first)
+
+
+def test_planned_parts_draw_the_same_volumes(model, cond):
+    from voxtune.plan import Plan
+
+    fast = voxtune.optimize(model, plan=Plan.of("cleanup", "sdpa", "time", "channels_last"))
+    kept = model.sample(cond, sampler="ddim", steps=4, cache=2)
+    found = fast.sample(cond, sampler="ddim", steps=4, cache=2)
+    assert float((found - kept).norm() / kept.norm()) < 1e-4
+    assert fast.network.passes == ("cleanup", "sdpa", "time", "channels_last")
+
+
+@pytest.mark.parametrize("told", [0, -1, "0", "-1", "x", "", "2:", ":1", "2:1:1", "2.5", 2.5, True, "1e3", "9" * 30])
+def test_values_that_mean_nothing(model, cond, told):
+    with pytest.raises(InputError, match="cache"):
+        model.sample(cond, steps=4, cache=told)
+
+
+@pytest.mark.parametrize(("cache", "word"), [(5, "only 4"), ("2:2", "0 to 1")])
+def test_values_that_do_not_fit(model, cond, cache, word):
+    with pytest.raises(InputError, match=word):
+        model.sample(cond, steps=4, cache=cache)
+    with pytest.raises(InputError, match=word):
+        model.check_request(sampler=None, steps=4, seed=0, cache=cache)
+
+
+def test_a_model_without_outer_levels_is_refused_before_any_work():
+    images = Model(workload_config("convnext"))
+    with pytest.raises(InputError, match="ConvNeXtUNet"):
+        images.check_request(sampler=None, steps=4, seed=0, cache=2)
+
+
+def test_a_stored_choice_holds_it(tmp_path, cond):
+    folder = tmp_path / "m"
+    assert main(["import", str(CHECKPOINT), "-o", str(folder), "--size", "16,16,16", "-q"]) == 0
+    auto = AutoSampling(sampler="ddim", steps=5, cache=Cache(interval=2, depth=0), evidence=EVIDENCE)
+    store_auto(folder, auto)
+    model = voxtune.load(folder)
+    assert model.config.sampling.auto == auto
+    by_hand = model.sample(cond, sampler="ddim", steps=5, cache="2:0")
+    assert torch.equal(model.sample(cond, steps="auto"), by_hand)
+    assert not torch.equal(model.sample(cond, sampler="ddim", steps=5), by_hand)
+    with pytest.raises(InputError, match="leave cache out"):
+        model.sample(cond, steps="auto", cache=2)
+    path = folder / "config.json"
+    stored = json.loads(path.read_text())
+    for bad, word in (({"interval": 6}, "only 5"), ({"interval": 0}, "1 or more"), ({"every": 2}, "unknown setting")):
+        stored["sampling"]["auto"]["cache"] = bad
+        path.write_text(json.dumps(stored))
+        with pytest.raises(InputError, match=word):
+            voxtune.load(folder)
+
+
+def test_without_it_nothing_is_told(model):
+    assert "cache" not in model.drawing(steps=3).record()
+    assert model.drawing(steps=3, cache="2:0").record()["cache"] == {"interval": 2, "depth": 0}
+
+
+def run(capsys, *arguments):
+    code = main([str(a) for a in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_command_line(capsys, tmp_path):
+    mask = write_mask(tmp_path / "a_dseg.nii.gz")
+    drawing = ("sample", CHECKPOINT, "--mask", mask, "--steps", 3, "--device", "cpu")
+    code, out, err = run(capsys, *drawing, "-o", tmp_path / "out", "--cache", "2", "--json")
+    assert code == 0, err
+    assert json.loads(out)["cache"] == "2"
+    assert "not measured" in err
+    [sidecar] = (tmp_path / "out").glob("a_*.json")
+    assert json.loads(sidecar.read_text())["cache"] == {"interval": 2, "depth": 1}
+    for bad in ("0", "-1", "few", "4", "2:7"):
+        code, _, err = run(capsys, *drawing, "-o", tmp_path / "bad", f"--cache={bad}")
+        assert code == 2 and ("cache" in err or "depth" in err) and err.count("\n") == 1, err
+    assert not (tmp_path / "bad").exists()
