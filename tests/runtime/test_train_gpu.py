@@ -52,6 +52,7 @@ def test_the_loss_scale_is_resumed(tmp_path):
 
 
 def test_compiled(tmp_path):
-    result = train(tiny_config(steps=3, compile=True, autocast="bf16"), Blobs(), tmp_path / "run", device="cuda")
+    together = {"compile": True, "autocast": "bf16", "channels_last": True, "clip": 1.0, "warmup": 1, "decay": "cosine"}
+    result = train(tiny_config(steps=3, **together), Blobs(), tmp_path / "run", device="cuda")
     assert 0 < result.loss < 2
     assert not any("_orig_mod" in name for name in newest(tmp_path / "run").tensors)
