@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from voxtune.choosing import TableOptions, numerics_table, step_table
 from voxtune.errors import InputError
@@ -21,9 +22,10 @@ from voxtune.quality.bootstrap import Bootstrap
 from voxtune.quality.table import Row, Table
 from voxtune.runtime.heldout import HeldOut, held_out_cohort, held_out_folders, held_out_packed
 from voxtune.runtime.model import Model
-from voxtune.runtime.sampling import AutoSampling, Evidence
+from voxtune.runtime.sampling import AutoSampling, Cache, Evidence
 from voxtune.runtime.segmenter import Segmenter, load_segmenter, shipped_segmenter
 from voxtune.runtime.storage import WEIGHTS, config_file, load, store_auto
+from voxtune.workloads import split
 
 HELD_OUT = 64
 
@@ -43,6 +45,7 @@ class Request:
     masks: Path | None = None
     samplers: str | None = None
     steps: str | None = None
+    cache: str | None = None
     plan: str = "auto"
     seed: int = 0
     batch: int = 8
@@ -60,6 +63,8 @@ class Request:
             raise InputError("--real: leave --subjects and --held-out away, subjects come from one place")
         if self.store and self.numerics:
             raise InputError("--store keeps the choice of steps: leave --numerics away")
+        if self.cache is not None and self.numerics:
+            raise InputError("--cache is for the table of steps: leave --numerics away")
         if self.store:
             config_file(self.model)
         if self.result.exists() and not self.overwrite:
@@ -78,7 +83,7 @@ def run(request: Request, say: Say) -> Table:
     """Measures, writes the table, stores the choice where that was asked for."""
     options = request.options()
     samplers = None if request.samplers is None else [s.strip() for s in request.samplers.split(",")]
-    numbers = numbers_of(request.steps)
+    numbers, caches = numbers_of(request.steps), caches_of(request.cache)
     model = load(request.model, device=request.device)
     segmenter = _segmenter(request.segmenter)
     subjects = _subjects(request, model)
@@ -90,7 +95,9 @@ def run(request: Request, say: Say) -> Table:
     else:
         if numbers is not None and "auto" in numbers:
             raise InputError("--steps auto is what this command finds: give numbers, or leave it away")
-        choices: dict[str, Any] = {"steps": numbers} | ({} if samplers is None else {"samplers": samplers})
+        choices: dict[str, Any] = {"steps": numbers, "caches": caches} | (
+            {} if samplers is None else {"samplers": samplers}
+        )
         table = step_table(_planned(model, request.plan, say), subjects, segmenter, options=options, say=say, **choices)
     about = {**table.about, "model_sha256": _weights_hash(request.model), "plan": request.plan}
     table = replace(table, about=about)
@@ -98,6 +105,9 @@ def run(request: Request, say: Say) -> Table:
     for line in table.text():
         say(line)
     say(table.conclusion())
+    refusal = table.refusal()
+    if refusal:
+        say(refusal)
     if request.store:
         _store(request, table, digest, say)
     return table
@@ -121,6 +131,12 @@ def numbers_of(text: str | None) -> list[Any] | None:
     return [p if p == "auto" else int(p) for p in parts]
 
 
+def caches_of(text: str | None) -> list[Cache]:
+    """--cache: intervals with commas between, each with its depth after a colon or without."""
+    parts = [] if text is None else [Cache.of(part.strip()) for part in text.split(",")]
+    return [cache for cache in parts if cache is not None]
+
+
 def precisions(model: Model, plan: str, say: Say = lambda _line: None) -> list[tuple[str, Model]]:
     """The model in float32 first, then in the other ways that this device has."""
     if model.device.type != "cuda":
@@ -140,10 +156,14 @@ class Autocast(nn.Module):
         self.network = network
         self.eval()
 
-    def forward(self, x: Tensor, t_N: Tensor, cond: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, *others: Any) -> Any:
         with torch.autocast(x.device.type, dtype=torch.bfloat16):
-            found: Tensor = self.network(x, t_N, cond)
-        return found.float()
+            found = self.network(x, *others)
+        return tree_map_only(Tensor, Tensor.float, found)
+
+    def split(self, depth: int) -> tuple[Autocast, Autocast]:
+        full, shallow = split(self.network, depth)
+        return Autocast(full), Autocast(shallow)
 
 
 def _planned(model: Model, plan: str, say: Say) -> Model:
@@ -187,6 +207,7 @@ def _store(request: Request, table: Table, digest: str, say: Say) -> None:
         return
     evidence = Evidence(file=request.result.name, sha256=digest, subjects=table.subjects, summary=table.conclusion())
     kept = {name: row.how[name] for name in ("sampler", "steps", "spacing", "clip")}
+    kept["cache"] = Cache(**row.how["cache"]) if "cache" in row.how else None
     say(f"stored in {store_auto(request.model, AutoSampling(**kept, evidence=evidence))}")
 
 
@@ -213,6 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--held-out", type=int)
     parser.add_argument("--samplers")
     parser.add_argument("--steps")
+    parser.add_argument("--cache")
     parser.add_argument("--plan", default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=8)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from voxtune.choosing import unit
+from voxtune.comparing import unit
 from voxtune.errors import InputError
 from voxtune.precision import tf32_allowed
 from voxtune.quality.overlap import dice

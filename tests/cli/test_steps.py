@@ -16,6 +16,7 @@ import torch
 from tests.runtime.test_generate import write_mask
 from tests.steps import made
 from voxtune.cli.main import main
+from voxtune.comparing import Bench
 from voxtune.data.bids import write_cohort
 from voxtune.data.cohort import cohort_contract
 from voxtune.runtime.model import Model, SamplingConfig
@@ -94,6 +95,46 @@ def test_a_choice_is_stored_with_its_evidence_and_sampled_with(capsys, folders, 
     assert code == 2 and "leave sampler out" in err
 
 
+def test_features_kept_between_steps_are_measured_and_stored(capsys, folders, tmp_path, monkeypatch):
+    """With a margin so wide that any row passes, and times that say what the arithmetic says."""
+    monkeypatch.setattr(Bench, "_now", lambda bench: bench.clock)
+    monkeypatch.setattr(Bench, "clock", 0.0, raising=False)
+    sample = Bench._sample
+
+    def timed(bench, model, how, *rest):
+        bench.clock += how.steps if how.cache is None else 0.5 * how.steps
+        return sample(bench, model, how, *rest)
+
+    monkeypatch.setattr(Bench, "_sample", timed)
+    model = copied(folders[0], tmp_path)
+    options = ("--segmenter", folders[1], "--held-out", 3, "--samplers", "ddim", "--steps", "4", "--margin", 100)
+    made = ("steps", model, *options, *QUICK, "--cache", "3:0,2", "--store")
+    code, out, err = run(capsys, *made, "-o", tmp_path / "out", "--json")
+    assert code == 0, err
+    table = json.loads(out)
+    names = [row["name"] for row in table["rows"]]
+    assert names[-2].endswith(" cache 3:0") and names[-1].endswith(" cache 2") and table["chosen"] in names[-2:]
+    auto = load(model).config.sampling.auto
+    assert vars(auto.cache) == next(row["cache"] for row in table["rows"] if row["name"] == table["chosen"])
+    mask = write_mask(tmp_path / "a_dseg.nii.gz")
+    drawing = ("sample", model, "--mask", mask, "-o", tmp_path / "drawn", "--steps", "auto", "--device", "cpu")
+    code, out, err = run(capsys, *drawing)
+    assert code == 0 and f"cache {auto.cache}, seed" in out and "not measured" not in err, err
+    record = json.loads(next((tmp_path / "drawn").glob("a_*.json")).read_text())
+    assert record["cache"] == vars(auto.cache) and record["steps_auto"]["sha256"] == auto.evidence.sha256
+
+
+def test_a_refused_cache_is_said_and_not_stored(capsys, folders, tmp_path):
+    """A random network: with margins this narrow, what is kept is worse than the very same volumes."""
+    model = copied(folders[0], tmp_path)
+    options = ("--segmenter", folders[1], "--held-out", 3, "--samplers", "ddpm", "--steps", "4", "--margin", 0)
+    made = ("steps", model, *options, *QUICK, "--cache", "4:0", "--store", "-o", tmp_path / "out")
+    code, out, err = run(capsys, *made)
+    assert code == 0, err
+    assert "Caching is refused: ddpm 4" in out and "cache 4:0 is worse" in out
+    assert load(model).config.sampling.auto.cache is None
+
+
 def test_without_a_stored_choice_sampling_says_so(capsys, folders, tmp_path):
     mask = write_mask(tmp_path / "a_dseg.nii.gz")
     options = ("--mask", mask, "-o", tmp_path / "drawn", "--steps", "auto", "--device", "cpu")
@@ -118,14 +159,9 @@ def test_folders_and_numerics(capsys, folders, tmp_path):
 BARE = """
 import sys
 
-REFUSED = set("nibabel scipy nilearn pandas pyarrow safetensors typer rich yaml PIL plotly tensorboard".split())
-
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in REFUSED:
-            raise ImportError("refused: " + name)
-
-sys.meta_path.insert(0, Refuse())
+# As if they were not installed: imports fail, and who looks for them finds nothing.
+absent = "nibabel scipy nilearn pandas pyarrow safetensors typer rich yaml PIL plotly tensorboard".split()
+sys.modules.update(dict.fromkeys(absent))
 from voxtune.steps import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -133,12 +169,13 @@ sys.exit(main(sys.argv[1:]))
 
 def test_a_bare_machine_makes_the_table_from_packed_subjects(folders, tmp_path):
     model, segmenter, subjects = folders
-    options = ("--segmenter", segmenter, "--subjects", subjects, "--samplers", "ddim", "--steps", "2", *QUICK)
+    options = ("--segmenter", segmenter, "--subjects", subjects, "--samplers", "ddpm,ddim", "--steps", "4", *QUICK)
+    options = (*options, "--cache", "2")
     command = [sys.executable, "-c", BARE, str(model), "-o", str(tmp_path), *map(str, options)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    assert "s left" in done.stdout and "ddim 2 leading" in done.stdout
+    assert "s left" in done.stdout and " cache 2: " in done.stdout
     assert json.loads((tmp_path / "steps.json").read_text())["subjects"] == 3
     assert (tmp_path / "steps.md").exists()
 
@@ -158,6 +195,12 @@ def test_a_bare_machine_makes_the_table_from_packed_subjects(folders, tmp_path):
         (lambda a, s: ["--segmenter", s, "--store", "--numerics"], "--numerics"),
         (lambda a, s: ["--segmenter", s, "--numerics", "--held-out", 2, "--steps", "2,3"], "give one"),
         (lambda a, s: ["--segmenter", s, "--resamples", 3], "resamples"),
+        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--cache", "0"], "cache 0"),
+        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--cache", "2,-3"], "cache '-3'"),
+        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--cache", "1"], "from 2 up"),
+        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--cache", "3"], "only 2"),
+        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--cache", "2:2"], "depth 2"),
+        (lambda a, s: ["--segmenter", s, "--numerics", "--cache", "2"], "--numerics"),
     ],
 )
 def test_wrong_requests_end_with_one_line(capsys, folders, tmp_path, change, word):

@@ -22,6 +22,10 @@ def command(
     segmenter: Annotated[Path | None, typer.Option(help="Another segmenter than the shipped one.")] = None,
     samplers: Annotated[str | None, typer.Option(help="Samplers to compare, such as ddim,unipc; default: all.")] = None,
     steps: Annotated[str | None, typer.Option(help="Steps to compare; default: 5,8,10,15,20,25,50.")] = None,
+    cache: Annotated[
+        str | None,
+        typer.Option(help="Also try features kept between steps: a full step every 2,3; 2:0 runs the least."),
+    ] = None,
     plan: Annotated[str, typer.Option(help="auto, baseline, or a plan's file, as in voxtune sample.")] = "auto",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise and of the bootstrap.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Volumes computed together.")] = 8,
@@ -50,6 +54,7 @@ def command(
         segmenter=segmenter,
         samplers=samplers,
         steps=steps,
+        cache=cache,
         plan=plan,
         seed=seed,
         batch=batch,

@@ -81,6 +81,7 @@ class Table:
             "bootstrap": vars(self.settings),
             "margins": describe_rules(self.margins),
             "chosen": self.chosen,
+            **({"refusal": refusal} if (refusal := self.refusal()) else {}),
             "notes": list(self.notes),
             "versions": versions(),
             "rows": [row.to_json() for row in self.rows],
@@ -94,10 +95,12 @@ class Table:
 
     def markdown(self, title: str) -> str:
         names = list(dict.fromkeys(name for row in self.rows for name in row.figures))
+        refusal = self.refusal()
         lines = [
             f"# {title}",
             "",
             self.conclusion(),
+            *([refusal] if refusal else []),
             "",
             *_grid(("row", "s/volume", "tightest", "of margin", "verdict")),
         ]
@@ -122,6 +125,16 @@ class Table:
         gain = self.rows[0].seconds / row.seconds if row.seconds else math.nan
         return f"{row.name}: not worse than {self.rows[0].name} over {self.subjects} subjects, {gain:.3g} x as fast."
 
+    def refusal(self) -> str | None:
+        """Why no row with features kept between steps was taken, where some were tried."""
+        cached = [row for row in self.rows if "cache" in row.how]
+        if not cached or self.choice in cached or self.choice is None:
+            return None
+        reasons = [
+            f"{row.name} is {row.verdict if row.worse else 'not worse, but not faster either'}" for row in cached
+        ]
+        return f"Caching is refused: {'; '.join(reasons)}."
+
     def _distances(self) -> list[str]:
         rows = [row for row in self.rows if row.distance is not None]
         names = list(rows[0].distance or {})
@@ -135,10 +148,20 @@ def fewest(rows: Sequence[Row]) -> Row | None:
     if not fine:
         return None
     least = min(row.how["steps"] for row in fine)
-    fine = [row for row in fine if row.how["steps"] == least]
-    fastest = min(row.seconds for row in fine)
-    fine = [row for row in fine if row.seconds <= fastest * (1 + SAME_TIME)]
-    return min(fine, key=lambda row: row.tightest[1])
+    return _fastest([row for row in fine if row.how["steps"] == least])
+
+
+def quicker(plain: Row, others: Sequence[Row]) -> Row:
+    """Of the other rows that are not worse and take less time than `plain`, the fastest, whatever its steps; else `plain`."""
+    fine = [row for row in others if row.compared and not row.worse]
+    fine = [row for row in fine if row.seconds * (1 + SAME_TIME) < plain.seconds]
+    return _fastest(fine) if fine else plain
+
+
+def _fastest(rows: Sequence[Row]) -> Row:
+    """Of rows as fast as the fastest, the one with the most room."""
+    least = min(row.seconds for row in rows)
+    return min((r for r in rows if r.seconds <= least * (1 + SAME_TIME)), key=lambda row: row.tightest[1])
 
 
 def nearest_row(rows: Sequence[Row]) -> Row:

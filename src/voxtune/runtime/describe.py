@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from voxtune.runtime.model import ModelConfig
-from voxtune.workloads import NetworkConfig, build
+from voxtune.workloads import NetworkConfig, build, split
 
 
 def forward_flops(network: NetworkConfig, size: tuple[int, ...], batch: int = 1) -> int:
@@ -19,6 +19,20 @@ def forward_flops(network: NetworkConfig, size: tuple[int, ...], batch: int = 1)
         cond = torch.empty(batch, network.mask_channels, *size) if network.mask_channels else None
         build(network)(x, torch.zeros(batch, dtype=torch.int64), cond)
     return counter.get_total_flops()
+
+
+def shallow_share(network: NetworkConfig, size: tuple[int, ...], depth: int) -> float:
+    """The arithmetic of a step around a kept deep feature, as a share of a full step's; counted on shapes alone."""
+    with torch.device("meta"), torch.inference_mode():
+        x = torch.empty(1, network.out_channels, *size)
+        cond = torch.empty(1, network.mask_channels, *size) if network.mask_channels else None
+        t_N = torch.zeros(1, dtype=torch.int64)
+        full, shallow = split(build(network), depth)
+        with FlopCounterMode(display=False) as whole:
+            _, deep = full(x, t_N, cond)
+        with FlopCounterMode(display=False) as part:
+            shallow(x, t_N, cond, deep)
+    return part.get_total_flops() / whole.get_total_flops()
 
 
 def describe(config: ModelConfig, size: tuple[int, ...] | None = None) -> dict[str, Any]:

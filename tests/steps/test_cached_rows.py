@@ -1,0 +1,153 @@
+"""Features kept between steps in the table of steps: taken where they are not worse and faster, refused where not."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from tests.steps import made
+from voxtune.choosing import TableOptions, _cached_ways, numerics_table, step_table
+from voxtune.errors import InputError
+from voxtune.quality.bootstrap import Bootstrap
+from voxtune.quality.table import Row
+from voxtune.runtime.describe import shallow_share
+from voxtune.runtime.model import Model
+from voxtune.runtime.sampling import Cache
+from voxtune.steps import precisions
+from voxtune.workloads import without_zeros
+
+QUICK = TableOptions(batch=16, bootstrap=Bootstrap(resamples=60))
+SLOW = 0.01
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Parted(nn.Module):
+    """The best network in two parts. Its deep feature is the mean of each label, which no step changes, so that keeping it is
+    exact; a `stale` one is the whole answer, of another noise."""
+
+    def __init__(self, schedule, stale=False, full=SLOW, between=0.0):
+        super().__init__()
+        self.best = made.Best(schedule)
+        self.stale, self.full, self.between = stale, full, between
+
+    def forward(self, x, t_N, cond):
+        time.sleep(self.full)
+        return self.best(x, t_N, cond)
+
+    def split(self, depth):
+        return _Full(self), _Between(self)
+
+
+class _Full(nn.Module):
+    def __init__(self, whole):
+        super().__init__()
+        self.whole = whole
+
+    def forward(self, x, t_N, cond):
+        eps = self.whole(x, t_N, cond)
+        return eps, eps if self.whole.stale else cond
+
+
+class _Between(_Full):
+    def forward(self, x, t_N, cond, deep):
+        time.sleep(self.whole.between)
+        return deep if self.whole.stale else self.whole.best(x, t_N, deep)
+
+
+def table(caches, steps=(20,), **network):
+    model = made.model()
+    parted = Model(model.config, Parted(model.schedule, **network))
+    found = step_table(
+        parted, made.subjects(16), made.segmenter(), samplers=("ddim",), steps=steps, caches=caches, options=QUICK
+    )
+    return found, {row.name: row for row in found.rows}
+
+
+def test_an_equal_and_faster_cache_is_chosen():
+    found, rows = table([Cache(interval=4), Cache(interval=2, depth=0)])
+    assert found.choice.how["cache"] == {"interval": 4, "depth": 1}
+    plain = rows[found.chosen.removesuffix(" cache 4")]
+    assert found.choice.seconds < plain.seconds
+    # The same volumes, so the same figures.
+    assert found.choice.figures["psnr"] == plain.figures["psnr"]
+    assert found.choice.verdict == "not worse" and found.refusal() is None
+    assert f"{plain.name} cache 2:0" in rows
+    assert found.chosen in found.conclusion()
+
+
+@pytest.mark.parametrize("interval", [4, 20])
+def test_a_stale_feature_is_refused(interval):
+    found, rows = table([Cache(interval=interval)], stale=True)
+    assert found.choice is not None and "cache" not in found.choice.how
+    worse = rows[f"{found.chosen} cache {interval}"]
+    assert worse.worse and worse.seconds < found.choice.seconds
+    assert found.refusal().startswith(f"Caching is refused: {worse.name} is worse: ")
+    assert found.refusal() in found.markdown("title") and found.to_json()["refusal"] == found.refusal()
+    assert found.to_json()["rows"][-1]["cache"] == {"interval": interval, "depth": 1}
+
+
+def test_an_equal_cache_that_is_not_faster_is_refused():
+    found, rows = table([Cache(interval=2)], full=0.0, between=SLOW)
+    assert "cache" not in found.choice.how
+    assert not rows[f"{found.chosen} cache 2"].worse
+    assert "not worse, but not faster" in found.refusal()
+
+
+def test_where_nothing_is_good_enough_nothing_is_kept():
+    found, rows = table([Cache(interval=2)], steps=(1, 2), full=0.0)
+    assert found.chosen is None and not any("cache" in name for name in rows)
+    assert any("caching was not tried" in note for note in found.notes)
+
+
+def test_more_steps_are_tried_where_arithmetic_leaves_them_less_to_do():
+    model = made.model()
+    how = {"sampler": "ddim", "steps": 6, "spacing": "leading", "clip": False}
+    row = Row(name="ddim 6", how=how, seconds=1.0, figures={})
+    numbers = (4, 6, 8, 12, 24)
+    tried = {
+        interval: [way.steps for way in _cached_ways(model, Cache(interval=interval, depth=0), row, numbers)]
+        for interval in (2, 4, 12)
+    }
+    # Never fewer steps than the row has, nor than the interval. Of 8 steps with interval 2, five are full.
+    assert 0.2 < shallow_share(model.config.network, made.SIZE, 0) < 0.3
+    assert tried == {2: [6, 8], 4: [6, 8], 12: [12]}
+    way, _ = _cached_ways(model, Cache(interval=2, depth=0), row, numbers)
+    assert (way.sampler, way.spacing, way.clip) == ("ddim", "leading", False)
+    assert _cached_ways(model, Cache(interval=2), Row(**{**vars(row), "how": {**how, "steps": 2}}), (2,)) == []
+
+
+def test_numerics_draw_with_what_is_kept():
+    torch.manual_seed(0)
+    model = Model(made.model(4).config)
+    without_zeros(model.network)
+    (_, fp32), (_, bf16) = precisions(model, "auto")
+    cond = made.subjects(2).condition([0, 1])
+    a, b = (m.sample(cond, sampler="ddim", steps=4, cache=2) for m in (fp32, bf16))
+    assert 0 < float((a - b).norm() / a.norm()) < 0.2
+    found = numerics_table([("FP32", model)], made.subjects(2), made.segmenter(), steps=2, options=QUICK)
+    assert found.refusal() is None
+
+
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [
+        (Cache(interval=1), "intervals from 2 up"),
+        (Cache(interval=21), "only 20"),
+        (Cache(interval=2, depth=5), "0 to 1"),
+    ],
+)
+def test_what_cannot_be_tried_is_refused_before_any_work(cache, message):
+    model = Model(made.model().config)
+    with pytest.raises(InputError, match=message):
+        step_table(
+            model, made.subjects(4), made.segmenter(), samplers=("ddim",), steps=(10, 20), caches=[cache], options=QUICK
+        )
+
+
+def test_a_network_without_parts_is_refused_before_any_work():
+    with pytest.raises(InputError, match="Best"):
+        step_table(made.model(), made.subjects(4), made.segmenter(), steps=(4,), caches=[Cache(interval=2)])
