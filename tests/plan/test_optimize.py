@@ -93,6 +93,16 @@ def test_the_tuner_drops_what_is_slower_and_refuses_what_errs(monkeypatch):
     assert all("not faster" in r.why for r in found.rows[1:])
 
 
+def test_the_tuner_begins_nothing_when_its_time_is_up(quick):
+    net, args = make("convnext")
+    told = []
+    found = tuning.tune(net, args, seconds=0.0, say=told.append)
+    assert found.plan.names == ("strict",)
+    assert [r.why for r in found.rows[1:]] == ["not tried: the time is up"] * len(QUICK)
+    assert len(told) == 1 + len(QUICK)
+    assert found.plan.evidence["gate"]["relative"] < 1e-4
+
+
 def test_a_given_plan_is_gated_and_one_that_fails_is_refused(tmp_path, monkeypatch):
     net, args = make("med_ddpm")
     fast = voxtune.optimize(net, args, Plan.of("cleanup", "channels_last"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ def command(
     ] = None,
     shape: Annotated[str | None, typer.Option(help="Sides, such as 128,128,128; else the model's own.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Volumes at a time.")] = 1,
+    minutes: Annotated[float | None, typer.Option(min=0.0, help="Begin nothing new after so many minutes.")] = None,
     device: DeviceOption = "auto",
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -31,7 +33,8 @@ def command(
     sides = parse_size(shape) if shape else None
     args = example_inputs(loaded, sides, batch)
     output.say(f"tuning {model} at {'x'.join(map(str, args[0].shape[2:]))}, batch {batch}, on {loaded.device}")
-    found = tune(loaded.network, args, trajectory=walk(loaded, args), say=output.say)
+    seconds = math.inf if minutes is None else 60 * minutes
+    found = tune(loaded.network, args, trajectory=walk(loaded, args), seconds=seconds, say=output.say)
     remember(found.plan)
     if out is not None:
         found.plan.save(out)

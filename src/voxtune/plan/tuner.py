@@ -10,6 +10,7 @@ import gc
 import importlib.util
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -101,13 +102,13 @@ def precision_of(plan: Plan) -> str:
     return next((p for p in ("bf16", "fp16", "tf32") if p in plan.names), "fp32")
 
 
-def gate_for(subject: Subject, trajectory: Trajectory | None = None) -> Gate:
+def gate_for(subject: Subject, trajectory: Trajectory | None = None, checks: int = 3) -> Gate:
     model, inputs = subject.model, subject.inputs
     if trajectory is None:
         with torch.no_grad():
             output = volume_of(model(*inputs[0], **inputs[1]))
         trajectory = trajectory_of(inputs, output)
-    return Gate(model, vary(inputs), trajectory)
+    return Gate(model, vary(inputs, checks), trajectory)
 
 
 def judge(subject: Subject, network: Optimized, gate: Gate) -> Verdict:
@@ -169,22 +170,27 @@ def tune(
     *,
     ladder: Sequence[Rung] | None = None,
     trajectory: Trajectory | None = None,
+    checks: int = 3,
+    seconds: float = math.inf,
     say: Say = lambda _line: None,
 ) -> Tuned:
+    """Climbs `ladder`; no rung is begun after `seconds`. The gate asks on `checks` inputs, and along `trajectory`."""
+    began = time.monotonic()
     subject = Subject(model, (tuple(args), kwargs or {}))
     ladder = ladder or (GPU_LADDER if subject.device.type == "cuda" else CPU_LADDER)
-    gate = gate_for(subject, trajectory)
-    base = Plan.of("strict")
-    row, network = _try(subject, Rung("baseline", ("strict",)), base, gate, None)
-    if not row.kept or network is None or row.timing is None:
-        raise InputError(f"the network does not pass its own gate: {row.why}")
-    best = Tuned(base, [row], network)
-    say(_line(row))
+    gate = gate_for(subject, trajectory, checks)
+    best = _baseline(subject, gate)
+    say(_line(best.rows[0]))
     for rung in ladder:
+        if time.monotonic() - began > seconds:
+            best.rows.append(Row(rung.name, rung.add, why="not tried: the time is up"))
+            say(_line(best.rows[-1]))
+            continue
         start = () if rung.apart else best.plan.steps
         names = [s.name for s in start]
         clean = tuple(s for s in start if not (s.name == "strict" and "tf32" in rung.add))
         plan = Plan((*clean, *(Step(n) for n in rung.add if n not in names)))
+        assert best.network is not None
         row, network = _try(subject, rung, plan, gate, best.network)
         best.rows.append(row)
         say(_line(row))
@@ -196,7 +202,19 @@ def tune(
     return best
 
 
-def _try(subject: Subject, rung: Rung, plan: Plan, gate: Gate, best: Optimized | None) -> tuple[Row, Optimized | None]:
+def _baseline(subject: Subject, gate: Gate) -> Tuned:
+    """Float32 as it is: it is the gate's own measure, so what it errs is known there."""
+    plan = Plan.of("strict")
+    network = subject.build(plan)
+    timing = _time(network, subject)
+    error = gate.yardstick("fp32")[0]
+    verdict = Verdict(math.isfinite(error), None, {"precision": "fp32", "relative": error})
+    if not verdict.passed:
+        raise InputError("the network's own answer in float32 is not finite: give other inputs, or other weights")
+    return Tuned(plan, [Row("baseline", plan.names, timing, verdict, kept=True)], network)
+
+
+def _try(subject: Subject, rung: Rung, plan: Plan, gate: Gate, best: Optimized) -> tuple[Row, Optimized | None]:
     row = Row(rung.name, plan.names)
     half = refuses_half(subject.device) if precision_of(plan) in HALF else None
     if half is not None:
@@ -211,7 +229,7 @@ def _try(subject: Subject, rung: Rung, plan: Plan, gate: Gate, best: Optimized |
             row.why = "; ".join(missing)
             return row, None
         row.timing = _time(network, subject)
-        if best is not None and not _faster(network, row.timing, best, subject):
+        if not _faster(network, row.timing, best, subject):
             row.why = "not faster than the best so far"
             return row, None
         row.verdict = judge(subject, network, gate)
