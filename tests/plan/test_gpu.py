@@ -10,6 +10,7 @@ from tests.plan.networks import make
 from voxtune.plan.api import READY
 from voxtune.plan.build import Subject, build
 from voxtune.plan.tuner import gate_for, judge
+from voxtune.workloads import split
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,6 +34,19 @@ def test_every_ready_plan_passes_the_gate(name, plan):
     subject = Subject(net, (args, {}))
     verdict = judge(subject, subject.build(plan), gate_for(subject))
     assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("plan", READY, ids=lambda p: p.names[0] + f"-{len(p.names)}")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_both_parts_of_a_network_pass_the_gate(depth, plan):
+    net, args = on_gpu("med_ddpm")
+    full, shallow = split(net, depth)
+    with torch.no_grad():
+        _, deep = full(*args)
+    for part, inputs in ((full, args), (shallow, (*args, deep))):
+        subject = Subject(part, (inputs, {}))
+        verdict = judge(subject, subject.build(plan), gate_for(subject))
+        assert verdict.passed, (type(part).__name__, verdict)
 
 
 def test_a_graph_follows_its_inputs():
