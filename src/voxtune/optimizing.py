@@ -132,9 +132,9 @@ def example_inputs(model: Model, size: Sequence[int] | None = None, batch: int =
     return x, t_N, mask.to(model.device)
 
 
-def walk(model: Model, args: tuple[Any, ...]) -> Callable[[Callable[..., Any], int], Tensor]:
+def walk(model: Model, args: tuple[Any, ...], steps: int = STEPS) -> Callable[[Callable[..., Any], int], Tensor]:
     """The model's own schedule and sampler in a few steps, with the noise of a seed."""
-    timesteps = spaced_steps(model.available_steps, min(STEPS, model.available_steps))
+    timesteps = spaced_steps(model.available_steps, min(steps, model.available_steps))
     sampler = find_sampler(model.config.sampling.sampler)
     x, _, mask = args
 

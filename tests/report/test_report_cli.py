@@ -122,7 +122,7 @@ def test_absent_recordings_are_told(capsys, monkeypatch, tmp_path):
 
 
 def test_sessions_of_a_folder_stand_in_the_order_of_the_study():
-    from voxtune.cli.report import in_order
+    from voxtune.report.recordings import in_order
 
     configs = ["bf16+channels_last+compile", "bf16", "tf32+channels_last", "channels_last", "tf32", "baseline"]
     found = in_order([make(c, launches=20, mode=m) for m in ("sample", "train") for c in configs])

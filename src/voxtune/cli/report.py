@@ -52,26 +52,13 @@ def command(
 
 def load(folders: list[Path], *, recorded: bool) -> list[Session]:
     from voxtune.profile.session import find_sessions, load_session
+    from voxtune.report.recordings import in_order, recorded_root
 
     if recorded:
-        from voxtune.report.recordings import recorded_root
-
         folders = [*folders, recorded_root()]
     if not folders:
         raise InputError("give a folder of sessions, or --recorded for those that ship with voxtune")
     return [s for folder in folders for s in in_order([load_session(path) for path in find_sessions(folder)])]
-
-
-def in_order(sessions: list[Session]) -> list[Session]:
-    """Training before sampling; the baseline, then one change, then two, then what changes more."""
-
-    def place(session: Session) -> tuple[Any, ...]:
-        config = str(session.meta["config"])
-        parts = [p for p in config.split("+") if p != "baseline"]
-        rare = [p for p in parts if p not in ("tf32", "channels_last")]
-        return session.meta["mode"] != "train", "compile" in rare, len(rare), len(parts), "tf32" not in parts, config
-
-    return sorted(sessions, key=place)
 
 
 def write(document: Document, form: str, output: Path | None, out: Output) -> list[Path]:

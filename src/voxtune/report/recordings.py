@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from voxtune.errors import InputError
-from voxtune.profile.session import find_sessions
+from voxtune.profile.session import Session, find_sessions
 
 ABSENT = (
     "this installation ships no recorded sessions (voxtune/recordings is empty); record your own with voxtune profile"
@@ -27,3 +28,15 @@ def recorded_root() -> Path:
 def recorded_sessions() -> list[Path]:
     """The folders of the shipped sessions."""
     return find_sessions(recorded_root())
+
+
+def in_order(sessions: list[Session]) -> list[Session]:
+    """Training before sampling; the baseline, then one change, then two, then what changes more."""
+
+    def place(session: Session) -> tuple[Any, ...]:
+        config = str(session.meta["config"])
+        parts = [p for p in config.split("+") if p != "baseline"]
+        rare = [p for p in parts if p not in ("tf32", "channels_last")]
+        return session.meta["mode"] != "train", "compile" in rare, len(rare), len(parts), "tf32" not in parts, config
+
+    return sorted(sessions, key=place)

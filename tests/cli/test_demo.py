@@ -1,0 +1,57 @@
+"""voxtune demo with a tiny random model: every part is there, and says what it found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.steps import made
+from voxtune.cli.main import main
+from voxtune.plan import tuner
+from voxtune.plan.plan import Plan
+from voxtune.runtime.model import Model
+from voxtune.runtime.storage import save
+from voxtune.workloads import without_zeros
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    torch.manual_seed(0)
+    model = Model(made.model(4).config)
+    without_zeros(model.network)
+    return save(model, tmp_path / "model", card="")
+
+
+def run(capsys, *arguments):
+    code = main([str(a) for a in ("demo", "--device", "cpu", *arguments)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_whole_product_on_one_subject(capsys, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuner, "CPU_LADDER", tuner.CPU_LADDER[:2])
+    monkeypatch.setattr(tuner, "_faster", lambda *_: True)
+    code, out, err = run(capsys, "--model", folder, "-o", tmp_path / "out", "--steps", 2, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    for name in ("mask", "real", "synthetic", "picture", "plan", "metrics", "view", "study"):
+        assert (tmp_path / "out") in list((tmp_path / found[name]).parents), name
+    assert "kept" in err
+    assert Plan.load(Path(found["plan"])).names == tuple(found["plan_passes"])
+    assert {"dice_brain", "dice_brain_real", "ms_ssim", "psnr"} <= set(found["figures"])
+    metrics = json.loads((tmp_path / found["metrics"]).read_text())
+    assert metrics["segmenter"]["sha256"]
+    assert "niivue" in (tmp_path / found["view"]).read_text().lower()
+    assert "H200" in (tmp_path / found["study"]).read_text()
+
+
+def test_places_that_cannot_be_written_are_told(capsys, folder, tmp_path):
+    (tmp_path / "file").write_text("x")
+    code, _, err = run(capsys, "--model", folder, "-o", tmp_path / "file" / "deeper")
+    assert code == 2
+    assert "choose a folder that can be written" in err
