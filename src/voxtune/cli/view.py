@@ -19,6 +19,7 @@ def command(
     ] = None,
     metrics: Annotated[Path | None, typer.Option(help="A metrics.json; else the one in the folder.")] = None,
     labels: Annotated[Path | None, typer.Option(help="Names of labels: a dseg.tsv, or a model's folder.")] = None,
+    sheet: Annotated[Path | None, typer.Option(help="Also a contact sheet of the first cases, as this PNG.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Show at most so many cases.")] = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -31,9 +32,14 @@ def command(
     for warning in made.warnings:
         output.warn(warning)
     output.say(f"{made.path}: {len(made.cases)} case(s), {made.size / 1e6:.1f} MB; open it in a browser")
+    if sheet is not None:
+        from voxtune.report.cases import case_sheet
+
+        output.say(f"{case_sheet(folder, sheet, real=real, masks=masks, limit=limit)}: contact sheet")
     output.result(
         {
             "page": str(made.path),
+            "sheet": None if sheet is None else str(sheet),
             "bytes": made.size,
             "cases": list(made.cases),
             "metrics": made.metrics,
