@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 
@@ -10,6 +11,13 @@ from triton.runtime import build
 from triton.runtime._async_compile import active_mode
 
 from voxtune.kernels.ahead import compiled_ahead, ready
+
+
+def submit(key, compile_it, finish):
+    """An order to compile, as Triton gives it: newer ones bring a fourth argument, for failures."""
+    mode = active_mode.get()
+    more = [lambda _future: None] if "cleanup_fn" in inspect.signature(mode.submit).parameters else []
+    mode.submit(key, compile_it, finish, *more)
 
 
 class Kernel:
@@ -26,7 +34,7 @@ class Kernel:
             self.launched.append((args, grid))
             return
         key = f"{id(self)}{args}"
-        active_mode.get().submit(key, lambda: self._compile(args), self.compiled.append, lambda _future: None)
+        submit(key, lambda: self._compile(args), self.compiled.append)
 
     def _compile(self, args):
         if self.fails:

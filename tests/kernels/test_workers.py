@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import triton
+from test_ahead import submit
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
-from triton.runtime._async_compile import active_mode
 
 from voxtune.kernels import group_norm
 from voxtune.kernels.ahead import compiled_ahead, ready
@@ -65,7 +65,7 @@ class Kernel:
     def run(self, block_v, *, grid, warmup):
         assert warmup
         call = order(block_v, self.done)
-        active_mode.get().submit(str(block_v), call, self.finished.append, lambda _future: None)
+        submit(str(block_v), call, self.finished.append)
 
 
 @pytest.mark.parametrize("killed", [False, True])
