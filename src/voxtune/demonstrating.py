@@ -121,7 +121,7 @@ class Clock:
 
 def _planned(model: Model, path: Path, shown: Shown, voice: Voice, minutes: float) -> Model:
     from voxtune.plan.cache import remember
-    from voxtune.plan.tuner import tune
+    from voxtune.plan.tuner import CPU_IN_SHORT, tune
 
     if minutes <= 0:
         return model
@@ -135,6 +135,7 @@ def _planned(model: Model, path: Path, shown: Shown, voice: Voice, minutes: floa
     tuned = tune(
         model.network,
         args,
+        ladder=CPU_IN_SHORT,
         trajectory=walk(model, args, steps=WALK),
         checks=CHECKS,
         seconds=60 * minutes,

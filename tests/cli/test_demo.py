@@ -34,7 +34,7 @@ def run(capsys, *arguments):
 
 
 def test_the_whole_product_on_one_subject(capsys, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(tuner, "CPU_LADDER", tuner.CPU_LADDER[:2])
+    monkeypatch.setattr(tuner, "CPU_IN_SHORT", tuner.CPU_IN_SHORT[:2])
     monkeypatch.setattr(tuner, "_faster", lambda *_: True)
     code, out, err = run(capsys, "--model", folder, "-o", tmp_path / "out", "--steps", 2, "--json")
     assert code == 0, err

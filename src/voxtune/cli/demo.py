@@ -17,7 +17,7 @@ def command(
     subject: Annotated[int, typer.Option(min=0, help="Which held-out subject of the cohort.")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the synthetic volume.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps; default: the model's.")] = None,
-    minutes: Annotated[float, typer.Option(min=0.0, help="Begin no more tuning after these; 0: draw without.")] = 1.5,
+    minutes: Annotated[float, typer.Option(min=0.0, help="Begin no more tuning after these; 0: draw without.")] = 2.0,
     device: DeviceOption = "auto",
     json: JsonOption = False,
     quiet: QuietOption = False,

@@ -106,7 +106,7 @@ def _uncaptured(model: nn.Module, plan: Plan, context: Context, signature: Signa
         for parameter in network.parameters():
             parameter.data = lasting(parameter.data)
         notes["channels_last"] = "applied to the weights"
-    for name in ("strict", "tf32", "cudnn_benchmark", "compile", "cuda_graph"):
+    for name in ("strict", "tf32", "cudnn_benchmark", "compile", "cuda_graph", "heap"):
         if name in plan.names:
             reason = next(p for p in PASSES if p.name == name).why_not(context)
             notes[name] = "in force" if reason is None else f"does not apply: {reason}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,11 @@ class Captured:
 
     def clone(self) -> Captured:
         """A graph of its own over the same weights."""
-        return Captured(fx.GraphModule(self.module, copy.deepcopy(self.graph)), self.inputs)
+        with warnings.catch_warnings():
+            # PyTorch warns of its own class when its graphs are copied.
+            warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+            graph = copy.deepcopy(self.graph)
+        return Captured(fx.GraphModule(self.module, graph), self.inputs)
 
     def nodes(self, *targets: Any) -> list[fx.Node]:
         return [n for n in self.graph.nodes if n.op == "call_function" and n.target in targets]

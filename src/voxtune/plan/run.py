@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from voxtune.plan.graph import module_of
+from voxtune.plan.heap import keep_memory
 from voxtune.plan.measure import clocked
 from voxtune.plan.passes.base import Context
 from voxtune.plan.plan import Plan
@@ -87,6 +88,8 @@ class Runner:
             torch.backends.cudnn.benchmark = benchmark
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.context.device.type == "cpu":
+            keep_memory("heap" in self.in_force)
         with self.flags():
             if "cuda_graph" not in self.in_force:
                 return self._plain(*args, **kwargs)

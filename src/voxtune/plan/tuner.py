@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 # A rung has to win by more than the measurement's own spread.
 WORTH = 0.995
 # What does not rewrite the graph is left out of the float32 twin that the gate's first question is asked of.
-NOT_STRUCTURE = ("strict", "bf16", "fp16", "tf32", "channels_last", "compile", "cuda_graph", "cudnn_benchmark")
+NOT_STRUCTURE = ("strict", "bf16", "fp16", "tf32", "channels_last", "compile", "cuda_graph", "cudnn_benchmark", "heap")
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,13 @@ CPU_LADDER = (
     Rung("torch.compile", ("cleanup", "compile"), apart=True),
     Rung("channels_last + torch.compile", ("cleanup", "sdpa", "time", "channels_last", "compile"), apart=True),
     Rung("bf16", ("cleanup", "sdpa", "time", "bf16", "channels_last"), apart=True),
+    Rung("memory kept", ("heap",)),
+)
+# For who has a minute or two: the likeliest together, then what a refusal of the first may have hidden.
+CPU_IN_SHORT = (
+    Rung("sharing, sdpa, channels_last, memory kept", ("cleanup", "sdpa", "time", "channels_last", "heap")),
+    Rung("sharing, sdpa, memory kept", ("cleanup", "sdpa", "time", "heap")),
+    Rung("torch.compile", ("cleanup", "compile", "heap"), apart=True),
 )
 
 
@@ -190,6 +197,8 @@ def tune(
         names = [s.name for s in start]
         clean = tuple(s for s in start if not (s.name == "strict" and "tf32" in rung.add))
         plan = Plan((*clean, *(Step(n) for n in rung.add if n not in names)))
+        if not rung.apart and set(plan.names) <= set(best.plan.names):
+            continue  # it is part of the best already
         assert best.network is not None
         row, network = _try(subject, rung, plan, gate, best.network)
         best.rows.append(row)
@@ -264,7 +273,7 @@ def _line(row: Row) -> str:
     ms = f"{timing.p50_ms:9.2f} ms" if timing else f"{'-':>12}"
     gib = f"{timing.peak_gib:6.2f} GiB" if timing and timing.peak_gib is not None else f"{'-':>10}"
     error = f"error {verdict.error:.1e}" if verdict and math.isfinite(verdict.error) else " " * 13
-    return f"{row.name:32} {ms} {gib}  {error}  {'kept' if row.kept else row.why}"
+    return f"{row.name:42} {ms} {gib}  {error}  {'kept' if row.kept else row.why}"
 
 
 def _evidence(tuned: Tuned) -> dict[str, Any]:

@@ -46,6 +46,12 @@ def _needs_compiler(context: Context) -> str | None:
     return why_no_compiler(context.device)
 
 
+def _needs_heap(context: Context) -> str | None:
+    from voxtune.plan.heap import why_no_heap
+
+    return "a GPU's memory is kept by PyTorch already" if context.device.type != "cpu" else why_no_heap()
+
+
 PASSES: tuple[Pass, ...] = (
     Pass("strict", "float32 products and convolutions without TF32", "exact"),
     Pass("tf32", "TF32 in float32 products and convolutions", "gated", _not_tf32),
@@ -64,6 +70,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("channels_last", "channels innermost in memory", "exact", rewrite=channels_last),
     Pass("compile", "torch.compile (Inductor)", "exact", _needs_compiler),
     Pass("cuda_graph", "the whole step as one CUDA graph", "exact", needs_gpu),
+    Pass("heap", "a CPU step's memory is kept for the next", "exact", _needs_heap),
 )
 BY_NAME = {p.name: p for p in PASSES}
 
