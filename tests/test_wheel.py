@@ -30,8 +30,11 @@ def test_wheel_installs_and_runs(tmp_path):
     assert json.loads(run(binaries / "voxtune", "info", "med-ddpm", "--json"))["parameters"] == 40_226_433
     study = json.loads(run(binaries / "voxtune", "study", "seed", "--recorded", "-o", tmp_path / "study", "--json"))
     assert len(study["sessions"]) == 6 and Path(study["files"][0]).is_file()
-    result = json.loads(run(binaries / "voxtune", "demo", "-o", tmp_path / "demo", "--steps", "2", "--json"))
+    result = json.loads(
+        run(binaries / "voxtune", "demo", "-o", tmp_path / "demo", "--steps", "2", "--minutes", "0", "--json")
+    )
     assert Path(result["synthetic"]).is_file()
-    assert Path(result["picture"]).is_file()
+    assert Path(result["picture"]).is_file() and Path(result["study"]).is_file()
+    assert result["figures"]["dice_brain_real"] > 0.9  # the segmenter came along
     page = json.loads(run(binaries / "voxtune", "view", tmp_path / "demo", "-o", tmp_path / "view.html", "--json"))
     assert page["bytes"] > 2_000_000  # the viewer's library is inside
