@@ -18,13 +18,14 @@ from torch.utils._pytree import tree_map_only
 from voxtune.choosing import TableOptions, numerics_table, step_table
 from voxtune.errors import InputError
 from voxtune.files import write_whole
+from voxtune.optimizing import by_plan, optimize
 from voxtune.quality.bootstrap import Bootstrap
 from voxtune.quality.table import Row, Table
 from voxtune.runtime.heldout import HeldOut, held_out_cohort, held_out_folders, held_out_packed
 from voxtune.runtime.model import Model
 from voxtune.runtime.sampling import AutoSampling, Cache, Evidence
 from voxtune.runtime.segmenter import Segmenter, load_segmenter, shipped_segmenter
-from voxtune.runtime.storage import WEIGHTS, config_file, load, store_auto
+from voxtune.runtime.storage import config_file, load, store_auto, weights_sha256
 from voxtune.workloads import split
 
 HELD_OUT = 64
@@ -98,8 +99,8 @@ def run(request: Request, say: Say) -> Table:
         choices: dict[str, Any] = {"steps": numbers, "caches": caches} | (
             {} if samplers is None else {"samplers": samplers}
         )
-        table = step_table(_planned(model, request.plan, say), subjects, segmenter, options=options, say=say, **choices)
-    about = {**table.about, "model_sha256": _weights_hash(request.model), "plan": request.plan}
+        table = step_table(by_plan(model, request.plan, say), subjects, segmenter, options=options, say=say, **choices)
+    about = {**table.about, "model_sha256": weights_sha256(request.model), "plan": request.plan}
     table = replace(table, about=about)
     digest = write(table, request.result, request.model.name)
     for line in table.text():
@@ -141,7 +142,6 @@ def precisions(model: Model, plan: str, say: Say = lambda _line: None) -> list[t
     """The model in float32 first, then in the other ways that this device has."""
     if model.device.type != "cuda":
         return [("FP32", model), ("BF16 autocast", Model(model.config, Autocast(model.network)))]
-    from voxtune.optimizing import optimize
     from voxtune.plan import Plan
 
     ways: list[tuple[str, Any]] = [("FP32", "baseline"), ("TF32", Plan.of("tf32")), ("BF16 plan", plan)]
@@ -166,14 +166,6 @@ class Autocast(nn.Module):
         return Autocast(full), Autocast(shallow)
 
 
-def _planned(model: Model, plan: str, say: Say) -> Model:
-    if plan == "baseline" and model.device.type == "cpu":
-        return model
-    from voxtune.optimizing import optimize
-
-    return optimize(model, plan=plan, search=False, say=say)
-
-
 def _segmenter(path: Path | None) -> Segmenter:
     chosen = shipped_segmenter() if path is None else path
     if path is None and not (chosen / "config.json").is_file():
@@ -193,11 +185,6 @@ def _one(values: Sequence[Any] | None, option: str) -> Any:
     if values is not None and len(values) != 1:
         raise InputError(f"{option}: --numerics draws in one way; give one")
     return None if values is None else values[0]
-
-
-def _weights_hash(path: Path) -> str | None:
-    weights = next((p for p in (path, path / WEIGHTS, path / "model" / WEIGHTS) if p.is_file()), None)
-    return None if weights is None else hashlib.sha256(weights.read_bytes()).hexdigest()
 
 
 def _store(request: Request, table: Table, digest: str, say: Say) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from voxtune.errors import InputError
 from voxtune.files import write_whole
+from voxtune.optimizing import by_plan
 from voxtune.quality.bootstrap import Bootstrap
 from voxtune.quality.useful import Usefulness
 from voxtune.runtime.model import Model
@@ -91,7 +92,7 @@ def run(request: Request, say: Say) -> Usefulness:
         say(how.note)
     say(f"learn from {subjects.origin}; tested on {subjects.held_out.origin}")
     say(f"{request.volumes} volumes by {how.sampler} in {how.steps} steps on {model.device}")
-    model = _planned(model, request.plan, say)
+    model = by_plan(model, request.plan, say)
     drawn = draw(model, subjects.learn, request.volumes, how, seed=request.seed, batch=request.batch, say=say)
     say(f"drawn in {drawn.seconds:.0f} s, plan included")
     about = {**_about(request, model, subjects, how, drawn), "training": asdict(training)}
@@ -132,14 +133,6 @@ def _checked(subjects: Split, request: Request) -> Split:
     if not bool((subjects.held_out.classes_NDHW > 0).any()):
         raise InputError(f"{subjects.held_out.origin}: their masks hold no label, so nothing can be measured on them")
     return subjects
-
-
-def _planned(model: Model, plan: str, say: Say) -> Model:
-    if plan == "baseline" and model.device.type == "cpu":
-        return model
-    from voxtune.optimizing import optimize
-
-    return optimize(model, plan=plan, search=False, say=say)
 
 
 def _about(request: Request, model: Model, subjects: Split, how: Drawing, drawn: Drawn) -> dict[str, Any]:

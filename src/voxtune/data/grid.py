@@ -122,6 +122,13 @@ def fit(
     )
 
 
+def upright(volume: Volume) -> tuple[np.ndarray, tuple[float, float, float]]:
+    """The array as (D, H, W) in RAS, and its millimetres a voxel; turned, not resampled."""
+    axes, flips, _ = _turn(volume.affine, "RAS")
+    x, y, z = (volume.spacing[axis] for axis in axes)
+    return volume.array.transpose(axes)[_flip(flips)].transpose(2, 1, 0), (z, y, x)
+
+
 def _choose(
     mode: Mode, spacing: tuple[float, ...], wanted: tuple[float, ...]
 ) -> tuple[Literal["pad", "resample"], str]:

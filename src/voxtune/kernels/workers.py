@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import os
 import pickle
 import subprocess
@@ -17,6 +18,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, BinaryIO
 
+from voxtune.files import one_line
+
+log = logging.getLogger("voxtune")
 # Each takes about 300 MB of the host's memory while it lives.
 MOST = 8
 DONE = b"done\n"
@@ -46,9 +50,12 @@ class Worker:
         try:
             self.process.stdin.write(len(job).to_bytes(8, "little") + job)
             self.process.stdin.flush()
-            return self.process.stdout.readline() == DONE
+            answer = self.process.stdout.readline()
         except OSError:
             return False
+        if answer != DONE:
+            log.info("a worker could not compile: %s", answer.decode(errors="replace").strip() or "it ended")
+        return answer == DONE
 
     def stop(self) -> None:
         self.process.kill()
@@ -109,8 +116,10 @@ def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
         try:
             perform(jobs.read(int.from_bytes(size, "little")))
             answer = DONE
-        except Exception:
-            answer = b"failed\n"
+        except (
+            Exception
+        ) as error:  # of the compiler's many families; who asked logs it, compiles itself and is told there
+            answer = f"{type(error).__name__}: {one_line(error)}\n".encode()
         answers.write(answer)
         answers.flush()
 

@@ -1,8 +1,8 @@
 """A CPU step's memory, kept for the next step.
 
 Why: the C library gives blocks above 32 MB back to the system as soon as they are free, and every volume of a step is such a
-block. The system then hands out zeroed pages anew, one fault at a time: at 64^3 with 64 channels, a third of a step. The process
-keeps its peak in return. What is set here holds for the whole process, until a plan without it runs.
+block. The system then hands out zeroed pages anew, one fault at a time: at 64^3 with 64 channels, a quarter to a third of a
+step. The process keeps its peak in return. What is set here holds for the whole process, until a plan without it runs.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from voxtune.data.cases import Case, find_cases
+from voxtune.data.grid import upright
 from voxtune.data.nifti import Volume, read_labels, read_volume
 from voxtune.errors import InputError
 from voxtune.report.picture import Panel, gallery
@@ -42,13 +43,8 @@ def _panels(case: Case, what: str) -> list[Panel]:
 
 def _panel(title: str, volume: Volume, *, labels: bool = False) -> Panel:
     """Turned to RAS; an image to [0, 1] by its extremes."""
-    import nibabel
-
-    image = nibabel.as_closest_canonical(nibabel.Nifti1Image(np.asarray(volume.array, np.float32), volume.affine))
-    array_DHW = np.asarray(image.dataobj).transpose(2, 1, 0)
-    x, y, z = (float(v) for v in image.header.get_zooms())
-    if labels:
-        return Panel(title=title, volume_DHW=array_DHW.astype(np.int64), labels=True, spacing_DHW=(z, y, x))
-    low, high = float(array_DHW.min()), float(array_DHW.max())
-    scaled = (array_DHW - low) / (high - low) if high > low else np.zeros_like(array_DHW)
-    return Panel(title=title, volume_DHW=scaled, spacing_DHW=(z, y, x))
+    array_DHW, spacing_DHW = upright(volume)
+    if not labels:
+        low, high = float(array_DHW.min()), float(array_DHW.max())
+        array_DHW = (array_DHW - low) / (high - low) if high > low else np.zeros(array_DHW.shape)
+    return Panel(title=title, volume_DHW=array_DHW, labels=labels, spacing_DHW=spacing_DHW)

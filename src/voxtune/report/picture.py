@@ -42,13 +42,14 @@ def contact_sheet(panels: Sequence[Panel], path: Path, *, around: np.ndarray, si
 
 
 def gallery(cases: Sequence[Sequence[Panel]], names: Sequence[str], path: Path, *, side: int = 150) -> Path:
-    """One column a case, one row a panel and view, where the case with the most panels names the rows.
+    """One column a case, one row a panel and view; the cases with the most panels name the first rows.
 
     Slices go through the middle of a case's label map's highest label.
     """
     from PIL import Image
 
-    titles = [p.title for p in max(cases, key=len)]
+    fullest = sorted(cases, key=len, reverse=True)
+    titles = list(dict.fromkeys(p.title for panels in fullest for p in panels))
     rows = [(view, title) for view in VIEWS[::2] for title in titles]
     sheet, draw = _paper(CAPTION + (side + GAP) * len(cases), CAPTION + (side + GAP) * len(rows))
     for row, (_, title) in enumerate(rows):
