@@ -30,12 +30,18 @@ def faults(call):
         call()
     return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 4
 
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+
 torch.set_num_threads(1)
 net = nn.Sequential(*[nn.Conv3d(1, 1, 1) for _ in range(3)]).eval()  # 64 MiB a volume
 x = torch.randn(1, 1, 256, 256, 256)
 plans = {name: build(net, (x,), None, Plan.of(*passes)) for name, passes in {"kept": ("heap",), "plain": ("strict",)}.items()}
 found = {"first": faults(lambda: plans["plain"](x)), "kept": faults(lambda: plans["kept"](x))}
-found["again"] = faults(lambda: plans["plain"](x))
+found["held"] = resident()
+small = torch.randn(1, 1, 4, 4, 4)
+build(nn.Conv3d(1, 1, 1).eval(), (small,), None, Plan.of("strict"))(small)
+found["left"] = resident()
 found["notes"] = plans["kept"].notes
 print(json.dumps(found))
 """
@@ -46,9 +52,10 @@ def test_pages_are_not_asked_for_anew():
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["notes"]["heap"] == "in force"
-    assert found["first"] > 10_000  # of 4 KiB: three volumes of 64 MiB
+    assert found["first"] > 90  # three volumes of 64 MiB, by pages of 2 MiB at the largest
     assert found["kept"] < found["first"] / 20
-    assert found["again"] > found["first"] / 2
+    # Given back by the next plan without it. Faults are no measure of this: free blocks below a live one may be taken again.
+    assert found["left"] < found["held"] - 100 * 2**20
 
 
 def test_it_is_no_pass_for_a_gpu(monkeypatch):
