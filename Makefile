@@ -40,8 +40,9 @@ format: $(STAMP) ## Put the code into the house's form
 bench: $(STAMP) ## One denoising step on this CPU, as rows in benchmarks/results
 	$(BIN)/python benchmarks/cpu_step.py
 
-bench-gpu: $(STAMP) ## One denoising step on this GPU: PyTorch's ways, and the plans; whole volumes; its kernels alone
+bench-gpu: $(STAMP) ## One denoising step on this GPU: PyTorch's ways, and the plans; the ladder; whole volumes; its kernels alone
 	$(BIN)/python benchmarks/gpu_unet3d_sample.py
+	$(BIN)/python benchmarks/gpu_unet2d_ladder.py --part top,rungs
 	$(BIN)/python benchmarks/gpu_volume.py
 	$(BIN)/python benchmarks/gpu_group_norm.py
 	$(BIN)/python benchmarks/gpu_conv3d.py

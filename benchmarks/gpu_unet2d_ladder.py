@@ -26,10 +26,10 @@ from voxtune.diffusion import DiffusionConfig, make_schedule, spaced_steps
 from voxtune.diffusion.noise import noise_source
 from voxtune.diffusion.samplers import ddpm
 from voxtune.kernels.convnext.barrier import voxtune_barriers
+from voxtune.kernels.workers import compiling
 from voxtune.ladder.ahead import compile_ahead
 from voxtune.ladder.climb import climb
 from voxtune.ladder.program import Program
-from voxtune.ladder.resident import WHOLE
 from voxtune.ladder.rungs import Setting, rungs_of
 from voxtune.ladder.sampling import Loop, denoise
 from voxtune.ladder.seeds import all_figures
@@ -175,8 +175,9 @@ def theirs(net: ConvNeXtUNet, batch: int, which: list[str]) -> list[dict[str, An
 def top(batches: list[int], *, overlapped: bool) -> list[dict[str, Any]]:
     net = network()
     rows = []
-    for batch in batches:
-        rows += ours(net, batch, overlapped=overlapped)
+    with compiling():
+        for batch in batches:
+            rows += ours(net, batch, overlapped=overlapped)
     rows += theirs(net, 1, ["eager_fp32", "eager_bf16", "compile_reduce_overhead_fp32", "compile_reduce_overhead_bf16"])
     if 64 in batches:
         rows += theirs(net, 64, ["compile_bf16"])
@@ -187,8 +188,6 @@ def rungs(text: str | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Every rung at full size, with its tables."""
     net = network()
     wanted = Setting(network=net, size=SIZE, schedule=schedule(), timesteps=spaced_steps(STEPS, STEPS))
-    program = Program(net, SIZE, 1, whole=WHOLE)
-    compile_ahead([*program.launches, *Program(net, SIZE, 1).launches])
     found = climb(wanted, rungs_of(text), say=lambda line: print(line, flush=True)) | {"seeds": all_figures()}
     rows = []
     for one in found["rows"]:

@@ -38,3 +38,37 @@ def test_climbs_a_little_on_a_cpu(tmp_path):
     assert [row["number"] for row in found["rows"]] == [7, 10, 11]
     assert all(row["error"] < 1e-5 for row in found["rows"])
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["ladder.html", "ladder.json", "ladder.svg"]
+
+
+def test_a_rung_that_fails_takes_no_other_with_it():
+    import torch
+
+    from voxtune.diffusion import DiffusionConfig, make_schedule
+    from voxtune.ladder.climb import climb
+    from voxtune.ladder.rungs import Rung, Setting
+    from voxtune.workloads.convnext import ConvNeXtConfig, ConvNeXtUNet
+
+    network = ConvNeXtUNet(ConvNeXtConfig(width=8, multipliers=(1, 2))).eval()
+    schedule = make_schedule(DiffusionConfig(schedule="linear", steps=100))
+    setting = Setting(network=network, size=(8, 8), schedule=schedule, timesteps=[50])
+
+    class Plain:
+        def __init__(self, setting, machine):
+            self.machine = machine
+
+        def __call__(self, x, t):
+            return network(x, torch.full((len(x),), t)).detach()
+
+    def broken(setting, machine):
+        raise RuntimeError("out of shared memory:\n  376 KiB of 227 KiB")
+
+    rungs = [
+        Rung(number=n, name=make.__name__, does="", kernels=(), make=make) for n, make in ((6, broken), (10, Plain))
+    ]
+    said = []
+    found = climb(setting, rungs, say=said.append)
+    assert [row["number"] for row in found["rows"]] == [10]
+    assert found["failed"] == [
+        {"number": 6, "name": "broken", "reason": "RuntimeError: out of shared memory: 376 KiB of 227 KiB"}
+    ]
+    assert "failed: RuntimeError" in said[0]

@@ -62,6 +62,9 @@ def command(
         dtype=torch.bfloat16 if on_gpu else torch.float32,
     )
     found = climb(setting, chosen, runs=20 if on_gpu else 1, say=output.say) | {"seeds": all_figures()}
+    failed = "; ".join(f"rung {one['number']}: {one['reason']}" for one in found["failed"])
+    if not found["rows"]:
+        raise InputError(f"no rung ran on {place}: {failed}")
     for path in write(found, out):
         output.say(f"wrote {path}")
     if not quiet and not json:
@@ -70,6 +73,8 @@ def command(
 
         print_document(ladder_document(found), make_console())
     output.result(found)
+    if failed:
+        raise InputError(f"{failed}; the others are in {out}: leave these out with --rungs")
 
 
 def write(found: dict[str, Any], folder: Path) -> list[Path]:

@@ -10,6 +10,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,10 @@ from torch import Tensor
 
 from voxtune.diffusion.noise import noise_source
 from voxtune.diffusion.samplers import ddpm
+from voxtune.errors import InputError
+from voxtune.files import one_line
+from voxtune.kernels.ahead import compiled_ahead
+from voxtune.kernels.workers import compiling
 from voxtune.ladder.machine import Event, Machine
 from voxtune.ladder.rungs import Graph, Rung, Setting
 from voxtune.ladder.weights import FORMS, Weights, unified
@@ -31,17 +36,26 @@ CONVOLUTIONS = ("conv2d", "conv2d_pad", "block")
 def climb(
     setting: Setting, rungs: Sequence[Rung], *, runs: int = 20, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """All tables, as plain JSON."""
+    """All tables, as plain JSON. A rung that this device cannot run stands under "failed" with its reason."""
     device = next(setting.network.parameters()).device
     x, t, truth = reference(setting)
-    rows = []
-    for rung in rungs:
-        rows.append(row(rung, setting, device, x, t, truth))
-        told = rows[-1]
-        say(
-            f"{rung.number:2d} {rung.name:16} {told['total_ms']:12.2f} ms  error {told['error']:.1e}  {told['launches']} launches"
-        )
-    first = first_steps(setting, device, runs) if any(rung.number == 9 for rung in rungs) else None
+    rows, failed = [], []
+    with compiling() if device.type == "cuda" else nullcontext():
+        for rung in rungs:
+            try:
+                rows.append(told := row(rung, setting, device, x, t, truth))
+            except InputError:
+                raise
+            except Exception as problem:  # a compiler's, a driver's or an allocator's: the other rungs are not lost
+                reason = f"{type(problem).__name__}: {one_line(problem)}"
+                failed.append({"number": rung.number, "name": rung.name, "reason": reason})
+                say(f"{rung.number:2d} {rung.name:16} failed: {reason}")
+                continue
+            say(
+                f"{rung.number:2d} {rung.name:16} {told['total_ms']:12.2f} ms  error {told['error']:.1e}  "
+                f"{told['launches']} launches"
+            )
+    first = first_steps(setting, device, runs) if any(one["number"] == 9 for one in rows) else None
     return {
         "size": list(setting.size),
         "batch": setting.batch,
@@ -51,6 +65,7 @@ def climb(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, Triton's interpreter",
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton_version()},
         "rows": rows,
+        "failed": failed,
         "first_step": first,
     }
 
@@ -77,6 +92,9 @@ def reference(setting: Setting) -> tuple[Tensor, int, Tensor]:
 def row(rung: Rung, setting: Setting, device: torch.device, x: Tensor, t: int, truth: Tensor) -> dict[str, Any]:
     quiet, noting = Machine(device), Machine(device, timed=True)
     made = rung.make(setting, quiet)
+    if device.type == "cuda":
+        with compiled_ahead(lambda: made(x, t)):
+            pass
     found = made(x, t)
     error = float((found.double() - truth).norm() / truth.norm())
     totals, measured = loop_seconds(made, setting, device)

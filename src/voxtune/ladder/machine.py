@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from voxtune.kernels.ahead import ready
 from voxtune.kernels.convnext.launch import Launch
 
 Kind = Literal["kernel", "up", "down"]
@@ -65,7 +66,7 @@ class Machine:
         **constants: Any,
     ) -> None:
         with self._noted(Event(kind="kernel", part=part, name=kernel.fn.__name__)):
-            kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages)
+            ready(kernel)[grid](*arguments, **constants, num_warps=warps, num_stages=stages)
 
     def run(self, launch: Launch) -> None:
         """A prepared launch."""
