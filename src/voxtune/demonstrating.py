@@ -21,6 +21,7 @@ from voxtune.runtime.generate import Drawn, generate, mask_contract, prepare
 from voxtune.runtime.model import Model
 from voxtune.runtime.segmentdata import HELD_OUT
 from voxtune.runtime.segmenter import load_segmenter, shipped_segmenter
+from voxtune.runtime.storage import load, provenance
 
 # Of the gate on a CPU, where a step takes seconds: two inputs, and a sampling of four steps.
 CHECKS, WALK = 2, 4
@@ -65,7 +66,8 @@ class Shown:
 
 
 def demonstrate(
-    model: Model,
+    path: Path,
+    device: str,
     out: Path,
     voice: Voice,
     *,
@@ -74,10 +76,11 @@ def demonstrate(
     steps: int | None = None,
     minutes: float = 2.0,
 ) -> Shown:
-    """Draws a held-out subject's image from its mask by a plan tuned here; measures it; writes pages to look at.
+    """Draws a held-out subject's image from its mask with the model at `path`; measures it; writes pages to look at.
 
-    `minutes` bounds the tuning on a CPU; 0 draws by the network as it is.
+    The plan is tuned here; `minutes` bounds that on a CPU; 0 draws by the network as it is.
     """
+    model = load(path, device=device)
     contract = mask_contract(model)
     if len(contract.images) != 1 or set(contract.values) != {cohort.BRAIN, cohort.TUMOUR}:
         raise InputError("the demo's cohort has one image and the labels 1 brain, 2 tumour: give a model with these")
@@ -91,7 +94,7 @@ def demonstrate(
     voice.say(f"subject  {person.id} of the embedded cohort (never trained on), {size} voxels")
     fast = _planned(model, folder / "plan.json", shown, voice, minutes)
     shown.seconds["plan"] = clock.lap()
-    drawn = _draw(fast, folder, shown, voice, seed, steps)
+    drawn = _draw(fast, folder, shown, voice, seed, steps, provenance(path, model))
     shown.seconds["drawing"] = clock.lap()
     panels = [
         Panel(title="mask", volume_DHW=person.labels_DHW, labels=True),
@@ -147,14 +150,23 @@ def _planned(model: Model, path: Path, shown: Shown, voice: Voice, minutes: floa
     return Model(model.config, tuned.network or model.network)
 
 
-def _draw(model: Model, folder: Path, shown: Shown, voice: Voice, seed: int, steps: int | None) -> Drawn:
+def _draw(
+    model: Model, folder: Path, shown: Shown, voice: Voice, seed: int, steps: int | None, made_by: dict[str, Any]
+) -> Drawn:
     asked: int | Literal["auto"] = "auto" if steps is None else steps
     drawing = model.check_request(sampler=None, steps=asked, seed=seed)
     [request] = prepare(model, [shown.files["mask"]])
     voice.say(f"drawing  {drawing.sampler}, {drawing.steps} steps, seed {seed}, on {model.device}")
     with voice.progress("sampling", drawing.steps) as update:
         [drawn] = generate(
-            model, [request], folder, seed=seed, steps=asked, overwrite=True, progress=lambda done, _n: update(done)
+            model,
+            [request],
+            folder,
+            seed=seed,
+            steps=asked,
+            overwrite=True,
+            provenance=made_by,
+            progress=lambda done, _n: update(done),
         )
     shown.files["synthetic"] = drawn.files[0]
     return drawn

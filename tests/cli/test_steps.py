@@ -22,7 +22,7 @@ from voxtune.data.cohort import cohort_contract
 from voxtune.runtime.model import Model, SamplingConfig
 from voxtune.runtime.segmentdata import cohort_sources, pack
 from voxtune.runtime.segmenter import save_segmenter
-from voxtune.runtime.storage import load, save
+from voxtune.runtime.storage import load, save, weights_sha256
 from voxtune.workloads import without_zeros
 
 QUICK = ("--resamples", "20", "--batch", "4", "--device", "cpu", "--plan", "baseline")
@@ -91,6 +91,7 @@ def test_a_choice_is_stored_with_its_evidence_and_sampled_with(capsys, folders, 
     record = json.loads(sidecar.read_text())
     assert record["steps"] == auto.steps and record["clip"] == auto.clip
     assert record["steps_auto"]["sha256"] == auto.evidence.sha256
+    assert record["model_sha256"] == weights_sha256(model) and record["device"] == "cpu"
     code, _, err = run(capsys, *drawing, "--sampler", "unipc")
     assert code == 2 and "leave sampler out" in err
 

@@ -24,12 +24,20 @@ def command(
 ) -> None:
     """Draw a held-out subject's MRI from its mask by a plan tuned here; measure it; write pages to look at."""
     from voxtune.demonstrating import demonstrate
-    from voxtune.runtime.storage import demo_model, load
+    from voxtune.runtime.storage import demo_model
 
     output = Output(json=json, quiet=quiet)
     started = time.perf_counter()
-    drawing = load(demo_model() if model is None else model, device=choose_device(device))
-    shown = demonstrate(drawing, out, output, subject=subject, seed=seed, steps=steps, minutes=minutes)
+    shown = demonstrate(
+        demo_model() if model is None else model,
+        choose_device(device),
+        out,
+        output,
+        subject=subject,
+        seed=seed,
+        steps=steps,
+        minutes=minutes,
+    )
     seconds = time.perf_counter() - started
     for what, path in shown.files.items():
         output.say(f"{what:9} {path}")

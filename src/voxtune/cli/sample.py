@@ -54,7 +54,7 @@ def command(
     """Draw MRI volumes from masks, on each mask's own grid and geometry; or images, with a model that takes no mask."""
     from voxtune.optimizing import optimize
     from voxtune.runtime.images import check_image_request
-    from voxtune.runtime.storage import load
+    from voxtune.runtime.storage import load, provenance
 
     output = Output(json=json, quiet=quiet)
     loaded = load(model, device=choose_device(device))
@@ -67,7 +67,7 @@ def command(
         output.warn(f"cache {drawing.cache} was not measured for this model; voxtune steps --cache does")
     wanted = "auto" if drawing.auto else drawing.steps
     options: dict[str, Any] = {"count": count, "seed": seed, "sampler": sampler, "steps": wanted, "batch": batch}
-    options |= {"cache": cache, "overwrite": overwrite, "provenance": {"model": str(model)}}
+    options |= {"cache": cache, "overwrite": overwrite, "provenance": provenance(model, loaded)}
     requests = [] if images else _requests(loaded, mask, fit, sides, output)
     if images:
         if mask or fit != "auto":

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,10 @@ MASK_ENDING = re.compile(r"(_(dseg|seg|mask|labels?))?\.nii(\.gz)?$", re.IGNOREC
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One mask, read, checked and placed."""
+    """One mask, read, checked and placed. Thousands may wait for their turn: of the file only its geometry is kept."""
 
     path: Path
-    mask: Volume
+    grid: Volume  # the mask's own, without its voxels
     labels_DHW: np.ndarray
     placement: Placement
     warnings: tuple[str, ...]
@@ -76,7 +76,9 @@ def _prepare_one(path: Path, contract: DataContract, mode: Mode, size: Shape | N
     report += check_kept(mask.array, labels_DHW, contract, mask.name)
     report.raise_errors()
     warnings = tuple(f.message for f in report.warnings)
-    return Request(path=path, mask=mask, labels_DHW=labels_DHW, placement=placement, warnings=warnings)
+    grid = replace(mask, array=np.broadcast_to(np.zeros((), np.uint8), mask.shape))
+    small = labels_DHW.astype(np.min_scalar_type(max(contract.values)))
+    return Request(path=path, grid=grid, labels_DHW=small, placement=placement, warnings=warnings)
 
 
 def generate(
@@ -160,7 +162,7 @@ def _write(
 ) -> Drawn:
     files = []
     for image_DHW, name in zip(images_CDHW, names, strict=True):
-        files.append(write_volume(out / name, request.placement.invert(image_DHW, label=False), request.mask))
+        files.append(write_volume(out / name, request.placement.invert(image_DHW, label=False), request.grid))
         sidecar = out / name.replace(".nii.gz", ".json")
         write_whole(sidecar, (json.dumps(record, indent=2, default=str) + "\n").encode())
     return Drawn(request=request, index=index, images_CDHW=images_CDHW, files=tuple(files))

@@ -213,7 +213,24 @@ def read_plainly(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def weights_sha256(path: Path) -> str | None:
     """The hash of the weights' file behind `path`: of a model folder, a run folder, or the file itself."""
     weights = next((p for p in (path, path / WEIGHTS, path / "model" / WEIGHTS) if p.is_file()), None)
-    return None if weights is None else hashlib.sha256(weights.read_bytes()).hexdigest()
+    if weights is None:
+        return None
+    with reporting_os_errors(weights), weights.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def provenance(path: Path, model: Model) -> dict[str, Any]:
+    """What made a volume, for the record beside it: the weights by their hash, the versions, the device."""
+    from voxtune import __version__
+
+    device = model.device
+    return {
+        "model": str(path),
+        "model_sha256": weights_sha256(path),
+        "voxtune": __version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    }
 
 
 def config_file(path: str | Path) -> Path:
