@@ -1,11 +1,9 @@
-"""`voxtune steps` from a request to its files; and `python -m voxtune.steps`, for machines that hold little but PyTorch."""
+"""`voxtune steps` from a request to its files. Packed subjects need no NIfTI reader: it runs where little but PyTorch is."""
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -196,42 +194,3 @@ def _store(request: Request, table: Table, digest: str, say: Say) -> None:
     kept = {name: row.how[name] for name in ("sampler", "steps", "spacing", "clip")}
     kept["cache"] = Cache(**row.how["cache"]) if "cache" in row.how else None
     say(f"stored in {store_auto(request.model, AutoSampling(**kept, evidence=evidence))}")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    asked = _parser().parse_args(arguments)
-    try:
-        run(Request(**vars(asked)), _say)
-    except InputError as error:
-        print(f"voxtune: error: {error}", file=sys.stderr)  # noqa: T201
-        return 2
-    return 0
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)  # noqa: T201
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m voxtune.steps", description="See voxtune steps --help.")
-    parser.add_argument("model", type=Path)
-    parser.add_argument("-o", "--out", type=Path, required=True)
-    for name in ("segmenter", "subjects", "real", "masks"):
-        parser.add_argument(f"--{name}", type=Path)
-    parser.add_argument("--held-out", type=int)
-    parser.add_argument("--samplers")
-    parser.add_argument("--steps")
-    parser.add_argument("--cache")
-    parser.add_argument("--plan", default="auto")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--margin", type=float, default=1.0)
-    parser.add_argument("--resamples", type=int, default=1000)
-    for name in ("numerics", "store", "overwrite"):
-        parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

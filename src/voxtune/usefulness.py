@@ -1,11 +1,9 @@
-"""`voxtune usefulness` from a request to its files; and `python -m voxtune.usefulness`, for machines with little but PyTorch."""
+"""`voxtune usefulness` from a request to its files. Packed subjects need no NIfTI reader: it runs where little but PyTorch is."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -168,46 +166,3 @@ def _notes(subjects: Split, drawn: Drawn, request: Request) -> tuple[str, ...]:
     if drawn.broken:
         notes.append(f"{drawn.broken} synthetic volumes held NaN or infinity and were left out")
     return tuple(notes)
-
-
-def steps_of(text: str) -> Steps:
-    """--steps: auto, or a number."""
-    if text != "auto" and not (text.isascii() and text.isdigit() and len(text) <= 9 and int(text) > 0):
-        raise InputError(f"--steps {text[:40]}: give a whole number from 1 up, or auto")
-    return "auto" if text == "auto" else int(text)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    asked = vars(_parser().parse_args(arguments))
-    try:
-        run(Request(**{**asked, "steps": steps_of(asked["steps"])}), _say)
-    except InputError as error:
-        print(f"voxtune: error: {error}", file=sys.stderr)  # noqa: T201
-        return 2
-    return 0
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)  # noqa: T201
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m voxtune.usefulness", description="See voxtune usefulness --help.")
-    parser.add_argument("model", type=Path)
-    parser.add_argument("-o", "--out", type=Path, required=True)
-    for name in ("subjects", "real", "masks"):
-        parser.add_argument(f"--{name}", type=Path)
-    for name in ("few", "held-out"):
-        parser.add_argument(f"--{name}", type=int)
-    for name in ("volumes", "segment-steps", "segment-batch", "seeds", "seed", "batch", "resamples", "base"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(Request, name.replace("-", "_")))
-    parser.add_argument("--sampler")
-    parser.add_argument("--steps", default="auto")
-    parser.add_argument("--plan", default="auto")
-    parser.add_argument("--overwrite", action="store_true")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

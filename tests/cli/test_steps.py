@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.bare import voxtune_bare
 from tests.runtime.test_generate import write_mask
 from tests.steps import made
 from voxtune.cli.main import main
@@ -157,24 +155,11 @@ def test_folders_and_numerics(capsys, folders, tmp_path):
     assert code == 2 and "--overwrite" in err
 
 
-BARE = """
-import sys
-
-# As if they were not installed: imports fail, and who looks for them finds nothing.
-absent = "nibabel scipy nilearn pandas pyarrow safetensors typer rich yaml PIL plotly tensorboard".split()
-sys.modules.update(dict.fromkeys(absent))
-from voxtune.steps import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 def test_a_bare_machine_makes_the_table_from_packed_subjects(folders, tmp_path):
     model, segmenter, subjects = folders
     options = ("--segmenter", segmenter, "--subjects", subjects, "--samplers", "ddpm,ddim", "--steps", "4", *QUICK)
     options = (*options, "--cache", "2")
-    command = [sys.executable, "-c", BARE, str(model), "-o", str(tmp_path), *map(str, options)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = voxtune_bare("steps", model, "-o", tmp_path, *options)
     assert done.returncode == 0, done.stderr
     assert "s left" in done.stdout and " cache 2: " in done.stdout
     assert json.loads((tmp_path / "steps.json").read_text())["subjects"] == 3

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from tests.bare import voxtune_bare
 from tests.steps import made
 from voxtune.cli.main import main
 from voxtune.data.bids import write_cohort
@@ -44,22 +42,10 @@ def run(capsys, *arguments):
     return code, captured.out, captured.err
 
 
-BARE = """
-import sys
-
-# None: as if it were not installed.
-sys.modules.update(dict.fromkeys("nibabel scipy nilearn pandas pyarrow safetensors typer rich yaml PIL plotly".split()))
-from voxtune.usefulness import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 def test_a_bare_machine_learns_from_packed_subjects(folders, tmp_path):
     model, subjects = folders
     options = ("--subjects", subjects, "--volumes", 4, "--few", 2, "--seeds", 2, "--steps", 2, "--sampler", "ddim")
-    command = [sys.executable, "-c", BARE, str(model), "-o", str(tmp_path), *map(str, (*options, *QUICK))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = voxtune_bare("usefulness", model, "-o", tmp_path, *options, *QUICK)
     assert done.returncode == 0, done.stderr
     assert "s left" in done.stdout and "few_and_synthetic" in done.stdout
     found = json.loads((tmp_path / "usefulness.json").read_text())

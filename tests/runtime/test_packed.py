@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
+import json
 import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.bare import voxtune_bare
 
 from voxtune.cli.main import main
 from voxtune.data.contract import DataContract, Label, encode_mask
@@ -135,17 +136,7 @@ def test_the_command_where_little_is_installed(file, tmp_path):
     settings = ["clip=1.0", "channels_last=true", "store=bf16", "ema_start=1", "sampler=ddim", "sample_every=2"]
     command = ["train", "--subjects", str(file), *TINY, *recipe, "-o", str(tmp_path / "run")]
     command += [part for setting in settings for part in ("--set", setting)]
-    code = f"""
-import sys
-
-for name in "nibabel scipy nilearn sklearn diffusers monai rich yaml PIL tensorboard".split():
-    sys.modules[name] = None  # what is not installed
-import torch
-torch.set_num_threads(1)
-from voxtune.cli.main import main
-sys.exit(main({command!r}))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = voxtune_bare(*command)
     assert done.returncode == 0, done.stderr
     assert "Trained 2 steps" in done.stdout
     for said in ("TensorBoard is not installed", "Pillow is not installed", "training 2/2"):
@@ -165,3 +156,35 @@ def test_values_of_options_without_yaml(monkeypatch):
     assert [parse_value(text) for text in ("1.5", "true", "[8]", "ddim", "null")] == with_yaml
     with pytest.raises(InputError, match="not valid JSON, and PyYAML is not installed"):
         parse_value("[1,")
+
+
+def test_packed_by_the_command_from_a_cohort_and_from_folders(tmp_path, capsys):
+    from voxtune.data.bids import write_cohort
+
+    file = tmp_path / "cohort.npz"
+    told = ["pack", "--size", "16,16,16", "-o", str(file), "--json"]
+    assert main([*told, "--cohort", "3", "--held-out", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["subjects"], found["held_out"]) == (3, 2) and "subjects 0 to 2" in found["origin"]
+    learn, last = unpack(file)
+    assert (len(learn), len(last), learn.contract.size) == (3, 2, (16, 16, 16))
+    assert main([*told, "--cohort", "3"]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+
+    write_cohort(tmp_path / "bids", 4, 0, (16, 16, 16))
+    for path in sorted((tmp_path / "bids").rglob("*.nii.gz")):
+        kind = "masks" if "dseg" in path.name else "images"
+        (tmp_path / kind).mkdir(exist_ok=True)
+        path.rename(tmp_path / kind / path.name)
+    folders = ["--images", str(tmp_path / "images"), "--masks", str(tmp_path / "masks"), "--overwrite"]
+    assert main([*told, *folders, "--held-out", "1", "--labels", "brain=1,tumour=2"]) == 0
+    assert json.loads(capsys.readouterr().out)["subjects"] == 3
+    assert [label.name for label in unpack(file)[0].contract.labels] == ["brain", "tumour"]
+    for wrong, word in (
+        (["--held-out", "4"], "both sides"),
+        (["--cohort", "3"], "no data"),
+        (["--labels", "brain=1,tumour=2,other=300"], "up to 255"),
+    ):
+        assert main([*told, *folders, *wrong]) == 2
+        assert word in capsys.readouterr().err
+    assert len(unpack(file)[0]) == 3

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
+from tests.bare import voxtune_bare
 
+from voxtune.cli.main import main
 from voxtune.data.contract import generic_contract
 from voxtune.data.dataset import CohortSource
 from voxtune.errors import InputError
 from voxtune.runtime import segmentdata, segmenttrain, storage
 from voxtune.runtime.segmenter import Segmenter, SegmenterConfig, load_segmenter, save_segmenter, shipped_segmenter
-from voxtune.runtime.segmentrun import main, run_segment, summary
+from voxtune.runtime.segmentrun import run_segment, summary
 from voxtune.workloads.segment import SegmentConfig
 
 CONTRACT = generic_contract(2, 1, (16, 16, 16))
@@ -138,33 +138,19 @@ def test_subjects_travel_in_one_file(tmp_path):
         segmentdata.unpack(path)
 
 
-def test_training_from_one_file_needs_torch_and_numpy_alone(tmp_path, capsys):
-    segmentdata.pack(Balls(2), Balls(1), tmp_path / "s.npz")
-    command = [
-        "train",
-        str(tmp_path / "s.npz"),
-        "-o",
-        str(tmp_path / "out"),
-        "--steps",
-        "1",
-        "--batch",
-        "2",
-        "--base",
-        "4",
-    ]
-    code = f"""
-import sys
-
-for name in "nibabel scipy nilearn pandas pyarrow safetensors typer rich yaml PIL monai".split():
-    sys.modules[name] = None  # what is not installed
-from voxtune.runtime.segmentrun import main
-sys.exit(main({command!r}))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+def test_training_from_one_file_where_little_is_installed(tmp_path, capsys):
+    segmentdata.pack(Balls(2), Balls(1), tmp_path / "s.npz", origin="balls")
+    command = ["train", "--workload", "segment", "--subjects", str(tmp_path / "s.npz"), "-o", str(tmp_path / "out")]
+    command += ["--steps", "1", "--minutes", "5", "--batch", "2", "--base", "4", "--device", "cpu"]
+    done = voxtune_bare(*command)
     assert done.returncode == 0, done.stderr
     assert load_segmenter(tmp_path / "out").config.network.base == 4
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "- Data: balls." in card and "voxtune train --workload segment --subjects" in card
     assert main(command) == 2
     assert "holds a model already" in capsys.readouterr().err
+    assert main([*command[:-6], "--cohort", "3", "-o", str(tmp_path / "other")]) == 2
+    assert "the file has them" in capsys.readouterr().err
 
 
 def test_weights_written_by_hand_are_what_the_library_reads(tmp_path):

@@ -34,7 +34,7 @@ class Output:
     def say(self, text: str) -> None:
         """A line for a person. Under --json it goes to standard error, so that standard output stays one object."""
         if not self.quiet:
-            print(text, file=sys.stderr if self.json else sys.stdout)
+            print(text, file=sys.stderr if self.json else sys.stdout, flush=True)
 
     def warn(self, text: str) -> None:
         print(f"warning: {text}", file=sys.stderr)
@@ -143,3 +143,15 @@ def parse_steps(text: str | None) -> int | Literal["auto"] | None:
     if not (text.isascii() and text.isdigit() and len(text) <= 9 and int(text) > 0):
         raise InputError(f"--steps {text[:40]}: give a whole number from 1 up, or auto")
     return int(text)
+
+
+def parse_labels(text: str | None) -> list[dict[str, Any]] | None:
+    """`--labels`: name=value pairs, in channel order."""
+    from voxtune.errors import InputError
+
+    if text is None:
+        return None
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name.strip() and value.strip().isdecimal() for name, _, value in pairs):
+        raise InputError(f"--labels {text}: give names and values, such as brain=1,tumour=2")
+    return [{"name": n.strip(), "value": int(v), "channel": i} for i, (n, _, v) in enumerate(pairs)]

@@ -25,6 +25,7 @@ VERBS = (
     "import",
     "info",
     "cohort",
+    "pack",
     "profile",
     "report",
     "view",

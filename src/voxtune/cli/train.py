@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, choose_device, parse_size
+from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, choose_device, parse_labels, parse_size
 from voxtune.errors import InputError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def command(
     plain |= {"minutes": minutes, "warmup": warmup, "decay": decay}
     plain |= {"loss": loss, "autocast": autocast, "seed": seed}
     plain |= {"checkpoint_every": checkpoint_every, "sample_every": sample_every}
-    plain |= {"model.size": None if size is None else list(parse_size(size)), "data.labels": _labels(labels)}
+    plain |= {"model.size": None if size is None else list(parse_size(size)), "data.labels": parse_labels(labels)}
     plain["model.multipliers"] = _numbers(multipliers)
     overrides = {k: v for k, v in plain.items() if v is not None} | _assignments(settings or [])
     if workload == "segment":
@@ -162,16 +162,6 @@ def _numbers(text: str | None) -> list[float] | None:
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise InputError(f"--multipliers {text}: give numbers, such as 1,2,3,4") from None
-
-
-def _labels(text: str | None) -> list[dict[str, Any]] | None:
-    """name=value pairs, in channel order."""
-    if text is None:
-        return None
-    pairs = [part.partition("=") for part in text.split(",")]
-    if not all(name.strip() and value.strip().isdecimal() for name, _, value in pairs):
-        raise InputError(f"--labels {text}: give names and values, such as brain=1,tumour=2")
-    return [{"name": n.strip(), "value": int(v), "channel": i} for i, (n, _, v) in enumerate(pairs)]
 
 
 def _assignments(texts: list[str]) -> dict[str, Any]:

@@ -11,10 +11,9 @@ from voxtune.cli.common import Output
 from voxtune.errors import InputError
 
 SIDE = 64
-COHORT_HELD_OUT = 24
 TAKES = {
-    *("data.images", "data.masks", "data.cohort", "data.cohort_seed", "data.labels", "model.workload", "model.base"),
-    *("model.size", "steps", "batch", "learning_rate", "autocast", "seed"),
+    *("data.images", "data.masks", "data.cohort", "data.cohort_seed", "data.labels", "data.subjects"),
+    *("model.workload", "model.base", "model.size", "steps", "batch", "learning_rate", "autocast", "seed", "minutes"),
 }
 
 
@@ -30,7 +29,9 @@ def train_segment(settings: dict[str, Any], out: Path | None, device: str, outpu
         raise InputError("where to? give a folder with -o DIR; a segmenter trains in one go, without --resume")
     if (out / "config.json").exists():
         raise InputError(f"{out}: holds a model already; choose another folder")
-    plain = {k: settings[k] for k in ("steps", "batch", "learning_rate", "autocast", "seed") if k in settings}
+    plain = {
+        k: settings[k] for k in ("steps", "batch", "learning_rate", "autocast", "seed", "minutes") if k in settings
+    }
     training = SegmentTraining(**plain)
     train, held_out, data = _sources(settings)
     output.say(f"{len(train)} subjects to learn from, {len(held_out)} held out, on {device}")
@@ -56,20 +57,16 @@ def train_segment(settings: dict[str, Any], out: Path | None, device: str, outpu
 
 def _sources(settings: dict[str, Any]) -> tuple[Any, Any, str]:
     from voxtune.data.contract import Label
-    from voxtune.runtime.segmentdata import cohort_origin, cohort_sources, folder_sources
+    from voxtune.runtime.segmentdata import open_sources, unpack
 
-    size = tuple(settings.get("model.size", (SIDE,) * 3))
-    if len(size) != 3:
-        raise InputError(f"--size {size}: give three sides, depth,height,width")
-    cohort, images, masks = (settings.get(f"data.{name}") for name in ("cohort", "images", "masks"))
-    if (cohort is None) == (images is None) or (images is None) != (masks is None):
-        raise InputError("no data: give folders (--images DIR --masks DIR) or the embedded cohort (--cohort 240)")
-    if cohort is not None:
-        seed = settings.get("data.cohort_seed", 0)
-        train, held_out = cohort_sources(size, seed, cohort, COHORT_HELD_OUT)
-        return train, held_out, cohort_origin(seed, cohort, COHORT_HELD_OUT)
-    labels = settings.get("data.labels")
+    given = {name: settings.get(f"data.{name}") for name in ("cohort", "images", "masks")}
+    subjects, labels, size = (settings.get(name) for name in ("data.subjects", "data.labels", "model.size"))
+    if subjects is not None:
+        if any(value is not None for value in (*given.values(), labels, size)):
+            raise InputError(
+                "--subjects: leave --cohort, --images, --masks, --labels and --size away, the file has them"
+            )
+        train, held_out = unpack(subjects)
+        return train, held_out, train.origin or f"{len(train)} packed subjects, {len(held_out)} more held out"
     named = None if labels is None else tuple(Label(**label) for label in labels)
-    assert images is not None and masks is not None
-    train, held_out = folder_sources(images, masks, size, named)
-    return train, held_out, f"{len(train)} subjects of the folder `{Path(images).name}`; {len(held_out)} held out"
+    return open_sources(tuple(size or (SIDE,) * 3), **given, seed=settings.get("data.cohort_seed", 0), labels=named)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, choose_device
+from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, choose_device, parse_steps
 
 
 def command(
@@ -38,7 +38,7 @@ def command(
     quiet: QuietOption = False,
 ) -> None:
     """Train a segmenter on real volumes, on synthetic ones and on both; compare them on held-out subjects."""
-    from voxtune.usefulness import Request, run, steps_of
+    from voxtune.usefulness import Request, run
 
     output = Output(json=json, quiet=quiet)
     request = Request(
@@ -54,7 +54,7 @@ def command(
         segment_batch=segment_batch,
         seeds=seeds,
         sampler=sampler,
-        steps=steps_of(steps),
+        steps=parse_steps(steps),
         plan=plan,
         seed=seed,
         batch=batch,

@@ -68,7 +68,7 @@ def held_out_folders(model: Model, real: Path, masks: Path) -> HeldOut:
 
 
 def held_out_packed(model: Model, path: Path, count: int | None = None) -> HeldOut:
-    """The held-out subjects of a file that `python -m voxtune.runtime.segmentrun pack` wrote."""
+    """The held-out subjects of a file that `voxtune pack` wrote."""
     contract = contract_of(model)
     _, source = unpack(path)
     check_packed(path, source, contract, count)

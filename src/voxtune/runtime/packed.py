@@ -20,7 +20,7 @@ from voxtune.runtime.segmentdata import STEPS, unpack
 
 
 class PackedSource:
-    """The subjects to learn from of a file that `python -m voxtune.runtime.segmentrun pack` wrote; never its held-out ones."""
+    """The subjects to learn from of a file that `voxtune pack` wrote; never its held-out ones."""
 
     def __init__(self, path: str | Path, contract: DataContract):
         packed, held_out = unpack(path)

@@ -23,6 +23,7 @@ from voxtune.runtime.loader import Source
 
 # Subjects of the embedded cohort from here on are never trained on.
 HELD_OUT = 100_000
+COHORT_HELD_OUT = 24
 # Images are stored as whole numbers: [-1, 1] becomes 0 .. 4095, finer than their noise.
 STEPS = 4095
 
@@ -74,9 +75,9 @@ def cohort_origin(seed: int, count: int, held_out: int) -> str:
 
 
 def folder_sources(
-    images: str | Path, masks: str | Path, size: Shape, labels: tuple[Label, ...] | None
+    images: str | Path, masks: str | Path, size: Shape, labels: tuple[Label, ...] | None, held_out: int | None = None
 ) -> tuple[Source, Source]:
-    """Pairs of two folders on a grid that covers what the whole-head model's does; the last tenth is held out."""
+    """Pairs of two folders on a grid that covers what the whole-head model's does; the last are held out, a tenth unless told."""
     from voxtune.data.dataset import PairedFolders
 
     depth, height, width = (mm * n / s for mm, n, s in zip(WHOLE_HEAD.spacing, WHOLE_HEAD.size, size, strict=True))
@@ -85,8 +86,36 @@ def folder_sources(
     source.check().raise_errors()
     if len(source) < 2:
         raise InputError(f"{images}: one subject; bring more, one in ten is held out to measure")
-    kept = len(source) - max(1, len(source) // 10)
+    kept = len(source) - (max(1, len(source) // 10) if held_out is None else held_out)
+    if not 0 < kept < len(source):
+        raise InputError(
+            f"{images}: {len(source)} subjects, {held_out} of them held out: some must be left on both sides"
+        )
     return Shifted(source, 0, kept), Shifted(source, kept, len(source) - kept)
+
+
+def open_sources(
+    size: tuple[int, ...],
+    *,
+    cohort: int | None = None,
+    seed: int = 0,
+    images: str | Path | None = None,
+    masks: str | Path | None = None,
+    labels: tuple[Label, ...] | None = None,
+    held_out: int | None = None,
+) -> tuple[Source, Source, str]:
+    """(to learn from, held out, what they are in words): of the embedded cohort, or of a user's folders."""
+    if len(size) != 3:
+        raise InputError(f"--size {','.join(map(str, size))}: give three sides, depth,height,width")
+    side: Shape = (size[0], size[1], size[2])
+    if (cohort is None) == (images is None) or (images is None) != (masks is None):
+        raise InputError("no data: give folders (--images DIR --masks DIR) or the embedded cohort (--cohort 240)")
+    if cohort is not None:
+        unseen = COHORT_HELD_OUT if held_out is None else held_out
+        return *cohort_sources(side, seed, cohort, unseen), cohort_origin(seed, cohort, unseen)
+    assert images is not None and masks is not None
+    train, last = folder_sources(images, masks, side, labels, held_out)
+    return train, last, f"{len(train)} subjects of the folder `{Path(images).name}`; {len(last)} held out"
 
 
 def pack(
@@ -102,6 +131,8 @@ def pack(
     `origin` says in words what they are, for the card of what is trained on them.
     """
     contract, total = train.contract, len(train) + len(held_out)
+    if max(contract.values) > 255:
+        raise InputError(f"label {max(contract.values)}: packed masks hold labels up to 255; renumber the labels")
     images, labels = [], []
     for number in range(total):
         image_CDHW, cond_LDHW = train[number] if number < len(train) else held_out[number - len(train)]

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from voxtune.data.contract import Shape
 from voxtune.errors import InputError
-from voxtune.runtime.segmentdata import cohort_origin, cohort_sources, pack, unpack
 from voxtune.runtime.segmenter import Segmenter, save_segmenter
 from voxtune.runtime.segmenttrain import SegmentTraining, held_out_dice, train_segmenter
 from voxtune.workloads.segment import SegmentConfig
@@ -122,78 +118,3 @@ def card(
         "",
     ]
     return "\n".join(lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m voxtune.runtime.segmentrun`: subjects into one file here, training from it where little is installed."""
-    asked = _parser().parse_args(arguments)
-    try:
-        return _pack(asked) if asked.verb == "pack" else _train(asked, arguments)
-    except InputError as error:
-        print(f"voxtune: error: {error}", file=sys.stderr)  # noqa: T201
-        return 2
-
-
-def _pack(asked: argparse.Namespace) -> int:
-    side: Shape = (asked.size,) * 3
-    train, held_out = cohort_sources(side, asked.seed, asked.cohort, asked.held_out)
-    path = pack(train, held_out, asked.out, origin=cohort_origin(asked.seed, asked.cohort, asked.held_out))
-    _say(f"wrote {len(train)} + {len(held_out)} subjects to {path}, {path.stat().st_size / 2**20:.1f} MiB")
-    return 0
-
-
-def _train(asked: argparse.Namespace, arguments: Sequence[str] | None) -> int:
-    train, held_out = unpack(asked.subjects)
-    training = SegmentTraining(
-        steps=asked.steps,
-        batch=asked.batch,
-        learning_rate=asked.learning_rate,
-        autocast=asked.autocast,
-        seed=asked.seed,
-        minutes=asked.minutes,
-    )
-    given = " ".join(sys.argv[1:] if arguments is None else arguments)
-    result = run_segment(
-        train,
-        held_out,
-        training,
-        asked.out,
-        data=train.origin or f"{len(train)} packed subjects, {len(held_out)} more held out",
-        command=f"python -m voxtune.runtime.segmentrun {given}",
-        base=asked.base,
-        device=asked.device,
-        progress=lambda step, loss: _say(f"step {step}, loss {loss:.4f}") if step % 50 == 0 else None,
-    )
-    _say(f"{result.steps} steps in {result.seconds:.0f} s, {result.folder}: {result.dice}")
-    return 0
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)  # noqa: T201
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m voxtune.runtime.segmentrun")
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    packing = verbs.add_parser("pack", help="subjects of the embedded cohort into one file")
-    packing.add_argument("--cohort", type=int, default=240)
-    packing.add_argument("--held-out", type=int, default=24)
-    packing.add_argument("--size", type=int, default=64)
-    packing.add_argument("--seed", type=int, default=0)
-    packing.add_argument("-o", "--out", required=True)
-    training = verbs.add_parser("train", help="from such a file; needs torch and numpy alone")
-    training.add_argument("subjects")
-    training.add_argument("-o", "--out", required=True)
-    training.add_argument("--steps", type=int, default=SegmentTraining.steps)
-    training.add_argument("--batch", type=int, default=SegmentTraining.batch)
-    training.add_argument("--learning-rate", type=float, default=SegmentTraining.learning_rate)
-    training.add_argument("--autocast", default="none")
-    training.add_argument("--minutes", type=float)
-    training.add_argument("--base", type=int)
-    training.add_argument("--seed", type=int, default=0)
-    training.add_argument("--device", default="cpu")
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

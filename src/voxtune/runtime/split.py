@@ -60,7 +60,7 @@ class Split:
 
 
 def split_packed(model: Model, path: Path, count: int, held_out: int | None = None) -> Split:
-    """At most `count` subjects to learn from, and the held-out ones, of a file that `segmentrun pack` wrote."""
+    """At most `count` subjects to learn from, and the held-out ones, of a file that `voxtune pack` wrote."""
     contract = contract_of(model)
     learn, unseen = unpack(path)
     check_packed(path, unseen, contract, held_out)

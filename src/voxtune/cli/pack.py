@@ -1,0 +1,49 @@
+"""voxtune pack: subjects in one file, for machines that have no NIfTI reader and few files to copy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from voxtune.cli.common import JsonOption, Output, QuietOption, parse_labels, parse_size
+
+
+def command(
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write, subjects.npz say.")],
+    cohort: Annotated[int | None, typer.Option(min=1, help="Subjects of the embedded cohort to learn from.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the cohort.")] = 0,
+    images: Annotated[Path | None, typer.Option(help="Folder of NIfTI images, in place of the cohort.")] = None,
+    masks: Annotated[Path | None, typer.Option(help="Folder of their masks, paired by name.")] = None,
+    labels: Annotated[str | None, typer.Option(help="The masks' labels, as brain=1,tumour=2.")] = None,
+    held_out: Annotated[
+        int | None, typer.Option(min=1, help="Subjects that nothing learns from; default 24, or a tenth of the folder.")
+    ] = None,
+    size: Annotated[str, typer.Option(help="Voxels as depth,height,width.")] = "64,64,64",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Write subjects, prepared and checked, into one file that `train`, `steps` and `usefulness` take by --subjects."""
+    from voxtune.data.contract import Label
+    from voxtune.errors import InputError
+    from voxtune.runtime.segmentdata import open_sources, pack
+
+    if out.exists() and not overwrite:
+        raise InputError(f"{out}: exists already; choose another file or pass --overwrite")
+    output = Output(json=json, quiet=quiet)
+    named = None if labels is None else tuple(Label(**label) for label in parse_labels(labels) or ())
+    train, last, origin = open_sources(
+        parse_size(size),
+        cohort=cohort,
+        seed=seed,
+        images=images,
+        masks=masks,
+        labels=named,
+        held_out=held_out,
+    )
+    with output.progress("subjects", len(train) + len(last)) as update:
+        pack(train, last, out, lambda done, _total: update(done), origin=origin)
+    output.say(f"wrote {len(train)} + {len(last)} held-out subjects to {out}, {out.stat().st_size / 2**20:.1f} MiB")
+    output.result({"file": str(out), "subjects": len(train), "held_out": len(last), "origin": origin})
