@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 import typer
@@ -15,7 +16,15 @@ import typer
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, for machines.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but warnings and errors.")]
 DeviceOption = Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda or cuda:N.")]
-
+PlanOption = Annotated[
+    str, typer.Option(help="auto (the fastest known that gives the same answer), baseline, or a plan's file.")
+]
+# Of the verbs that measure a model on held-out subjects.
+ModelArgument = Annotated[Path, typer.Argument(help="A model folder, or a published .pt checkpoint.")]
+SubjectsOption = Annotated[Path | None, typer.Option(help="A file of packed subjects, in place of the cohort.")]
+RealOption = Annotated[Path | None, typer.Option(help="Folder of real volumes, in place of the cohort.")]
+MasksOption = Annotated[Path | None, typer.Option(help="Folder of their masks.")]
+ResamplesOption = Annotated[int, typer.Option(help="Bootstrap resamples behind every interval.")]
 
 # Between two lines of progress in a log file.
 LOG_SECONDS = 10.0

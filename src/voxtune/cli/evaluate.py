@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, choose_device
+from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, ResamplesOption, choose_device
 from voxtune.errors import InputError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def command(
     image: Annotated[str | None, typer.Option(help="Which image, where there are several, as T1w.")] = None,
     features: Annotated[Path | None, typer.Option(help="Another feature network than the shipped one.")] = None,
     segmenter: Annotated[Path | None, typer.Option(help="Another segmenter than the shipped one.")] = None,
-    resamples: Annotated[int, typer.Option(help="Bootstrap resamples behind every interval.")] = 1000,
+    resamples: ResamplesOption = 1000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
     max_pairs: Annotated[int, typer.Option(min=1, help="Pairs of volumes compared for diversity.")] = 100,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a result that is there.")] = False,

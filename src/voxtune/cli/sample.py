@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, choose_device, parse_size, parse_steps
+from voxtune.cli.common import (
+    DeviceOption,
+    JsonOption,
+    ModelArgument,
+    Output,
+    PlanOption,
+    QuietOption,
+    choose_device,
+    parse_size,
+    parse_steps,
+)
 from voxtune.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,7 +31,7 @@ PICTURE_IMAGES = 64
 
 
 def command(
-    model: Annotated[Path, typer.Argument(help="A model folder, or a published .pt checkpoint.")],
+    model: ModelArgument,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the volumes or images.")],
     mask: Annotated[
         list[Path] | None,
@@ -42,9 +52,7 @@ def command(
     size: Annotated[
         str | None, typer.Option(help="Another grid than the model's, as depth,height,width; or height,width.")
     ] = None,
-    plan: Annotated[
-        str, typer.Option(help="auto (the fastest known that gives the same answer), baseline, or a plan's file.")
-    ] = "auto",
+    plan: PlanOption = "auto",
     picture: Annotated[bool, typer.Option("--picture", help="Also write a PNG of mask and volume; or a page.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what exists.")] = False,
     device: DeviceOption = "auto",

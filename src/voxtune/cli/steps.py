@@ -7,18 +7,30 @@ from typing import Annotated
 
 import typer
 
-from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, choose_device
+from voxtune.cli.common import (
+    DeviceOption,
+    JsonOption,
+    MasksOption,
+    ModelArgument,
+    Output,
+    PlanOption,
+    QuietOption,
+    RealOption,
+    ResamplesOption,
+    SubjectsOption,
+    choose_device,
+)
 
 
 def command(
-    model: Annotated[Path, typer.Argument(help="A model folder, or a published .pt checkpoint.")],
+    model: ModelArgument,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for steps.json and steps.md.")],
     held_out: Annotated[
         int | None, typer.Option(help="Subjects of the embedded cohort, or of --subjects; default 64, or all.")
     ] = None,
-    subjects: Annotated[Path | None, typer.Option(help="A file of packed subjects, in place of the cohort.")] = None,
-    real: Annotated[Path | None, typer.Option(help="Folder of real volumes, in place of the cohort.")] = None,
-    masks: Annotated[Path | None, typer.Option(help="Folder of their masks.")] = None,
+    subjects: SubjectsOption = None,
+    real: RealOption = None,
+    masks: MasksOption = None,
     segmenter: Annotated[Path | None, typer.Option(help="Another segmenter than the shipped one.")] = None,
     samplers: Annotated[str | None, typer.Option(help="Samplers to compare, such as ddim,unipc; default: all.")] = None,
     steps: Annotated[str | None, typer.Option(help="Steps to compare; default: 5,8,10,15,20,25,50.")] = None,
@@ -26,11 +38,11 @@ def command(
         str | None,
         typer.Option(help="Also try features kept between steps: a full step every 2,3; 2:0 runs the least."),
     ] = None,
-    plan: Annotated[str, typer.Option(help="auto, baseline, or a plan's file, as in voxtune sample.")] = "auto",
+    plan: PlanOption = "auto",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise and of the bootstrap.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Volumes computed together.")] = 8,
     margin: Annotated[float, typer.Option(help="What is still not worse, in seed-to-seed spreads of a volume.")] = 1.0,
-    resamples: Annotated[int, typer.Option(help="Bootstrap resamples behind every interval.")] = 1000,
+    resamples: ResamplesOption = 1000,
     numerics: Annotated[
         bool, typer.Option("--numerics", help="Compare precisions, each from the same noise, in place of steps.")
     ] = False,

@@ -7,11 +7,24 @@ from typing import Annotated
 
 import typer
 
-from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, choose_device, parse_steps
+from voxtune.cli.common import (
+    DeviceOption,
+    JsonOption,
+    MasksOption,
+    ModelArgument,
+    Output,
+    PlanOption,
+    QuietOption,
+    RealOption,
+    ResamplesOption,
+    SubjectsOption,
+    choose_device,
+    parse_steps,
+)
 
 
 def command(
-    model: Annotated[Path, typer.Argument(help="A model folder, or a published .pt checkpoint.")],
+    model: ModelArgument,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for usefulness.json and usefulness.md.")],
     volumes: Annotated[int, typer.Option(help="Synthetic volumes, one for each subject's mask.")] = 240,
     few: Annotated[
@@ -20,18 +33,18 @@ def command(
     held_out: Annotated[
         int | None, typer.Option(help="Subjects to test on; default 64, or all that are held out.")
     ] = None,
-    subjects: Annotated[Path | None, typer.Option(help="A file of packed subjects, in place of the cohort.")] = None,
-    real: Annotated[Path | None, typer.Option(help="Folder of real volumes, in place of the cohort.")] = None,
-    masks: Annotated[Path | None, typer.Option(help="Folder of their masks.")] = None,
+    subjects: SubjectsOption = None,
+    real: RealOption = None,
+    masks: MasksOption = None,
     segment_steps: Annotated[int, typer.Option(help="Training steps of each segmenter.")] = 2000,
     segment_batch: Annotated[int, typer.Option(help="Volumes in each of them.")] = 8,
     seeds: Annotated[int, typer.Option(help="How often each arm is trained.")] = 2,
     sampler: Annotated[str | None, typer.Option(help="In place of the model's own.")] = None,
     steps: Annotated[str, typer.Option(help="Sampling steps, or auto: those stored with the model.")] = "auto",
-    plan: Annotated[str, typer.Option(help="auto, baseline, or a plan's file, as in voxtune sample.")] = "auto",
+    plan: PlanOption = "auto",
     seed: Annotated[int, typer.Option(min=0, help="First seed of noise, training and bootstrap.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Volumes drawn together.")] = 8,
-    resamples: Annotated[int, typer.Option(help="Bootstrap resamples behind every interval.")] = 1000,
+    resamples: ResamplesOption = 1000,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a result that is there.")] = False,
     device: DeviceOption = "auto",
     json: JsonOption = False,
