@@ -19,7 +19,7 @@ from voxtune.data.legend import LabelName
 from voxtune.data.nifti import Volume, write_volume
 from voxtune.errors import InputError
 from voxtune.report import view
-from voxtune.report.cases import case_sheet
+from voxtune.report.casesheet import case_sheet
 from voxtune.report.embedding import Embedding, label_colour
 from voxtune.report.measured import read_metrics
 from voxtune.report.picture import CAPTION, GAP, PALETTE

@@ -14,7 +14,7 @@ from tests.conftest import GOLDENS
 from voxtune.diffusion import DiffusionConfig, add_noise, make_schedule, noise_loss
 from voxtune.errors import InputError
 from voxtune.workloads import WORKLOADS, ConvNeXtConfig, MedDDPMConfig, build, workload
-from voxtune.workloads.med_ddpm import published_config
+from voxtune.workloads.med_ddpm import Head, published_config
 
 
 def relative(a, b):
@@ -137,6 +137,21 @@ def test_convnext_takes_any_divisible_size():
 def test_config_is_checked_when_made(bad):
     with pytest.raises(InputError):
         MedDDPMConfig(**bad)
+
+
+@pytest.mark.parametrize("channels", [1, 4, 8, 9])
+def test_a_head_of_few_channels_is_the_same_when_widened(channels):
+    torch.manual_seed(0)
+    head = Head(6, channels).double()
+    x = torch.randn(2, 6, 4, 5, 3, dtype=torch.float64, requires_grad=True)
+    out = torch.randn(2, channels, 4, 5, 3, dtype=torch.float64)
+    found = []
+    for form in (head, head.widened):
+        y = form(x)
+        found.append([y, *torch.autograd.grad((y * out).sum(), [x, head.weight, head.bias])])
+    assert found[0][0].shape == out.shape
+    for plain, wide in zip(*found, strict=True):
+        torch.testing.assert_close(plain, wide)
 
 
 def test_unknown_workload_offers_the_nearest():

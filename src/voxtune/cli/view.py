@@ -33,7 +33,7 @@ def command(
         output.warn(warning)
     output.say(f"{made.path}: {len(made.cases)} case(s), {made.size / 1e6:.1f} MB; open it in a browser")
     if sheet is not None:
-        from voxtune.report.cases import case_sheet
+        from voxtune.report.casesheet import case_sheet
 
         output.say(f"{case_sheet(folder, sheet, real=real, masks=masks, limit=limit)}: contact sheet")
     output.result(
