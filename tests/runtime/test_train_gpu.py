@@ -60,7 +60,7 @@ def test_compiled(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_widened_head_has_the_same_gradients(dtype):
-    from voxtune.workloads.med_ddpm import Head
+    from voxtune.workloads.gradients import Head
 
     torch.manual_seed(0)
     head = Head(64, 1).cuda().to(memory_format=torch.channels_last_3d)

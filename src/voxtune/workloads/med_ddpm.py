@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from voxtune.errors import InputError
+from voxtune.workloads.gradients import Doubled, Head, doubled, trained_in_16_bits
 
 GROUPS = 32
 # Published channel multipliers by in-plane image size.
@@ -127,27 +128,6 @@ def _zeroed(module: nn.Conv3d | nn.Conv1d) -> nn.Conv3d | nn.Conv1d:
     return module
 
 
-class Head(nn.Conv3d):
-    """The last convolution, 3x3x3 to one or a few channels; trained in 16 bits on a GPU it computes eight, the others zero.
-
-    Why: cuDNN's matrix-unit kernels take channels by eight. With one, the weight's gradient alone was a quarter of a step.
-    """
-
-    def __init__(self, channels: int, out_channels: int):
-        super().__init__(channels, out_channels, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training and x.is_cuda and x.dtype.itemsize == 2:
-            return self.widened(x)
-        return super().forward(x)
-
-    def widened(self, x: Tensor) -> Tensor:
-        assert self.bias is not None
-        more = -self.out_channels % 8
-        weight, bias = F.pad(self.weight, (*[0] * 9, more)), F.pad(self.bias, (0, more))
-        return F.conv3d(x, weight, bias, padding=1)[:, : self.out_channels]
-
-
 class ResidualBlock(nn.Module):
     def __init__(self, channels: int, out_channels: int, time_width: int):
         super().__init__()
@@ -203,7 +183,7 @@ class Upsample(nn.Module):
         self.conv = nn.Conv3d(channels, channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.interpolate(x, scale_factor=2, mode="trilinear", align_corners=False))
+        return self.conv(Doubled.apply(x) if trained_in_16_bits(self, x) else doubled(x))
 
 
 class Stage(nn.Sequential):
