@@ -26,7 +26,7 @@ test-slow: $(STAMP) ## The tests too long for every run
 	$(BIN)/python -m pytest -m slow
 
 test-gpu: $(STAMP) ## The tests that need a CUDA device
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m gpu --record benchmarks/results/gpu-tests.json
 
 lint: $(STAMP) ## Style and types
 	$(BIN)/ruff check src tests benchmarks

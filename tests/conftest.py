@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.record import Recorder
 from voxtune.workloads import MedDDPMConfig, build
 
 # Threads of several test processes on the same cores wait for each other in turns: tests then take many times as long.
@@ -17,6 +18,15 @@ torch.set_num_threads(THREADS)
 os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # for the processes that tests start
 
 GOLDENS = Path(__file__).parent / "goldens"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--record", type=Path, help="write every test's outcome into this JSON file")
+
+
+def pytest_configure(config):
+    if config.getoption("--record") is not None:
+        config.pluginmanager.register(Recorder(config.getoption("--record")))
 
 
 @pytest.fixture(scope="module")
