@@ -73,7 +73,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Opened]]:
         page.on("console", lambda m: opened.errors.append(m.text) if m.type in ("error", "warning") else None)
         page.on("dialog", lambda dialog: (opened.errors.append(f"dialog: {dialog.message}"), dialog.dismiss()))
         page.goto(path.as_uri())
-        page.wait_for_selector(f"html[data-{wait}]", timeout=20_000)
+        page.wait_for_selector(f"html[data-{wait}]", timeout=60_000)
         return opened
 
     yield open_it

@@ -183,7 +183,7 @@ def test_without_webgl2_the_page_says_so(browser, page_file):
     context.add_init_script("HTMLCanvasElement.prototype.getContext = () => null")
     page = context.new_page()
     page.goto(page_file.as_uri())
-    page.wait_for_selector("html[data-ready]", timeout=20_000)
+    page.wait_for_selector("html[data-ready]", timeout=60_000)
     assert "no WebGL2" in page.get_by_role("alert").inner_text()
     assert page.locator("canvas").first.is_hidden()
     assert "23.41 dB" in page.locator("#metrics").inner_text()
