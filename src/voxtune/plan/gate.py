@@ -68,6 +68,7 @@ class Gate:
         self.model, self.inputs, self.trajectory, self.factor = model, list(inputs), trajectory, factor
         self._references: list[list[Tensor]] | None = None
         self._begun: list[list[Tensor]] | None = None
+        self._stream: torch.cuda.Stream | None = None
         self.reference_type = "float64"
         self._paths: dict[int, Tensor] = {}
         self._yardsticks: dict[str, tuple[float, float]] = {}
@@ -76,6 +77,8 @@ class Gate:
     def references(self) -> list[list[Tensor]]:
         """The network itself in float64, every output by input; in float32 where it insists on that type inside."""
         if self._references is None:
+            if self._stream is not None:
+                self._stream.synchronize()
             try:
                 self._references = [[y.cpu() for y in ys] for ys in self._begun or self._widely()]
             except RuntimeError as error:
@@ -84,13 +87,21 @@ class Gate:
                 with tf32_allowed(False):
                     self._references = [[y.cpu() for y in _outputs(self.model, i)] for i in self.inputs]
         self._begun = None
+        if self._stream is not None:
+            self._stream = None
+            torch.cuda.empty_cache()  # what is kept for one stream is of no use to others
         return self._references
 
     def begin(self) -> None:
         """Asks a GPU for the references and does not wait: it computes them while Python captures and rewrites."""
-        if self._references is None and _tensors(self.inputs[0])[0].device.type == "cuda":
+        device = _tensors(self.inputs[0])[0].device
+        if self._references is None and device.type == "cuda":
+            # On a stream of their own: whoever waits for the GPU meanwhile does not wait for them.
+            self._stream = torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
             try:
-                self._begun = self._widely()
+                with torch.cuda.stream(self._stream):
+                    self._begun = self._widely()
             except RuntimeError as error:
                 log.info("references are computed later: %s", one_line(error))
 
