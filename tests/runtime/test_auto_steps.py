@@ -40,7 +40,10 @@ def test_stored_settings_are_what_auto_draws_with(folder, cond):
     assert replace(model.config.sampling, auto=None) == plain.config.sampling
     by_hand = plain.sample(cond, sampler="ddim", steps=3, spacing="leading", clip=False)
     assert torch.equal(model.sample(cond, steps="auto"), by_hand)
-    assert torch.equal(model.sample(cond), plain.sample(cond))
+    # Nothing said means the stored choice; a sampler, or a number of steps, is something said.
+    assert torch.equal(model.sample(cond), by_hand)
+    assert torch.equal(model.sample(cond, sampler="ddpm"), plain.sample(cond))
+    assert torch.equal(model.sample(cond, steps=2), plain.sample(cond, steps=2))
 
 
 def test_without_a_stored_choice_auto_says_so_and_is_the_default(folder, cond, caplog):

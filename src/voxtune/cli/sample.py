@@ -40,7 +40,8 @@ def command(
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="Volumes for each mask; or images.")] = 1,
     sampler: Annotated[str | None, typer.Option(help="ddpm, ddim, dpm++, unipc or ipndm; else the model's.")] = None,
     steps: Annotated[
-        str | None, typer.Option(help="Sampling steps; default: the model's; auto: the fewest measured to be enough.")
+        str | None,
+        typer.Option(help="Sampling steps; default: auto, the fewest measured to be enough, else the model's own."),
     ] = None,
     cache: Annotated[
         str | None,

@@ -89,7 +89,9 @@ class AutoSampling:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How a model is sampled when the caller does not say; `steps` None means every step there is.
+    """How a model is sampled when the caller does not say: by `auto` where it is stored, else by `sampler` in `steps` steps.
+
+    `steps` None means every step there is.
 
     `start` is the first diffusion step taken, None the last one there is. `prior` is the mean intensity, in [-1, 1], of the
     background and of each mask channel: sampling then starts at N(signal * prior, noise^2), which is nearer to what the
@@ -157,12 +159,13 @@ def settle(
     clip: bool | None = None,
     cache: Cache | str | int | None = None,
 ) -> Drawing:
-    """What the caller said, completed by what the model says."""
+    """What the caller said, completed by what the model says: nothing said means the stored choice, where there is one."""
     if isinstance(steps, str) and steps != "auto":
         raise InputError(f"steps {steps!r}: give a whole number, or 'auto'")
     kept = Cache.of(cache)
     asked = {"sampler": sampler, "spacing": spacing, "clip": clip, "cache": kept}
-    if steps == "auto" and config.auto is not None:
+    silent = steps is None and all(value is None for value in asked.values())
+    if (steps == "auto" or silent) and config.auto is not None:
         chosen = config.auto
         for name, value in asked.items():
             if value is not None and value != getattr(chosen, name):
