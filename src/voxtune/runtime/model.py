@@ -156,7 +156,8 @@ class Model:
         Sample i's noise depends on `seed` and `indices[i]` alone (by default 0, 1, ...), so a batch of many is the same
         samples as many batches of one, up to rounding. The result is (N, C, *size) in [-1, 1]. Said nothing, or
         `steps="auto"`, it takes the sampler, steps, spacing, clamping and cache that `voxtune steps` stored with the model;
-        without them, its defaults. `cache` keeps deep features between steps (3: a full step every three), which changes the samples.
+        without them, its defaults. `cache` keeps deep features between steps (3: a full step every three), which changes
+        the samples.
         """
         network = self.config.network
         drawing = self.drawing(sampler=sampler, steps=steps, spacing=spacing, clip=clip, cache=cache)
