@@ -13,6 +13,7 @@ from torch import Tensor
 
 from voxtune.comparing import Bench, Judge, Say, TableOptions
 from voxtune.diffusion import full_steps
+from voxtune.diffusion.samplers import SAMPLERS
 from voxtune.diffusion.schedule import Spacing
 from voxtune.errors import InputError
 from voxtune.quality.compare import difference
@@ -24,7 +25,6 @@ from voxtune.runtime.sampling import Cache, Drawing, Steps
 from voxtune.runtime.segmenter import Segmenter
 
 STEPS = (5, 8, 10, 15, 20, 25, 50)
-SAMPLERS = ("ddpm", "ddim", "dpm++", "unipc", "ipndm")
 SPACINGS: tuple[Spacing, ...] = ("trailing", "linspace", "leading")
 # Fewer subjects make a table, but not a result.
 ENOUGH = 64
@@ -35,7 +35,7 @@ def step_table(
     subjects: HeldOut,
     segmenter: Segmenter,
     *,
-    samplers: Sequence[str] = SAMPLERS,
+    samplers: Sequence[str] = tuple(SAMPLERS),
     steps: Sequence[int] | None = None,
     caches: Sequence[Cache] = (),
     options: TableOptions | None = None,

@@ -92,6 +92,28 @@ def test_exponential_integrators(name, steps, spacing):
     same(sampler(name)(denoiser, start(), SCHEDULE, spaced_steps(T, steps, spacing)), theirs)
 
 
+@pytest.mark.parametrize("steps", [1, 2, 5, 20])
+def test_the_stochastic_solver(steps):
+    scheduler = diffusers.DPMSolverMultistepScheduler(
+        num_train_timesteps=T,
+        trained_betas=BETAS,
+        timestep_spacing="trailing",
+        solver_order=2,
+        final_sigmas_type="zero",
+        thresholding=True,
+        sample_max_value=1.0,
+        algorithm_type="sde-dpmsolver++",
+    )
+    exact(scheduler).set_timesteps(steps)
+    noises = torch.randn(steps + 1, 2, 1, 4, 4, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    x = start()
+    for i, t in enumerate(scheduler.timesteps):
+        x = scheduler.step(denoiser(x, torch.full((2,), int(t))), t, x, variance_noise=noises[i + 1]).prev_sample
+    ours = sampler("sde-dpm++")(denoiser, start(), SCHEDULE, spaced_steps(T, steps), noise=lambda k: noises[k])
+    # Their noise is rounded to float32.
+    same(ours, x)
+
+
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("steps", [1, 3, 10, 25])
 def test_ipndm_order_3(steps, clip):

@@ -38,7 +38,9 @@ def command(
         typer.Option("--mask", "-m", help="A mask (NIfTI), or a folder of masks; repeatable. None for images."),
     ] = None,
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="Volumes for each mask; or images.")] = 1,
-    sampler: Annotated[str | None, typer.Option(help="ddpm, ddim, dpm++, unipc or ipndm; else the model's.")] = None,
+    sampler: Annotated[
+        str | None, typer.Option(help="ddpm, ddim, dpm++, sde-dpm++, unipc or ipndm; else the model's.")
+    ] = None,
     steps: Annotated[
         str | None,
         typer.Option(help="Sampling steps; default: auto, the fewest measured to be enough, else the model's own."),

@@ -1,7 +1,7 @@
 """Samplers: plain functions (denoise, x, schedule, timesteps, ...) -> x_0.
 
 `denoise(x, t_N)` gives the noise in x. `timesteps` are training steps from the noisiest down; after the last comes the
-clean image. `noise(k)` is the k-th draw, k from 1 (draw 0 made the x that comes in); ddpm, and ddim with eta, use it.
+clean image. `noise(k)` is the k-th draw, k from 1 (draw 0 made the x that comes in); ddpm, sde-dpm++ and ddim with eta use it.
 `clip` clamps each prediction of x_0 to [-1, 1]. `callback(i, x, x0)` is called after step i.
 
 Below, alpha = sqrt(a_t) and sigma = sqrt(1 - a_t) at the present step, and their `_next` at the step it leads to.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -109,8 +110,14 @@ def dpm_solver_pp(
     noise: Noise | None = None,
     clip: bool = True,
     callback: Callback | None = None,
+    sde: bool = False,
 ) -> Tensor:
-    """DPM-Solver++ (2M), Lu et al. 2022, algorithm 2: second order from the last prediction, first order at the end."""
+    """DPM-Solver++ (2M), Lu et al. 2022, algorithm 2: second order from the last prediction, first order at the end.
+
+    With `sde` it follows the diffusion's stochastic equation (their SDE-DPM-Solver++): at first order, ancestral sampling.
+    """
+    if sde and noise is None:
+        raise InputError("sde-dpm++ draws noise at every step: give it a noise source")
     x0_prev, h_prev = None, 0.0
     for i, (t, t_next) in enumerate(zip(timesteps, [*timesteps[1:], -1], strict=True)):
         alpha, sigma = schedule.signal_noise(t)
@@ -121,7 +128,12 @@ def dpm_solver_pp(
         else:
             h = math.log(alpha_next / sigma_next) - math.log(alpha / sigma)
             d = x0 if x0_prev is None else x0 + (0.5 * h / h_prev) * (x0 - x0_prev)
-            x = (sigma_next / sigma) * x - (alpha_next * math.expm1(-h)) * d
+            if sde and noise is not None:
+                fresh = -math.expm1(-2 * h)  # the share of the variance that is drawn anew
+                x = (sigma_next / sigma * math.exp(-h)) * x + (alpha_next * fresh) * d
+                x = x + sigma_next * math.sqrt(fresh) * noise(i + 1)
+            else:
+                x = (sigma_next / sigma) * x - (alpha_next * math.expm1(-h)) * d
             x0_prev, h_prev = x0, h
         if callback:
             callback(i, x, x0)
@@ -212,6 +224,7 @@ SAMPLERS: dict[str, Sampler] = {
     "ddpm": ddpm,
     "ddim": ddim,
     "dpm++": dpm_solver_pp,
+    "sde-dpm++": partial(dpm_solver_pp, sde=True),
     "unipc": unipc,
     "ipndm": ipndm,
 }

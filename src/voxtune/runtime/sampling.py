@@ -9,7 +9,7 @@ from typing import Any, Literal
 from voxtune.diffusion.schedule import Spacing
 from voxtune.errors import InputError
 
-SamplerName = Literal["ddpm", "ddim", "dpm++", "unipc", "ipndm"]
+SamplerName = Literal["ddpm", "ddim", "dpm++", "sde-dpm++", "unipc", "ipndm"]
 # A number of steps; "auto" is what is stored with the model; None is the model's default.
 Steps = int | Literal["auto"] | None
 

@@ -13,6 +13,7 @@ from voxtune.data.contract import Label, check_orientation
 from voxtune.diffusion.noise import check_seed
 from voxtune.errors import InputError
 from voxtune.files import reporting_os_errors
+from voxtune.runtime.sampling import SamplerName
 from voxtune.workloads import WORKLOADS
 
 MAX_FILE_BYTES = 2**20
@@ -106,7 +107,7 @@ class TrainConfig:
     log_every: int = 10
     sample_every: int = 1000
     sample_steps: int = 25
-    sampler: Literal["ddpm", "ddim", "dpm++", "unipc", "ipndm"] = "ddim"
+    sampler: SamplerName = "ddim"
     tensorboard: bool = True
 
     def __post_init__(self) -> None:
