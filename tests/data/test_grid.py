@@ -166,6 +166,8 @@ def test_empty_and_wide_volume_is_cropped_about_its_centre():
         (np.ones((4, 4)), np.eye(4), "auto", "3D"),
         (np.ones((4, 4, 4)), np.full((4, 4), np.nan), "auto", "affine"),
         (np.ones((4, 4, 4)), np.diag([1.0, 1.0, 0.0, 1.0]), "auto", "singular"),
+        (np.ones((4, 4, 4)), np.diag([1000.0, 1000.0, 1000.0, 1.0]), "auto", "millimetres"),
+        (np.ones((4, 4, 4)), np.diag([0.001, 0.001, 0.001, 1.0]), "auto", "millimetres"),
         (np.ones((4, 4, 4)), np.eye(4), "stretch", "mode"),
     ],
 )

@@ -21,6 +21,8 @@ from voxtune.errors import InputError
 from voxtune.files import one_line, write_whole
 
 MAX_VOXELS = 2**30
+# Headers that count in metres or micrometres are rare, often wrong, and told by sides that no scanner makes.
+SMALLEST_MM, LARGEST_MM = 0.005, 500.0
 MAX_HEADER_BYTES = 64 * 2**20
 GZIP_MAGIC = b"\x1f\x8b"
 # Deflate cannot expand a byte further than this, so a header that claims more is lying.
@@ -134,6 +136,10 @@ def check_affine(affine: np.ndarray, name: str) -> None:
     if lengths.min() < 1e-6 or lengths.max() > 1e6 or abs(np.linalg.det(affine[:3, :3] / lengths)) < 1e-3:
         raise InputError(
             f"{name}: the affine is singular (voxel sides {_list(lengths)} mm); repair the header's sform or qform"
+        )
+    if lengths.min() < SMALLEST_MM or lengths.max() > LARGEST_MM:
+        raise InputError(
+            f"{name}: voxel sides {_list(lengths)} mm are no scanner's; give the file in millimetres, not metres or micrometres"
         )
 
 
