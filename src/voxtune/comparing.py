@@ -7,7 +7,7 @@ the row at hand, of the reference and of the real subjects.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +22,7 @@ from voxtune.precision import tf32_allowed
 from voxtune.quality.bootstrap import Bootstrap
 from voxtune.quality.detail import detail
 from voxtune.quality.distributions import histogram
-from voxtune.quality.overlap import dice
+from voxtune.quality.overlap import dice_by_label
 from voxtune.quality.paired import Measured, Resampled, Resampler, compare, kernel_width, margins
 from voxtune.quality.similarity import ms_ssim, psnr
 from voxtune.quality.table import Row
@@ -131,18 +131,16 @@ class Bench:
 
     def _labelled(self, volumes_NDHW: Tensor) -> tuple[Tensor, dict[str, np.ndarray]]:
         """Features, and Dice by label; on the device, where the labels of a row would take long to copy."""
-        labels = sorted(self.subjects.contract.labels, key=lambda label: label.channel)
         features: list[Tensor] = []
-        scores: dict[str, list[float]] = {label.name: [] for label in labels}
-        for number, volume in enumerate(volumes_NDHW):
-            logits, vector = self.segmenter.network.forward_both(unit(volume)[None, None] * 2 - 1)
-            found, asked = logits.argmax(dim=1)[0], self.subjects.classes_NDHW[number]
-            features.append(vector[0].double().cpu())
-            for label in labels:
-                score = dice(asked, found, 1 + label.channel)
-                scores[label.name].append(np.nan if score is None else score)
-        held = {name: np.array(values) for name, values in scores.items() if not np.isnan(values).all()}
-        return torch.stack(features), held
+
+        def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+            for volume, asked in zip(volumes_NDHW, self.subjects.classes_NDHW, strict=True):
+                logits, vector = self.segmenter.network.forward_both(unit(volume)[None, None] * 2 - 1)
+                features.append(vector[0].double().cpu())
+                yield asked, logits.argmax(dim=1)[0]
+
+        scores = dice_by_label(pairs(), self.subjects.contract.classes)
+        return torch.stack(features), scores
 
     def _sample(self, model: Model, how: Drawing, cond: Tensor, seed: int, numbers: list[int]) -> Tensor:
         settings: dict[str, Any] = {

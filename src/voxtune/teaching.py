@@ -17,7 +17,7 @@ from torch import Tensor
 from voxtune.comparing import unit
 from voxtune.errors import InputError
 from voxtune.precision import tf32_allowed
-from voxtune.quality.overlap import dice
+from voxtune.quality.overlap import dice_by_label
 from voxtune.quality.useful import REFERENCE, Arm
 from voxtune.runtime.heldout import HeldOut
 from voxtune.runtime.model import Model
@@ -137,16 +137,14 @@ def teach(
 @torch.inference_mode()
 def measure(segmenter: Segmenter, test: HeldOut) -> dict[str, np.ndarray]:
     """Dice by label, one value a subject; NaN where its mask lacks the label. Labels that no mask has are left out."""
-    labels = sorted(test.contract.labels, key=lambda label: label.channel)
-    scores: dict[str, list[float]] = {label.name: [] for label in labels}
-    with tf32_allowed(False):
+
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
         for image, classes in zip(test.images_NDHW, test.classes_NDHW, strict=True):
-            asked = classes.to(segmenter.device)
             found = segmenter.network(image[None, None].to(segmenter.device)).argmax(dim=1)[0]
-            for label in labels:
-                score = dice(asked, found, 1 + label.channel)
-                scores[label.name].append(np.nan if score is None else score)
-    return {name: np.array(values) for name, values in scores.items() if not np.isnan(values).all()}
+            yield classes.to(segmenter.device), found
+
+    with tf32_allowed(False):
+        return dice_by_label(pairs(), test.contract.classes)
 
 
 def _arm(lesson: Lesson, rows: list[dict[str, np.ndarray]], seconds: float) -> Arm:

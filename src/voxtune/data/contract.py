@@ -80,6 +80,11 @@ class DataContract:
         """Label values in channel order."""
         return tuple(label.value for label in sorted(self.labels, key=lambda label: label.channel))
 
+    @property
+    def classes(self) -> dict[str, int]:
+        """A segmenter's class of each label by name: 0 is the background, then in channel order."""
+        return {label.name: 1 + label.channel for label in sorted(self.labels, key=lambda label: label.channel)}
+
     def name_of(self, value: int) -> str:
         """`value` with its name, for messages."""
         return next((f"{label.value} ({label.name})" for label in self.labels if label.value == value), str(value))
