@@ -127,6 +127,6 @@ def test_a_request_that_cannot_be_met_leaves_nothing_behind(model, tmp_path, wro
 
 
 def test_a_mask_that_vanishes_on_the_models_grid_is_refused(model, tmp_path):
-    path = write_mask(tmp_path / "tiny.nii.gz", affine=np.diag([0.001, 0.001, 0.001, 1.0]), values=(0, 0, 2))
+    path = write_mask(tmp_path / "tiny.nii.gz", affine=np.diag([0.01, 0.01, 0.01, 1.0]), values=(0, 0, 2))
     with pytest.raises(InputError, match="lost"):
         prepare(model, [path])
