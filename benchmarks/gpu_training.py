@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import argparse
 import copy
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from results_file import RESULTS, row, show, write
+from results_file import RESULTS, row, show, timed, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -30,18 +30,6 @@ LAST = torch.channels_last_3d
 Gradients = list[Tensor]
 
 
-def timed(run: Callable[[], Any], repeats: int = 10) -> list[float]:
-    for _ in range(2):
-        run()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    for mark in marks[:-1]:
-        mark.record()
-        run()
-    marks[-1].record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
-
-
 def away(found: Gradients, wanted: Gradients) -> float:
     difference = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, wanted, strict=True))
     return (difference / sum(float(b.double().square().sum()) for b in wanted)) ** 0.5
@@ -50,7 +38,7 @@ def away(found: Gradients, wanted: Gradients) -> float:
 def noted(name: str, shape: list[int], run: Callable[[], Gradients], wanted: Gradients) -> dict[str, Any]:
     error = away(run(), wanted)
     torch.cuda.reset_peak_memory_stats()
-    times = timed(run)
+    times = timed(run, 10, warm=2)
     made = row(name, shape, times, torch.cuda.max_memory_allocated() / 2**30, error)
     print(f"{name}: {made['p50_ms']:.2f} ms, error {error:.1e}", flush=True)
     return made
@@ -96,20 +84,12 @@ def steps(compiled: bool) -> list[dict[str, Any]]:
     return rows
 
 
-class as_told:  # noqa: N801 - a context, as patch is
+@contextmanager
+def as_told(ours: bool) -> Iterator[None]:
     """PyTorch's own gradients, or ours."""
-
-    def __init__(self, ours: bool):
-        answer = gradients.trained_in_16_bits if ours else lambda _module, _x: False
-        self.patches = [patch.object(m, "trained_in_16_bits", answer) for m in (gradients, med_ddpm)]
-
-    def __enter__(self) -> None:
-        for one in self.patches:
-            one.start()
-
-    def __exit__(self, *_: object) -> None:
-        for one in self.patches:
-            one.stop()
+    answer = gradients.trained_in_16_bits if ours else lambda _module, _x: False
+    with patch.object(gradients, "trained_in_16_bits", answer), patch.object(med_ddpm, "trained_in_16_bits", answer):
+        yield
 
 
 def layers() -> list[dict[str, Any]]:

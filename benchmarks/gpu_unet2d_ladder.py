@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import itertools
 import json
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 from ladder_tiles import search, slowest
-from results_file import RESULTS, measure, row, write
+from results_file import RESULTS, measure, row, timed, write
 from torch import Tensor
 
 from voxtune.diffusion import DiffusionConfig, make_schedule, spaced_steps
@@ -60,18 +59,6 @@ def truth(net: ConvNeXtUNet, x: Tensor, t: int) -> Tensor:
 
 def relative(y: Tensor, want: Tensor) -> float:
     return float((y[: len(want)].double() - want).norm() / want.norm())
-
-
-def timed(run: Callable[[], Any], repeats: int = 20) -> list[float]:
-    run()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    torch.cuda.synchronize()
-    for mark in marks[:-1]:
-        mark.record()
-        run()
-    marks[-1].record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
 
 
 def loop_of(step: Callable[[Tensor, Tensor], Tensor], x: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
@@ -125,7 +112,7 @@ def ours(net: ConvNeXtUNet, batch: int, *, overlapped: bool) -> list[dict[str, A
             began = time.monotonic()
             loop = Loop(program, schedule(), spaced_steps(STEPS, STEPS), chained=chained)
             ready = time.monotonic() - began
-            times = timed(lambda loop=loop: loop.graph.replay())  # type: ignore[misc]
+            times = timed(lambda loop=loop: loop.graph.replay(), 20)  # type: ignore[misc]
             drawn = same_image(loop, net)
         except Exception as problem:
             print(f"{name}: {type(problem).__name__}: {str(problem)[:300]}", flush=True)

@@ -26,15 +26,21 @@ def measure(function: Callable[[], Any], calls: int = 4, replays: int = 25) -> l
     with torch.cuda.graph(graph):
         for _ in range(calls):
             function()
-    for _ in range(3):
-        graph.replay()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    return [ms / calls for ms in timed(graph.replay, replays, warm=3)]
+
+
+def timed(run: Callable[[], Any], repeats: int, *, warm: int = 1) -> list[float]:
+    """Times in ms of calls that follow each other on the GPU."""
+    for _ in range(warm):
+        run()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    torch.cuda.synchronize()
     for mark in marks[:-1]:
         mark.record()
-        graph.replay()
+        run()
     marks[-1].record()
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) / calls for a, b in itertools.pairwise(marks)]
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
 
 
 def row(

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-
 
 class Recorder:
     def __init__(self, path: Path):
@@ -28,6 +26,7 @@ class Recorder:
             row["reason"] = reason.strip().splitlines()[-1][-300:]
 
     def pytest_sessionfinish(self) -> None:
+        sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
         from results_file import write
 
         rows = list(self.rows.values())

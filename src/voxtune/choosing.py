@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from voxtune.comparing import Bench, Judge, Say, TableOptions
@@ -212,7 +211,6 @@ def _table(judge: Judge, rows: list[Row], kind: str, chosen: str | None, more: S
     features = bench.real.features_NF.shape[1]
     if count <= features:
         notes.append(f"fid: {count} subjects for {features} features; it is biased upwards, alike in every row")
-    device = bench.model.device
     about = {
         "table": kind,
         "data": bench.subjects.origin,
@@ -221,7 +219,7 @@ def _table(judge: Judge, rows: list[Row], kind: str, chosen: str | None, more: S
         "batch": options.batch,
         "pairs": len(bench.pairs),
         "size": list(bench.subjects.contract.size),
-        "device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "device": bench.model.device_name,
         "segmenter_sha256": bench.segmenter.sha256,
     }
     return Table(

@@ -134,7 +134,6 @@ def _checked(subjects: Split, request: Request) -> Split:
 
 
 def _about(request: Request, model: Model, subjects: Split, how: Drawing, drawn: Drawn) -> dict[str, Any]:
-    device = model.device
     return {
         "model_sha256": weights_sha256(request.model),
         "data": subjects.origin,
@@ -153,7 +152,7 @@ def _about(request: Request, model: Model, subjects: Split, how: Drawing, drawn:
         },
         "seeds_asked": request.seeds,
         "network_base": request.base,
-        "device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "device": model.device_name,
     }
 
 

@@ -26,21 +26,19 @@ def command(
     quiet: QuietOption = False,
 ) -> None:
     """Write subjects, prepared and checked, into one file that `train`, `steps` and `usefulness` take by --subjects."""
-    from voxtune.data.contract import Label
     from voxtune.errors import InputError
     from voxtune.runtime.segmentdata import open_sources, pack
 
     if out.exists() and not overwrite:
         raise InputError(f"{out}: exists already; choose another file or pass --overwrite")
     output = Output(json=json, quiet=quiet)
-    named = None if labels is None else tuple(Label(**label) for label in parse_labels(labels) or ())
     train, last, origin = open_sources(
         parse_size(size),
         cohort=cohort,
         seed=seed,
         images=images,
         masks=masks,
-        labels=named,
+        labels=parse_labels(labels),
         held_out=held_out,
     )
     with output.progress("subjects", len(train) + len(last)) as update:

@@ -56,7 +56,6 @@ def train_segment(settings: dict[str, Any], out: Path | None, device: str, outpu
 
 
 def _sources(settings: dict[str, Any]) -> tuple[Any, Any, str]:
-    from voxtune.data.contract import Label
     from voxtune.runtime.segmentdata import open_sources, unpack
 
     given = {name: settings.get(f"data.{name}") for name in ("cohort", "images", "masks")}
@@ -68,5 +67,4 @@ def _sources(settings: dict[str, Any]) -> tuple[Any, Any, str]:
             )
         train, held_out = unpack(subjects)
         return train, held_out, train.origin or f"{len(train)} packed subjects, {len(held_out)} more held out"
-    named = None if labels is None else tuple(Label(**label) for label in labels)
-    return open_sources(tuple(size or (SIDE,) * 3), **given, seed=settings.get("data.cohort_seed", 0), labels=named)
+    return open_sources(tuple(size or (SIDE,) * 3), **given, seed=settings.get("data.cohort_seed", 0), labels=labels)

@@ -90,8 +90,7 @@ def voxtune_moments(
     tl.store(at + 2 * CS, tl.maximum(about_mean, 0.0), mask=inside)
 
 
-# Counts that no load's alignment depends on: each kind of number would get a kernel of its own, twenty for one network.
-@triton.jit(do_not_specialize=["V", "PA", "PB", "shift_stride"])
+@triton.jit
 def voxtune_finalize(
     a_ptr,  # (N, PA, 3, CA) float32: the first source's statistics
     b_ptr,  # (N, PB, 3, C - CA) float32: the second's; unread when CA is C

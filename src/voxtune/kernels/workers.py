@@ -116,9 +116,8 @@ def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
         try:
             perform(jobs.read(int.from_bytes(size, "little")))
             answer = DONE
-        except (
-            Exception
-        ) as error:  # of the compiler's many families; who asked logs it, compiles itself and is told there
+        # Of the compiler's many families; who asked logs it, compiles itself and is told there.
+        except Exception as error:
             answer = f"{type(error).__name__}: {one_line(error)}\n".encode()
         answers.write(answer)
         answers.flush()

@@ -121,6 +121,11 @@ class Model:
     def device(self) -> torch.device:
         return next(self.network.parameters()).device
 
+    @property
+    def device_name(self) -> str:
+        """For records: the card's name, or cpu."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+
     def to(self, device: torch.device | str) -> Model:
         self.network.to(device)
         return self

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,10 +101,13 @@ def open_sources(
     seed: int = 0,
     images: str | Path | None = None,
     masks: str | Path | None = None,
-    labels: tuple[Label, ...] | None = None,
+    labels: Sequence[Mapping[str, Any]] | None = None,
     held_out: int | None = None,
 ) -> tuple[Source, Source, str]:
-    """(to learn from, held out, what they are in words): of the embedded cohort, or of a user's folders."""
+    """(to learn from, held out, what they are in words): of the embedded cohort, or of a user's folders.
+
+    `labels` are those of the folders' masks, as settings have them: name, value and channel of each.
+    """
     if len(size) != 3:
         raise InputError(f"--size {','.join(map(str, size))}: give three sides, depth,height,width")
     side: Shape = (size[0], size[1], size[2])
@@ -114,7 +117,8 @@ def open_sources(
         unseen = COHORT_HELD_OUT if held_out is None else held_out
         return *cohort_sources(side, seed, cohort, unseen), cohort_origin(seed, cohort, unseen)
     assert images is not None and masks is not None
-    train, last = folder_sources(images, masks, side, labels, held_out)
+    named = None if labels is None else tuple(Label(**label) for label in labels)
+    train, last = folder_sources(images, masks, side, named, held_out)
     return train, last, f"{len(train)} subjects of the folder `{Path(images).name}`; {len(last)} held out"
 
 

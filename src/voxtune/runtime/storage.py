@@ -223,13 +223,12 @@ def provenance(path: Path, model: Model) -> dict[str, Any]:
     """What made a volume, for the record beside it: the weights by their hash, the versions, the device."""
     from voxtune import __version__
 
-    device = model.device
     return {
         "model": str(path),
         "model_sha256": weights_sha256(path),
         "voxtune": __version__,
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": model.device_name,
     }
 
 

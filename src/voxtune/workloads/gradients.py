@@ -1,4 +1,6 @@
-"""Layers whose gradients have ways of their own when a GPU trains them in 16 bits; the answer is the same, the time is not."""
+"""Layers whose gradients have ways of their own when a GPU trains them in 16 bits. The answer is the same; what they save is
+not measured yet (benchmarks/gpu_training.py).
+"""
 
 from __future__ import annotations
 
