@@ -47,7 +47,6 @@ bench-gpu: $(STAMP) ## One denoising step on this GPU: PyTorch's ways, and the p
 	$(BIN)/python benchmarks/gpu_group_norm.py
 	$(BIN)/python benchmarks/gpu_conv3d.py
 	$(BIN)/python benchmarks/gpu_small_kernels.py
-	$(BIN)/python benchmarks/gpu_training.py --compile
 
 wheel: $(STAMP) ## Build the wheel into dist/
 	$(BIN)/python -m build --wheel --no-isolation

@@ -14,7 +14,6 @@ from tests.conftest import GOLDENS
 from voxtune.diffusion import DiffusionConfig, add_noise, make_schedule, noise_loss
 from voxtune.errors import InputError
 from voxtune.workloads import WORKLOADS, ConvNeXtConfig, MedDDPMConfig, build, workload
-from voxtune.workloads.gradients import Doubled, Head, doubled
 from voxtune.workloads.med_ddpm import published_config
 
 
@@ -138,40 +137,6 @@ def test_convnext_takes_any_divisible_size():
 def test_config_is_checked_when_made(bad):
     with pytest.raises(InputError):
         MedDDPMConfig(**bad)
-
-
-@pytest.mark.parametrize("channels", [1, 4, 8, 9])
-def test_a_head_of_few_channels_is_the_same_when_widened(channels):
-    torch.manual_seed(0)
-    head = Head(6, channels).double()
-    x = torch.randn(2, 6, 4, 5, 3, dtype=torch.float64, requires_grad=True)
-    out = torch.randn(2, channels, 4, 5, 3, dtype=torch.float64)
-    found = []
-    for form in (head, head.widened):
-        y = form(x)
-        found.append([y, *torch.autograd.grad((y * out).sum(), [x, head.weight, head.bias])])
-    assert found[0][0].shape == out.shape
-    for plain, wide in zip(*found, strict=True):
-        torch.testing.assert_close(plain, wide)
-
-
-@pytest.mark.parametrize("sides", [(3, 4, 5), (1, 2, 8), (1, 1, 1)])
-def test_doubling_has_the_gradient_that_pytorch_finds(sides):
-    torch.manual_seed(0)
-    x = torch.randn(2, 3, *sides, dtype=torch.float64, requires_grad=True)
-    out = torch.randn(2, 3, *[2 * side for side in sides], dtype=torch.float64)
-    plain, ours = doubled(x), Doubled.apply(x)
-    assert torch.equal(plain, ours)
-    wanted, found = (torch.autograd.grad((y * out).sum(), x)[0] for y in (plain, ours))
-    torch.testing.assert_close(found, wanted)
-    low = out.bfloat16().requires_grad_(False)
-    small = x.detach().bfloat16().requires_grad_(True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = Doubled.apply(small)
-    assert y.dtype == torch.bfloat16
-    [gradient] = torch.autograd.grad(y, small, low)
-    assert gradient.dtype == torch.bfloat16
-    torch.testing.assert_close(gradient.double(), wanted, rtol=2e-2, atol=2e-2)
 
 
 def test_unknown_workload_offers_the_nearest():

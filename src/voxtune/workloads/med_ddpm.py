@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from voxtune.errors import InputError
-from voxtune.workloads.gradients import Doubled, Head, doubled, trained_in_16_bits
 
 GROUPS = 32
 # Published channel multipliers by in-plane image size.
@@ -183,7 +182,7 @@ class Upsample(nn.Module):
         self.conv = nn.Conv3d(channels, channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(Doubled.apply(x) if trained_in_16_bits(self, x) else doubled(x))
+        return self.conv(F.interpolate(x, scale_factor=2, mode="trilinear", align_corners=False))
 
 
 class Stage(nn.Sequential):
@@ -214,7 +213,9 @@ class MedDDPMUNet(nn.Module):
         )
         self.output_blocks = nn.ModuleList()
         self._build_decoder(width, skips, time_width)
-        self.out = nn.Sequential(GroupNorm32(stem), nn.SiLU(), _zeroed(Head(stem, config.out_channels)))
+        self.out = nn.Sequential(
+            GroupNorm32(stem), nn.SiLU(), _zeroed(nn.Conv3d(stem, config.out_channels, 3, padding=1))
+        )
 
     def _build_encoder(self, width: int, time_width: int) -> list[int]:
         config = self.config
