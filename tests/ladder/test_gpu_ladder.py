@@ -42,6 +42,25 @@ def test_every_rung(setting, number):
         assert (machine.count("up"), machine.count("down")) == (1, 1)
 
 
+def test_noted_times_are_the_device_s_own(setting):
+    """Not the host's for a launch: all kernels of a step together take about a step's share of the graph."""
+    from voxtune.ladder.climb import reference, row
+    from voxtune.ladder.rungs import RUNGS
+
+    told = row(RUNGS[9], setting, torch.device("cuda"), *reference(setting))
+    step = told["total_ms"] / len(setting.timesteps)
+    assert sum(k["seconds"] for k in told["kernels"].values()) * 1e3 < 2 * step
+
+
+def test_a_plan_s_launches_are_seen(setting):
+    from voxtune.ladder.climb import reference, row
+    from voxtune.ladder.rungs import RUNGS
+
+    told = row(RUNGS[10], setting, torch.device("cuda"), *reference(setting))
+    assert told["launches"] > 10 and told["end_to_end"]["other_s"] > 0
+    assert told["measured_steps"] == len(setting.timesteps)
+
+
 @pytest.mark.parametrize(("whole", "chained"), [(0, False), (0, True), (256, False), (256, True)])
 def test_one_graph_draws_what_the_plain_sampler_draws(setting, whole, chained):
     from voxtune.diffusion.noise import noise_source

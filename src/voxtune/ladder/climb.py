@@ -1,7 +1,7 @@
 """Climbing: each rung made, checked against float64, measured, and taken apart into the tables.
 
-A rung's row has the whole loop's time (its own measurement, nothing noted) and one noted step: what every operation, transfer and
-kernel of it took. Slow rungs run fewer steps than asked for; the row says how many were measured.
+A rung's row has the whole loop's wall time (its own measurement, nothing noted) and one noted step: what every operation,
+transfer and kernel of it took on the device. Slow rungs run fewer steps than asked for; the row says how many were measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from voxtune.files import one_line
 from voxtune.kernels.ahead import compiled_ahead
 from voxtune.kernels.workers import compiling
 from voxtune.ladder.machine import Event, Machine
-from voxtune.ladder.rungs import Graph, Rung, Setting
+from voxtune.ladder.rungs import Auto, Graph, Rung, Setting
 from voxtune.ladder.weights import FORMS, Weights, unified
 from voxtune.precision import tf32_allowed
 
@@ -102,6 +102,9 @@ def row(rung: Rung, setting: Setting, device: torch.device, x: Tensor, t: int, t
     with torch.no_grad():
         made(x, t)
     events = noting.settled()
+    made.machine = quiet
+    if isinstance(made, Auto) and device.type == "cuda":
+        events += launched(lambda: made(x, t))
     return {
         "number": rung.number,
         "name": rung.name,
@@ -110,8 +113,8 @@ def row(rung: Rung, setting: Setting, device: torch.device, x: Tensor, t: int, t
         "total_ms": statistics.median(totals) * 1e3,
         "totals_ms": [s * 1e3 for s in totals],
         "measured_steps": measured,
-        "launches": noting.count("kernel"),
-        "transfers": noting.count("up") + noting.count("down"),
+        "launches": sum(e.kind == "kernel" for e in events),
+        "transfers": sum(e.kind != "kernel" for e in events),
         "bytes": sum(e.bytes for e in events),
         "components": by(events, lambda e: e.part if e.kind == "kernel" else None),
         "kernels": by(events, lambda e: e.name if e.kind == "kernel" else None),
@@ -123,24 +126,41 @@ def row(rung: Rung, setting: Setting, device: torch.device, x: Tensor, t: int, t
 def loop_seconds(made: Any, setting: Setting, device: torch.device) -> tuple[list[float], int]:
     """(seconds for all steps, several times; how many steps were run each): DDPM around the rung.
 
-    Update and noise are the host's where the rung has none. On a CPU nothing is repeated: the interpreter's times mean little.
+    Where the rung leaves update and noise to the host, the noise is drawn before the clock starts. On a CPU nothing is repeated:
+    the interpreter's times mean little.
     """
     steps = len(setting.timesteps)
-    if isinstance(made, Graph):
+    if isinstance(made, Graph | Auto):
         made.sample(SEED)
         return [_timed(lambda: made.sample(SEED + 1).cpu()) for _ in range(20 if device.type == "cuda" else 1)], steps
     shape = (setting.network.config.channels, *setting.size)
     noises = noise_source(SEED, range(setting.batch), shape)
+    drawn = [noises(number) for number in range(steps + 1)]
 
     @torch.no_grad()
     def walk(timesteps: Sequence[int]) -> None:
-        ddpm(lambda image, t_N: made(image, int(t_N[0])), noises(0), setting.schedule, timesteps, noise=noises)
+        ddpm(
+            lambda image, t_N: made(image, int(t_N[0])), drawn[0], setting.schedule, timesteps, noise=drawn.__getitem__
+        )
 
     one = _timed(lambda: walk(setting.timesteps[:1]))
     if device.type != "cuda":
         return [one * steps], 1
     some = setting.timesteps[: max(1, min(steps, int(PATIENCE_S / one)))]
     return [_timed(lambda: walk(some)) * steps / len(some) for _ in range(3)], len(some)
+
+
+def launched(run: Callable[[], Any]) -> list[Event]:
+    """The kernels that PyTorch's profiler sees: of a plan, whose launches no machine notes."""
+    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as taken:
+        run()
+        torch.cuda.synchronize()
+    found = [e for e in taken.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
+    return [
+        Event(kind="kernel", part="plan", name=e.name[:80], seconds=e.time_range.elapsed_us() / 1e6)
+        for e in found
+        if not e.name.startswith(("Memcpy", "Memset"))
+    ]
 
 
 def _timed(run: Callable[[], Any]) -> float:

@@ -18,6 +18,8 @@ from voxtune.kernels.ahead import ready
 from voxtune.kernels.convnext.launch import Launch
 
 Kind = Literal["kernel", "up", "down"]
+# Some 0.2 ms of a GPU's time, longer than the host takes to hand over one launch.
+BUSY_CYCLES = 400_000
 # The operation that a kernel of the fast path stands for, as the component table names it.
 PARTS = {
     "voxtune_stem": "conv2d",
@@ -49,7 +51,10 @@ class Event:
 
 
 class Machine:
-    """A device that remembers. With `timed`, each event has its own time, taken on the device."""
+    """A device that remembers. With `timed`, each event has its own time, taken on the device.
+
+    It is kept busy before each: else the time that the host takes for the launch would stand between the marks.
+    """
 
     def __init__(self, device: torch.device | str, *, timed: bool = False):
         self.device, self.timed = torch.device(device), timed
@@ -107,6 +112,7 @@ class Machine:
             yield
         elif self.device.type == "cuda":
             marks = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(BUSY_CYCLES)
             marks[0].record()
             yield
             marks[1].record()

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from voxtune.diffusion import Schedule
+from voxtune.diffusion.samplers import ddpm
 from voxtune.errors import InputError
+from voxtune.kernels.noise import noise_source
 from voxtune.ladder.machine import Machine
 from voxtune.ladder.operations import Naive, Reduced, Tiled
 from voxtune.ladder.products import Fused, Products
@@ -66,7 +68,7 @@ class Auto:
     def __init__(self, setting: Setting, machine: Machine):
         from voxtune.plan import optimize
 
-        self.machine = machine
+        self.machine, self.setting = machine, setting
         network = setting.network
         device = next(network.parameters()).device
         x = torch.randn(setting.batch, network.config.channels, *setting.size, device=device)
@@ -78,6 +80,14 @@ class Auto:
         with torch.no_grad():
             y = self.fast(given, torch.full((x_NCHW.shape[0],), t, device=given.device))
         return self.machine.down(y.float(), "image")
+
+    @torch.no_grad()
+    def sample(self, seed: int) -> Tensor:
+        """As `Model.sample` draws: update and noise on the device."""
+        setting, device = self.setting, self.machine.device
+        shape = (setting.network.config.channels, *setting.size)
+        noises = noise_source(seed, list(range(setting.batch)), shape, device)
+        return ddpm(lambda x, t: self.fast(x, t).float(), noises(0), setting.schedule, setting.timesteps, noise=noises)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ The reports' hardware stands beside their figures: theirs are a desktop card and
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from voxtune.analysis.table import Column, Table
@@ -32,11 +33,12 @@ def ladder_document(data: Data) -> Document:
 
 def ladder_picture(data: Data) -> Bars:
     rows = data["rows"]
+    bought = ["", *(f", {before['total_ms'] / r['total_ms']:.3g} x" for before, r in itertools.pairwise(rows))]
     return Bars(
         id="ladder",
         title=f"{data['steps']} sampling steps at {data['size'][0]} x {data['size'][1]}, ms",
-        caption="One bar a rung, by decades.",
-        labels=[f"{r['number']} {r['name']}" for r in rows],
+        caption="One bar a rung, by decades, and what it bought over the one before.",
+        labels=[f"{r['number']} {r['name']}{gain}" for r, gain in zip(rows, bought, strict=True)],
         series=[Series(name="all steps", values=[r["total_ms"] for r in rows])],
         unit="ms",
         log=True,
