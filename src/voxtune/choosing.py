@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -39,13 +39,16 @@ def step_table(
     caches: Sequence[Cache] = (),
     options: TableOptions | None = None,
     say: Say = lambda _line: None,
+    keep: Callable[[Table], None] = lambda _table: None,
 ) -> Table:
     """DDPM with all steps against every sampler and number of steps; then spacing and clamping around the best of them.
 
-    `caches` are tried on the row that these leave, and taken if they are not worse either, and faster.
+    `caches` are tried on the row that these leave, and taken if they are not worse either, and faster. `keep` is given the
+    table after every row: what was measured is not lost with a run that does not end.
     """
     ways = _ways(model, samplers, steps)
-    _check_caches(model, caches, [way.steps for way in ways])
+    numbers = sorted({way.steps for way in ways})
+    _check_caches(model, caches, numbers)
     bench = Bench(model, subjects, segmenter, options or TableOptions(), say)
     reference_way = model.drawing(sampler="ddpm", steps=model.available_steps, clip=True)
     bench.total = len(subjects) * (2 * reference_way.steps + sum(w.steps for w in ways))
@@ -57,19 +60,23 @@ def step_table(
     first = judge.reference_rows(name_of(reference_way), _how(reference_way))
     for row in first:
         bench.tell(row)
-    rows = [_row(judge, way, model) for way in ways]
-    best = fewest(rows) or nearest_row(rows)
-    around = _around(model, best)
-    bench.total += len(subjects) * sum(way.steps for way in around)
-    rows += [_row(judge, way, model) for way in around]
+    rows: list[Row] = []
+
+    def add(way: Drawing) -> Row:
+        rows.append(_row(judge, way, model))
+        keep(_table(judge, [*first, *rows], "steps", fewest(rows), ["unfinished: the rows so far"]))
+        return rows[-1]
+
+    for way in ways:
+        add(way)
+    _vary(bench, model, rows.copy(), numbers, add)
     chosen, notes = fewest(rows), list[str]()
     if chosen is not None and caches:
-        cached, notes = _cached_rows(judge, model, caches, chosen, [way.steps for way in ways])
-        rows += cached
+        cached, notes = _cached_rows(bench, model, caches, chosen, numbers, add)
         chosen = quicker(chosen, cached)
     elif caches:
         notes = ["caching was not tried: no row without it is not worse"]
-    return _table(judge, [*first, *rows], "steps", None if chosen is None else chosen.name, notes)
+    return _table(judge, [*first, *rows], "steps", chosen, notes)
 
 
 def numerics_table(
@@ -103,7 +110,7 @@ def numerics_table(
         rows.append(replace(row, distance=distances(drawn.volumes_NDHW, reference.volumes_NDHW)))
         bench.tell(rows[-1])
     fine = [row for row in rows[2:] if not row.worse]
-    fastest = min(fine, key=lambda row: row.seconds).name if fine else None
+    fastest = min(fine, key=lambda row: row.seconds) if fine else None
     return _table(judge, rows, "numerics", fastest)
 
 
@@ -137,12 +144,31 @@ def _ways(model: Model, samplers: Sequence[str], steps: Sequence[int] | None) ->
     return [model.drawing(sampler=s, steps=n) for s, n in itertools.product(samplers, numbers)]
 
 
-def _around(model: Model, row: Row) -> list[Drawing]:
-    """The same sampler and steps by the other spacings, which end at other last steps, and without clamping."""
-    sampler, steps = row.how["sampler"], row.how["steps"]
-    others = [s for s in SPACINGS if s != row.how["spacing"]]
-    spaced = [model.drawing(sampler=sampler, steps=steps, spacing=s) for s in others]
-    return [*spaced, model.drawing(sampler=sampler, steps=steps, clip=False)]
+def _vary(
+    bench: Bench, model: Model, plain: Sequence[Row], numbers: Sequence[int], add: Callable[[Drawing], Row]
+) -> None:
+    """Other spacings of the best row, and every sampler's best without clamping; what is not worse, in fewer steps too."""
+    best = fewest(plain) or nearest_row(plain)
+    ways = [_changed(model, best, spacing=s) for s in SPACINGS if s != best.how["spacing"]]
+    of_each = [[row for row in plain if row.how["sampler"] == name] for name in _names(plain)]
+    ways += [_changed(model, fewest(rows) or nearest_row(rows), clip=False) for rows in of_each]
+    bench.total += len(bench.subjects) * sum(way.steps for way in ways)
+    for way in ways:
+        row = add(way)
+        for steps in sorted((n for n in numbers if n < way.steps), reverse=True):
+            if row.worse:
+                break
+            bench.total += len(bench.subjects) * steps
+            row = add(replace(way, steps=steps))
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row.how["sampler"] for row in rows))
+
+
+def _changed(model: Model, row: Row, **change: Any) -> Drawing:
+    kept = {name: row.how[name] for name in ("sampler", "steps", "spacing", "clip")}
+    return model.drawing(**(kept | change))
 
 
 def _check_caches(model: Model, caches: Sequence[Cache], numbers: Sequence[int]) -> None:
@@ -154,10 +180,14 @@ def _check_caches(model: Model, caches: Sequence[Cache], numbers: Sequence[int])
 
 
 def _cached_rows(
-    judge: Judge, model: Model, caches: Sequence[Cache], plain: Row, numbers: Sequence[int]
+    bench: Bench,
+    model: Model,
+    caches: Sequence[Cache],
+    plain: Row,
+    numbers: Sequence[int],
+    add: Callable[[Drawing], Row],
 ) -> tuple[list[Row], list[str]]:
     """`plain` with features kept between its steps, and in more steps where these may still take less time."""
-    bench = judge.bench
     rows: list[Row] = []
     notes: list[str] = []
     for cache in dict.fromkeys(caches):
@@ -171,7 +201,7 @@ def _cached_rows(
             notes.append(f"cache {cache}: left out: {refused}")
             continue
         bench.total += len(bench.subjects) * sum(way.steps for way in ways)
-        rows += [_row(judge, way, model) for way in ways]
+        rows += [add(way) for way in ways]
     return rows, notes
 
 
@@ -204,7 +234,7 @@ def _passes(model: Model) -> list[str]:
     return list(getattr(model.network, "passes", ()))
 
 
-def _table(judge: Judge, rows: list[Row], kind: str, chosen: str | None, more: Sequence[str] = ()) -> Table:
+def _table(judge: Judge, rows: list[Row], kind: str, chosen: Row | None, more: Sequence[str] = ()) -> Table:
     bench, options = judge.bench, judge.bench.options
     count = len(bench.subjects)
     notes = [f"{count} subjects: a result needs {ENOUGH}"] if count < ENOUGH else []
@@ -228,6 +258,6 @@ def _table(judge: Judge, rows: list[Row], kind: str, chosen: str | None, more: S
         subjects=count,
         settings=options.bootstrap,
         about=about,
-        chosen=chosen,
+        chosen=None if chosen is None else chosen.name,
         notes=(*notes, *more),
     )

@@ -73,6 +73,11 @@ class Request:
     def result(self) -> Path:
         return self.out / ("numerics.json" if self.numerics else "steps.json")
 
+    @property
+    def unfinished(self) -> Path:
+        """Where the rows lie while others are being measured, and stay if the run does not end."""
+        return self.out / "steps-unfinished.json"
+
     def options(self) -> TableOptions:
         bootstrap = Bootstrap(resamples=self.resamples, seed=self.seed)
         return TableOptions(seed=self.seed, batch=self.batch, margin=self.margin, bootstrap=bootstrap)
@@ -86,6 +91,11 @@ def run(request: Request, say: Say) -> Table:
     model = load(request.model, device=request.device)
     segmenter = _segmenter(request.segmenter)
     subjects = _subjects(request, model)
+    about = {"model_sha256": weights_sha256(request.model), "plan": request.plan}
+
+    def finished(table: Table) -> Table:
+        return replace(table, about={**table.about, **about})
+
     if request.numerics:
         how = {"sampler": _one(samplers, "--sampler"), "steps": _one(numbers, "--steps") or "auto"}
         table = numerics_table(
@@ -97,10 +107,12 @@ def run(request: Request, say: Say) -> Table:
         choices: dict[str, Any] = {"steps": numbers, "caches": caches} | (
             {} if samplers is None else {"samplers": samplers}
         )
+        choices["keep"] = lambda so_far: write(finished(so_far), request.unfinished, request.model.name)
         table = step_table(by_plan(model, request.plan, say), subjects, segmenter, options=options, say=say, **choices)
-    about = {**table.about, "model_sha256": weights_sha256(request.model), "plan": request.plan}
-    table = replace(table, about=about)
+    table = finished(table)
     digest = write(table, request.result, request.model.name)
+    for left in (request.unfinished, request.unfinished.with_suffix(".md")):
+        left.unlink(missing_ok=True)
     for line in table.text():
         say(line)
     say(table.conclusion())

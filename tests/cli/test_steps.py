@@ -94,6 +94,32 @@ def test_a_choice_is_stored_with_its_evidence_and_sampled_with(capsys, folders, 
     assert code == 2 and "leave sampler out" in err
 
 
+def test_a_run_that_does_not_end_leaves_its_rows(capsys, folders, tmp_path, monkeypatch):
+    """And its folder takes the next run."""
+    model, segmenter, subjects = folders
+    asked = ("steps", model, "--subjects", subjects, "--segmenter", segmenter, "--samplers", "ddim", "--steps", "1,2")
+    asked = (*asked, "-o", tmp_path, *QUICK)
+    drawn = []
+
+    def draw(bench, model, how, *others):
+        drawn.append(how.steps)
+        if drawn == [4, 4, 1, 2]:
+            raise MemoryError("none is left")
+        return real(bench, model, how, *others)
+
+    real = Bench.draw
+    with monkeypatch.context() as patch:
+        patch.setattr(Bench, "draw", draw)
+        assert run(capsys, *asked)[0] != 0
+    kept = json.loads((tmp_path / "steps-unfinished.json").read_text())
+    assert [row["name"] for row in kept["rows"]] == ["ddpm 4, reference", "ddpm 4, seed 1", "ddim 1"]
+    assert "unfinished: the rows so far" in kept["notes"] and len(kept["model_sha256"]) == 64
+    assert not (tmp_path / "steps.json").exists()
+    code, _, err = run(capsys, *asked)
+    assert code == 0, err
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["steps.json", "steps.md"]
+
+
 def test_features_kept_between_steps_are_measured_and_stored(capsys, folders, tmp_path, monkeypatch):
     """With a margin so wide that any row passes, and times that say what the arithmetic says."""
     monkeypatch.setattr(Bench, "_now", lambda bench: bench.clock)

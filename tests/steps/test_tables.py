@@ -23,6 +23,9 @@ QUICK = TableOptions(batch=8, bootstrap=Bootstrap(resamples=60))
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+KEPT = []
+
+
 @pytest.fixture(scope="module")
 def table():
     found = step_table(
@@ -32,6 +35,7 @@ def table():
         samplers=("ddpm", "ddim"),
         steps=(1, 20, 24),
         options=QUICK,
+        keep=KEPT.append,
     )
     return found, {row.name: row for row in found.rows}
 
@@ -62,6 +66,27 @@ def test_the_fewest_steps_are_chosen_and_varied(table):
     assert {"ddim 20 linspace", "ddim 20 leading", "ddim 20 no clip"} <= set(rows)
     assert "not worse than ddpm 24, reference over 16 subjects" in found.conclusion()
     assert any("a result needs 64" in note for note in found.notes)
+
+
+def test_every_sampler_is_tried_without_clamping_and_what_is_fine_in_fewer_steps(table):
+    found, rows = table
+    assert not rows["ddim 20 no clip"].worse and rows["ddim 1 no clip"].worse
+    assert "ddpm 20 no clip" in rows
+    for row in found.rows:
+        fewer = row.name.replace(" 20", " 1")
+        if row.name.startswith(
+            ("ddim 20 ", "ddpm 20 ")
+        ):  # a variant: one step fewer was tried exactly where it is fine
+            assert (fewer in rows) == (not row.worse), row.name
+    names = [row.name for row in found.rows]
+    assert len(names) == len(set(names))
+
+
+def test_the_table_is_kept_after_every_row(table):
+    found = table[0]
+    assert [len(kept.rows) for kept in KEPT] == list(range(3, len(found.rows) + 1))
+    assert KEPT[-1].chosen == found.chosen and "unfinished: the rows so far" in KEPT[-1].notes
+    assert not any("unfinished" in note for note in found.notes)
 
 
 def test_files_say_everything(table):
