@@ -19,9 +19,9 @@ from voxtune.report.picture import Panel, contact_sheet
 from voxtune.report.view import view_page
 from voxtune.runtime.generate import Drawn, generate, mask_contract, prepare
 from voxtune.runtime.model import Model
-from voxtune.runtime.segmentdata import HELD_OUT
 from voxtune.runtime.segmenter import load_segmenter, shipped_segmenter
 from voxtune.runtime.storage import load, provenance
+from voxtune.runtime.subjects import HELD_OUT
 
 # Of the gate on a CPU, where a step takes seconds: two inputs, and a sampling of four steps.
 CHECKS, WALK = 2, 4

@@ -18,9 +18,9 @@ from voxtune.comparing import Bench
 from voxtune.data.bids import write_cohort
 from voxtune.data.cohort import cohort_contract
 from voxtune.runtime.model import Model, SamplingConfig
-from voxtune.runtime.segmentdata import cohort_sources, pack
 from voxtune.runtime.segmenter import save_segmenter
 from voxtune.runtime.storage import load, save, weights_sha256
+from voxtune.runtime.subjects import cohort_sources, pack
 from voxtune.workloads import without_zeros
 
 QUICK = ("--resamples", "20", "--batch", "4", "--device", "cpu", "--plan", "baseline")

@@ -14,8 +14,8 @@ from voxtune.cli.main import main
 from voxtune.data.contract import DataContract, Label, encode_mask
 from voxtune.errors import InputError
 from voxtune.runtime.packed import PackedSource, packed_contract
-from voxtune.runtime.segmentdata import pack, unpack
 from voxtune.runtime.storage import load
+from voxtune.runtime.subjects import pack, unpack
 from voxtune.runtime.train import read_run
 from voxtune.runtime.trainconfig import DataSettings, ModelSettings, TrainConfig, make_config
 from voxtune.runtime.trainmodel import model_config
@@ -184,7 +184,10 @@ def test_packed_by_the_command_from_a_cohort_and_from_folders(tmp_path, capsys):
         (["--held-out", "4"], "both sides"),
         (["--cohort", "3"], "no data"),
         (["--labels", "brain=1,tumour=2,other=300"], "up to 255"),
+        (["--seed", "0"], "a seed is the cohort's"),
     ):
         assert main([*told, *folders, *wrong]) == 2
         assert word in capsys.readouterr().err
+    assert main([*told, "--cohort", "3", "--labels", "brain=1", "--overwrite"]) == 2
+    assert "leave them away with --cohort" in capsys.readouterr().err
     assert len(unpack(file)[0]) == 3

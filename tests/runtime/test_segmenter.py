@@ -14,7 +14,7 @@ from voxtune.cli.main import main
 from voxtune.data.contract import generic_contract
 from voxtune.data.dataset import CohortSource
 from voxtune.errors import InputError
-from voxtune.runtime import segmentdata, segmenttrain, storage
+from voxtune.runtime import segmenttrain, storage, subjects
 from voxtune.runtime.segmenter import Segmenter, SegmenterConfig, load_segmenter, save_segmenter, shipped_segmenter
 from voxtune.runtime.segmentrun import run_segment, summary
 from voxtune.workloads.segment import SegmentConfig
@@ -127,19 +127,19 @@ def test_a_config_that_contradicts_itself_is_refused(learned, tmp_path):
 
 
 def test_subjects_travel_in_one_file(tmp_path):
-    path = segmentdata.pack(Balls(3), Balls(2, 50), tmp_path / "s.npz", origin="balls")
-    train, held_out = segmentdata.unpack(path)
+    path = subjects.pack(Balls(3), Balls(2, 50), tmp_path / "s.npz", origin="balls")
+    train, held_out = subjects.unpack(path)
     assert (len(train), len(held_out), train.contract, train.origin) == (3, 2, CONTRACT, "balls")
     for there, here in ((train[1], Balls(3)[1]), (held_out[1], Balls(2, 50)[1])):
-        np.testing.assert_allclose(there[0], np.clip(here[0], -1, 1), atol=1.01 / segmentdata.STEPS)
+        np.testing.assert_allclose(there[0], np.clip(here[0], -1, 1), atol=1.01 / subjects.STEPS)
         np.testing.assert_array_equal(there[1], here[1])
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(InputError, match="packed subjects"):
-        segmentdata.unpack(path)
+        subjects.unpack(path)
 
 
 def test_training_from_one_file_where_little_is_installed(tmp_path, capsys):
-    segmentdata.pack(Balls(2), Balls(1), tmp_path / "s.npz", origin="balls")
+    subjects.pack(Balls(2), Balls(1), tmp_path / "s.npz", origin="balls")
     command = ["train", "--workload", "segment", "--subjects", str(tmp_path / "s.npz"), "-o", str(tmp_path / "out")]
     command += ["--steps", "1", "--minutes", "5", "--batch", "2", "--base", "4", "--device", "cpu"]
     done = voxtune_bare(*command)
@@ -149,8 +149,9 @@ def test_training_from_one_file_where_little_is_installed(tmp_path, capsys):
     assert "- Data: balls." in card and "voxtune train --workload segment --subjects" in card
     assert main(command) == 2
     assert "holds a model already" in capsys.readouterr().err
-    assert main([*command[:-6], "--cohort", "3", "-o", str(tmp_path / "other")]) == 2
-    assert "the file has them" in capsys.readouterr().err
+    for more in (["--cohort", "3"], ["--set", "data.cohort_seed=1"]):
+        assert main([*command[:-6], *more, "-o", str(tmp_path / "other")]) == 2
+        assert "the file has them" in capsys.readouterr().err
 
 
 def test_weights_written_by_hand_are_what_the_library_reads(tmp_path):
@@ -185,8 +186,6 @@ def test_save_reports_a_folder_that_cannot_be(tmp_path):
 def test_the_shipped_one_finds_what_it_never_saw():
     shipped = load_segmenter(shipped_segmenter())
     source = CohortSource(shipped.config.data, 0, 100_200, healthy_fraction=0.0)
-    rows = segmenttrain.held_out_dice(
-        shipped, segmentdata.Shifted(source, 100_100, 4)
-    )  # nor was measured on for its card
+    rows = segmenttrain.held_out_dice(shipped, subjects.Shifted(source, 100_100, 4))  # nor was measured on for its card
     assert min(row["brain"] for row in rows) > 0.97
     assert np.mean([row["tumour"] for row in rows]) > 0.4

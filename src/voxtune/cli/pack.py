@@ -13,7 +13,7 @@ from voxtune.cli.common import JsonOption, Output, QuietOption, parse_labels, pa
 def command(
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write, subjects.npz say.")],
     cohort: Annotated[int | None, typer.Option(min=1, help="Subjects of the embedded cohort to learn from.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the cohort.")] = 0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the cohort; default 0.")] = None,
     images: Annotated[Path | None, typer.Option(help="Folder of NIfTI images, in place of the cohort.")] = None,
     masks: Annotated[Path | None, typer.Option(help="Folder of their masks, paired by name.")] = None,
     labels: Annotated[str | None, typer.Option(help="The masks' labels, as brain=1,tumour=2.")] = None,
@@ -27,7 +27,7 @@ def command(
 ) -> None:
     """Write subjects, prepared and checked, into one file that `train`, `steps` and `usefulness` take by --subjects."""
     from voxtune.errors import InputError
-    from voxtune.runtime.segmentdata import open_sources, pack
+    from voxtune.runtime.subjects import open_sources, pack
 
     if out.exists() and not overwrite:
         raise InputError(f"{out}: exists already; choose another file or pass --overwrite")

@@ -56,15 +56,16 @@ def train_segment(settings: dict[str, Any], out: Path | None, device: str, outpu
 
 
 def _sources(settings: dict[str, Any]) -> tuple[Any, Any, str]:
-    from voxtune.runtime.segmentdata import open_sources, unpack
+    from voxtune.runtime.subjects import open_sources, unpack
 
     given = {name: settings.get(f"data.{name}") for name in ("cohort", "images", "masks")}
-    subjects, labels, size = (settings.get(name) for name in ("data.subjects", "data.labels", "model.size"))
+    names = ("data.subjects", "data.labels", "model.size", "data.cohort_seed")
+    subjects, labels, size, seed = (settings.get(name) for name in names)
     if subjects is not None:
-        if any(value is not None for value in (*given.values(), labels, size)):
+        if any(value is not None for value in (*given.values(), labels, size, seed)):
             raise InputError(
-                "--subjects: leave --cohort, --images, --masks, --labels and --size away, the file has them"
+                "--subjects: leave --cohort and its seed, --images, --masks, --labels and --size away, the file has them"
             )
         train, held_out = unpack(subjects)
         return train, held_out, train.origin or f"{len(train)} packed subjects, {len(held_out)} more held out"
-    return open_sources(tuple(size or (SIDE,) * 3), **given, seed=settings.get("data.cohort_seed", 0), labels=labels)
+    return open_sources(tuple(size or (SIDE,) * 3), **given, seed=seed, labels=labels)

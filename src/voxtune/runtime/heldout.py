@@ -14,8 +14,8 @@ from torch import Tensor
 from voxtune.data.contract import DataContract
 from voxtune.errors import InputError
 from voxtune.runtime.model import Model
-from voxtune.runtime.segmentdata import HELD_OUT, Packed, Shifted, classes_of, unpack
 from voxtune.runtime.segmenter import Segmenter
+from voxtune.runtime.subjects import HELD_OUT, Packed, Shifted, classes_of, unpack
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -16,7 +16,7 @@ from voxtune.data.contract import DataContract
 from voxtune.errors import InputError
 from voxtune.files import one_line
 from voxtune.runtime.heldout import unlike
-from voxtune.runtime.segmentdata import STEPS, unpack
+from voxtune.runtime.subjects import STEPS, unpack
 
 
 class PackedSource:

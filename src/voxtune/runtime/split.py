@@ -15,7 +15,7 @@ from voxtune.data.contract import DataContract
 from voxtune.errors import InputError
 from voxtune.runtime.heldout import HeldOut, check_packed, condition_of, contract_of, gathered, held_out_cohort
 from voxtune.runtime.model import Model
-from voxtune.runtime.segmentdata import Shifted, unpack
+from voxtune.runtime.subjects import Shifted, unpack
 
 # Of folders, one subject in so many is held out.
 ONE_IN = 10

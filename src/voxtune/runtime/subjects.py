@@ -1,4 +1,4 @@
-"""Subjects for a segmenter: the embedded cohort, folders of a user, or one file that needs nothing but numpy to be read.
+"""Subjects to learn from and held-out ones: the embedded cohort, folders of a user, or one file that numpy alone reads.
 
 A source gives `source[i] -> (image (C, D, H, W) in [-1, 1], condition (L, D, H, W))`, as in `data/dataset.py`.
 """
@@ -98,7 +98,7 @@ def open_sources(
     size: tuple[int, ...],
     *,
     cohort: int | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     images: str | Path | None = None,
     masks: str | Path | None = None,
     labels: Sequence[Mapping[str, Any]] | None = None,
@@ -114,8 +114,12 @@ def open_sources(
     if (cohort is None) == (images is None) or (images is None) != (masks is None):
         raise InputError("no data: give folders (--images DIR --masks DIR) or the embedded cohort (--cohort 240)")
     if cohort is not None:
-        unseen = COHORT_HELD_OUT if held_out is None else held_out
-        return *cohort_sources(side, seed, cohort, unseen), cohort_origin(seed, cohort, unseen)
+        if labels is not None:
+            raise InputError("--labels are those of your own masks: leave them away with --cohort, which has its own")
+        unseen, number = COHORT_HELD_OUT if held_out is None else held_out, seed or 0
+        return *cohort_sources(side, number, cohort, unseen), cohort_origin(number, cohort, unseen)
+    if seed is not None:
+        raise InputError("a seed is the cohort's: leave it away with --images and --masks")
     assert images is not None and masks is not None
     named = None if labels is None else tuple(Label(**label) for label in labels)
     train, last = folder_sources(images, masks, side, named, held_out)
