@@ -83,6 +83,11 @@ def test_cohort_is_bids(capsys, tmp_path):
     assert len(json.loads(out)["subjects"]) == 2
     assert json.loads((tmp_path / "c" / "dataset_description.json").read_text())["GeneratedBy"]
     assert len(list((tmp_path / "c").rglob("*_T1w.nii.gz"))) == 2
+    code, out, _ = run(capsys, "cohort", 1, "--first", 1, "-o", tmp_path / "d", "--size", "16,16,16", "--json")
+    assert code == 0 and json.loads(out)["subjects"] == ["sub-0001"]
+    same = [next((tmp_path / folder).rglob("sub-0001_T1w.nii.gz")).read_bytes() for folder in "cd"]
+    assert same[0] == same[1]
+    assert "\t1\t" in (tmp_path / "d" / "participants.tsv").read_text()
 
 
 def test_doctor_says_what_follows(capsys):

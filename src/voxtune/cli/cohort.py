@@ -14,6 +14,9 @@ def command(
     count: Annotated[int, typer.Argument(min=1, max=100_000, help="How many subjects.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The data set's folder.")],
     seed: Annotated[int, typer.Option(min=0, help="Subject i of a seed is always the same.")] = 0,
+    first: Annotated[
+        int, typer.Option(min=0, max=2**31, help="Number of the first subject; from 100000 on none is ever trained on.")
+    ] = 0,
     size: Annotated[str, typer.Option(help="Voxels as depth,height,width.")] = "128,128,128",
     healthy: Annotated[float, typer.Option(min=0, max=1, help="Share of subjects without a lesion.")] = 0.1,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a cohort that is there.")] = False,
@@ -37,6 +40,7 @@ def command(
             lambda done, _n: update(done),
             overwrite=overwrite,
             healthy_fraction=healthy,
+            first=first,
         )
     output.say(f"wrote {len(pairs)} subjects to {out} (labels: 0 background, 1 brain, 2 tumour)")
     output.result({"folder": str(out), "seed": seed, "subjects": [p.id for p in pairs]})

@@ -43,22 +43,27 @@ def write_cohort(
     *,
     overwrite: bool = False,
     healthy_fraction: float = 0.1,
+    first: int = 0,
 ) -> list[Pair]:
-    """Writes subjects 0 .. n-1 of cohort `seed`; `callback(done, n)` after each. The same call gives the same bytes."""
+    """Writes `n` subjects of cohort `seed` from number `first` on; `callback(done, n)` after each.
+
+    The same call gives the same bytes.
+    """
     folder = Path(folder)
     if n < 1:
         raise InputError(f"{n} subjects: ask for one or more")
     _make_room(folder, overwrite)
     provenance = {"seed": seed, "size": list(size), "subjects": n, "healthy_fraction": healthy_fraction}
+    provenance |= {"first": first} if first else {}
     _write_descriptions(folder, provenance)
     rows, pairs = ["participant_id\tseed\tindex\ttumour_ml"], []
-    for index in range(n):
+    for index in range(first, first + n):
         drawn = subject(seed, index, size, healthy_fraction=healthy_fraction)
         pairs.append(_write_subject(folder, drawn))
         millilitres = (drawn.labels_DHW == TUMOUR).sum() * np.linalg.det(drawn.affine[:3, :3]) / 1000
         rows.append(f"{drawn.id}\t{seed}\t{index}\t{millilitres:.3f}")
         if callback is not None:
-            callback(index + 1, n)
+            callback(len(pairs), n)
     # Last: a cohort that lists its participants is complete.
     _write_text(folder / "participants.tsv", "\n".join(rows) + "\n")
     return pairs

@@ -152,7 +152,10 @@ def loop_seconds(made: Any, setting: Setting, device: torch.device) -> tuple[lis
 
 def launched(run: Callable[[], Any]) -> list[Event]:
     """The kernels that PyTorch's profiler sees: of a plan, whose launches no machine notes."""
-    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as taken:
+    with (
+        torch.no_grad(),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as taken,
+    ):
         run()
         torch.cuda.synchronize()
     found = [e for e in taken.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
