@@ -186,7 +186,9 @@ def rungs(text: str | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             peak,
             one["error"],
         )
-        rows.append(made | {k: one[k] for k in ("launches", "transfers", "measured_steps")} | {"steps": STEPS})
+        rows.append(
+            made | {k: one[k] for k in ("launches", "transfers", "measured_steps", "alone_ms")} | {"steps": STEPS}
+        )
     return rows, found
 
 

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from voxtune.precision import tf32_allowed
 SEED = 0
 # Of a rung's loop, seconds after which the rest of the steps is taken as alike.
 PATIENCE_S = 3.0
+# Images that follow each other, where nothing makes the host wait for one before it asks for the next.
+IN_A_ROW = 10
 CONVOLUTIONS = ("conv2d", "conv2d_pad", "block")
 
 
@@ -97,7 +100,7 @@ def row(rung: Rung, setting: Setting, device: torch.device, x: Tensor, t: int, t
             pass
     found = made(x, t)
     error = float((found.double() - truth).norm() / truth.norm())
-    totals, measured = loop_seconds(made, setting, device)
+    times = loop_times(made, setting, device)
     made.machine = noting
     with torch.no_grad():
         made(x, t)
@@ -110,9 +113,10 @@ def row(rung: Rung, setting: Setting, device: torch.device, x: Tensor, t: int, t
         "name": rung.name,
         "does": rung.does,
         "error": error,
-        "total_ms": statistics.median(totals) * 1e3,
-        "totals_ms": [s * 1e3 for s in totals],
-        "measured_steps": measured,
+        "total_ms": statistics.median(times.images) * 1e3,
+        "totals_ms": [s * 1e3 for s in times.images],
+        "alone_ms": statistics.median(times.alone) * 1e3,
+        "measured_steps": times.steps,
         "launches": sum(e.kind == "kernel" for e in events),
         "transfers": sum(e.kind != "kernel" for e in events),
         "bytes": sum(e.bytes for e in events),
@@ -123,8 +127,17 @@ def row(rung: Rung, setting: Setting, device: torch.device, x: Tensor, t: int, t
     }
 
 
-def loop_seconds(made: Any, setting: Setting, device: torch.device) -> tuple[list[float], int]:
-    """(seconds for all steps, several times; how many steps were run each): DDPM around the rung.
+@dataclass(frozen=True)
+class Times:
+    """Wall seconds for all steps, several times: of an image among others, and of one by itself, from the call to the host."""
+
+    images: list[float]
+    alone: list[float]
+    steps: int  # that were run each time
+
+
+def loop_times(made: Any, setting: Setting, device: torch.device) -> Times:
+    """DDPM around the rung. Where it waits for the device within a step, an image among others takes what one alone takes.
 
     Where the rung leaves update and noise to the host, the noise is drawn before the clock starts. On a CPU nothing is repeated:
     the interpreter's times mean little.
@@ -132,7 +145,14 @@ def loop_seconds(made: Any, setting: Setting, device: torch.device) -> tuple[lis
     steps = len(setting.timesteps)
     if isinstance(made, Graph | Auto):
         made.sample(SEED)
-        return [_timed(lambda: made.sample(SEED + 1).cpu()) for _ in range(20 if device.type == "cuda" else 1)], steps
+        alone = [_timed(lambda: made.sample(SEED + 1).cpu()) for _ in range(10 if device.type == "cuda" else 1)]
+        if device.type != "cuda":
+            return Times(alone, alone, steps)
+
+        def several() -> None:
+            [made.sample(SEED + number) for number in range(IN_A_ROW)][-1].cpu()
+
+        return Times([_timed(several) / IN_A_ROW for _ in range(5)], alone, steps)
     shape = (setting.network.config.channels, *setting.size)
     noises = noise_source(SEED, range(setting.batch), shape)
     drawn = [noises(number) for number in range(steps + 1)]
@@ -145,9 +165,10 @@ def loop_seconds(made: Any, setting: Setting, device: torch.device) -> tuple[lis
 
     one = _timed(lambda: walk(setting.timesteps[:1]))
     if device.type != "cuda":
-        return [one * steps], 1
+        return Times([one * steps], [one * steps], 1)
     some = setting.timesteps[: max(1, min(steps, int(PATIENCE_S / one)))]
-    return [_timed(lambda: walk(some)) * steps / len(some) for _ in range(3)], len(some)
+    found = [_timed(lambda: walk(some)) * steps / len(some) for _ in range(3)]
+    return Times(found, found, len(some))
 
 
 def launched(run: Callable[[], Any]) -> list[Event]:

@@ -53,6 +53,7 @@ def _climb(data: Data) -> Section:
                 "rung": r["number"],
                 "name": r["name"],
                 "total": r["total_ms"],
+                "alone": r.get("alone_ms"),
                 "bought": None if before is None else before / r["total_ms"],
                 "over_first": data["rows"][0]["total_ms"] / r["total_ms"],
                 "launches": r["launches"],
@@ -65,7 +66,8 @@ def _climb(data: Data) -> Section:
     columns = [
         Column("rung", kind="int", digits=0),
         Column("name", kind="text"),
-        Column("total", unit="ms", better="low", doc="all steps"),
+        Column("total", unit="ms", better="low", doc="all steps, of an image among others that follow each other"),
+        Column("alone", unit="ms", better="low", doc="the same of one image by itself, from the call to the host"),
         Column("bought", unit="x", better="high", doc="over the rung before"),
         Column("over_first", unit="x", better="high"),
         Column("launches", kind="int", doc="a step"),
