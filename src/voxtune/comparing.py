@@ -179,6 +179,12 @@ class Judge:
 
     def __post_init__(self) -> None:
         bench, options = self.bench, self.bench.options
+        broken = self.reference.broken + self.again.broken
+        if broken:
+            raise InputError(
+                f"{broken} volumes of the reference hold NaN or infinity, so nothing can be held against it: try "
+                "--plan baseline; if that fails too, the weights are broken"
+            )
         width = kernel_width(self.reference.measured, bench.real)
         self.resampler = Resampler(bench.real, bench.pairs, options.bootstrap, width)
         self.figures = self.resampler.figures(self.reference.measured)

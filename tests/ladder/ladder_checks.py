@@ -160,9 +160,11 @@ def loop() -> dict:
     noises = noise_source(5, [2**40 + 3], (3, 8, 8))
     want = ddpm(net, noises(0), made.schedule, made.timesteps, noise=noises)
     drawn = Loop(Program(net, (8, 8), 1, dtype=torch.float32), made.schedule, made.timesteps)
+    plain = drawn.sample(5)
     first = drawn.sample(5, [2**40 + 3])
     return {
         "error": error(first, want),
+        "plain": bool(torch.equal(plain, drawn.sample(5))) and not torch.equal(plain, first),
         "again": bool(torch.equal(first, drawn.sample(5, [2**40 + 3]))),
         "launches": len(list(drawn.launches())),
         "planned": len(drawn.program.launches),

@@ -220,6 +220,17 @@ def test_torch_compile_knows_us_by_name():
     assert next(net.parameters()).grad is not None
 
 
+def test_torch_compile_sees_that_weights_have_changed(caplog):
+    net, args = make("med_ddpm")
+    torch._dynamo.reset()
+    fast = torch.compile(net, backend="voxtune", dynamic=False)
+    with torch.no_grad():
+        fast(*args)
+        net.load_state_dict({name: value * 1.25 for name, value in net.state_dict().items()})
+        torch.testing.assert_close(fast(*args), net(*args))
+    assert "weights have changed" in caplog.text
+
+
 def test_hazards_are_looked_at_first(monkeypatch):
     assert refuses_half(torch.device("cpu")) is None
     hazards.cache_clear()

@@ -90,6 +90,20 @@ def test_every_bad_mask_is_named_before_any_work(model, tmp_path):
     assert "good.nii.gz" not in message
 
 
+def test_a_volume_of_nan_is_not_written(model, tmp_path, monkeypatch):
+    """Those before it are kept."""
+    masks = [write_mask(tmp_path / f"m{i}.nii.gz") for i in range(2)]
+    real = type(model).sample
+
+    def sample(self, cond, *, indices, **others):
+        return real(self, cond, indices=indices, **others) * (1.0 if list(indices) == [0] else float("nan"))
+
+    monkeypatch.setattr(type(model), "sample", sample)
+    with pytest.raises(InputError, match=r"volume 1, for .*m1.nii.gz: the model drew NaN"):
+        list(generate(model, prepare(model, masks), tmp_path / "out"))
+    assert [f.name for f in (tmp_path / "out").glob("*.nii.gz")] == ["m0_desc-synth01_T1w.nii.gz"]
+
+
 def test_missing_label_is_told(model, tmp_path):
     [request] = prepare(model, [write_mask(tmp_path / "healthy.nii.gz", values=(0, 1, 1))])
     assert any("tumour" in warning for warning in request.warnings)

@@ -143,6 +143,13 @@ def test_volumes_with_nan_are_worse_whatever_else():
     found.markdown("still a page")
 
 
+def test_a_reference_with_nan_is_no_reference():
+    model = made.model(8)
+    broken = Model(model.config, Broken(model.network))
+    with pytest.raises(InputError, match="of the reference hold NaN"):
+        step_table(broken, made.subjects(4), made.segmenter(), samplers=("ddim",), steps=(1,), options=QUICK)
+
+
 def test_numerics_from_the_same_noise():
     torch.manual_seed(0)
     model = Model(made.model(4).config)

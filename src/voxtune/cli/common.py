@@ -130,6 +130,8 @@ def choose_device(name: str) -> str:
         raise InputError(
             f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use --device cpu"
         )
+    if index:
+        torch.cuda.set_device(int(index))  # kernels are launched on the current one
     return name
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 import triton
@@ -59,7 +60,8 @@ def normal_batch(seed: int, indices: Tensor, draw: int, shape: Sequence[int]) ->
     assert V < 2**31, "one counter's word numbers the blocks of a sample"
     y = torch.empty((indices.shape[0], V), dtype=torch.float32, device=indices.device)
     grid = (triton.cdiv(V, 4 * BLOCK), indices.shape[0])
-    ready(voxtune_noise)[grid](indices, y, seed, draw, V, BLOCK_B=BLOCK, num_warps=4)
+    with torch.cuda.device(y.device) if y.is_cuda else nullcontext():
+        ready(voxtune_noise)[grid](indices, y, seed, draw, V, BLOCK_B=BLOCK, num_warps=4)
     return y.view(indices.shape[0], *shape)
 
 

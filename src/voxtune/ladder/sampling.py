@@ -47,6 +47,7 @@ class Loop:
         self.program, self.chained = program, chained
         self.rows = coefficients(schedule, timesteps, clip).to(program.device)
         self.terms = program.time_terms(list(timesteps))
+        self.numbers: list[int] | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         if program.device.type == "cuda":
             self._record()
@@ -83,8 +84,10 @@ class Loop:
         """(batch, channels, height, width) float32; the samples are numbered from 0 unless told."""
         program = self.program
         program.seed.fill_(seed)
-        if indices is not None:
-            program.index.copy_(torch.tensor(list(indices), dtype=torch.int64))
+        numbers = list(range(program.batch) if indices is None else indices)
+        if numbers != self.numbers:  # only then: the copy makes the host wait for the image before
+            program.index.copy_(torch.tensor(numbers, dtype=torch.int64))
+            self.numbers = numbers
         if self.graph is not None:
             self.graph.replay()
         else:

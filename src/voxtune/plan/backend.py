@@ -31,12 +31,29 @@ def voxtune(
     frozen, places = _freeze(graph, example_inputs)
     inputs = tuple(example_inputs[i] for i in places)
     device = next((x.device for x in inputs if isinstance(x, Tensor)), torch.device("cpu"))
-    told = (options or {}).get("plan")
-    plans = (Plan.load(told),) if told else READY if device.type == "cuda" else CPU_READY
+    asked = (options or {}).get("plan")
+    plans = (Plan.load(asked),) if asked else READY if device.type == "cuda" else CPU_READY
     subject = Subject(frozen, (inputs, {}))
     found = first_admitted(subject, plans, Gate(frozen, [(inputs, {})]))
     network = subject.build(BASELINE) if found is None else found[0]
-    return lambda *given: network(*(given[k] for k in places))
+    held = [i for i in range(len(example_inputs)) if i not in places]
+    versions = [_version(example_inputs[i]) for i in held]
+    told: list[bool] = []
+
+    def call(*given: Any) -> Any:
+        if [_version(given[i]) for i in held] == versions:
+            return network(*(given[k] for k in places))
+        if not told:
+            log.warning("the weights have changed since the plan was made: the graph runs as it came; compile again")
+            told.append(True)
+        return graph.forward(*given)
+
+    return call
+
+
+def _version(x: Tensor) -> tuple[int, int]:
+    """Changes when a tensor is replaced or written to."""
+    return x.data_ptr(), 0 if x.is_inference() else x._version
 
 
 class _Frozen(nn.Module):

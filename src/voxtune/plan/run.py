@@ -82,10 +82,14 @@ class Runner:
         try:
             torch.backends.cudnn.benchmark = "cudnn_benchmark" in self.in_force or benchmark
             # Tensors made in inference mode could not be written to outside it: a graph's own tensors must be of neither.
-            with tf32_allowed("tf32" in self.in_force), torch.inference_mode(False), torch.no_grad():
+            with self._here(), tf32_allowed("tf32" in self.in_force), torch.inference_mode(False), torch.no_grad():
                 yield
         finally:
             torch.backends.cudnn.benchmark = benchmark
+
+    def _here(self) -> AbstractContextManager[Any]:
+        """Kernels are launched, and graphs recorded, on the current GPU: it has to be the tensors' own."""
+        return torch.cuda.device(self.context.device) if self.context.device.type == "cuda" else nullcontext()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.context.device.type == "cpu":

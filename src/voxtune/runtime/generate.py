@@ -124,6 +124,7 @@ def generate(
             progress=None if progress is None else overall(progress, done, len(chunk), len(jobs), drawing.steps),
         )
         for (i, request), image in zip(chunk, x.cpu().numpy(), strict=True):
+            check_finite(image, f"volume {i}, for {request.path}")
             record = {
                 **(provenance or {}),
                 "seed": seed,
@@ -137,6 +138,15 @@ def generate(
             }
             yield _write(request, i, unscale_image(image), out, names[i], record)
         done += len(chunk)
+
+
+def check_finite(image: np.ndarray, what: str) -> None:
+    """Raises rather than let a volume be written that holds no image."""
+    if not np.isfinite(image).all():
+        raise InputError(
+            f"{what}: the model drew NaN or infinity, so it is not written; those before it are. Try --plan baseline, "
+            "another sampler or more steps; if that fails too, the weights are broken"
+        )
 
 
 def output_names(masks: list[Path], images: tuple[str, ...]) -> list[tuple[str, ...]]:

@@ -13,7 +13,7 @@ import numpy as np
 from voxtune.data.pixels import check_png, png, to_pixels
 from voxtune.errors import InputError
 from voxtune.files import write_whole
-from voxtune.runtime.generate import overall
+from voxtune.runtime.generate import check_finite, overall
 from voxtune.runtime.model import Model, check_size
 from voxtune.runtime.sampling import Cache, Steps
 
@@ -78,6 +78,7 @@ def generate_images(
             progress=None if progress is None else overall(progress, first, len(indices), count, drawing.steps),
         )
         for i, image_CHW in zip(indices, x_NCHW.float().cpu().numpy(), strict=True):
+            check_finite(image_CHW, f"image {i}")
             record = {
                 **(provenance or {}),
                 "seed": seed,
