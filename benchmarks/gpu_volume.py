@@ -190,7 +190,7 @@ class Bench:
 
 @torch.no_grad()
 def published(bench: Bench) -> Tensor:
-    """As its users run it: eager, FP32, every step."""
+    """Eager, FP32, every step; TF32, which PyTorch allows to convolutions unless told otherwise, is a row of its own."""
     bench.warm(bench.eager, bench.published, [0])
     found, times, peak = bench.timed(bench.draw(bench.eager, bench.published, [0]), bench.asked.published_runs)
     bench.add("published_fp32_250", times, peak, 0.0, error_against="itself", **bench.published)
@@ -241,6 +241,7 @@ import numpy as np
 import torch
 import voxtune
 from voxtune.data.contract import WHOLE_HEAD, encode_mask, unscale_image
+from voxtune.plan.run import peak_reserved
 folder, device, way = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 marks = [time.time()]
 model = voxtune.optimize(voxtune.load(folder, device=device), search=False)
@@ -253,7 +254,7 @@ if find_spec("nibabel") is not None:
     like = Volume(array=labels.transpose(2, 1, 0), affine=np.diag([1.5, 1.5, 1.5, 1.0]))
     write_volume(folder / "first.nii.gz", unscale_image(x[0, 0]).transpose(2, 1, 0), like)
 marks.append(time.time())
-peak = torch.cuda.max_memory_reserved() / 2**30 if device != "cpu" else 0.0
+peak = peak_reserved() / 2**30 if device != "cpu" else 0.0
 np.save(folder / "first.npy", x)
 print("FIRST", json.dumps({"marks": marks, "peak": peak, "passes": list(model.network.passes)}))
 """

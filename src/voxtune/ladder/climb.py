@@ -7,6 +7,7 @@ transfer and kernel of it took on the device. Slow rungs run fewer steps than as
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,17 +24,18 @@ from voxtune.errors import InputError
 from voxtune.files import one_line
 from voxtune.kernels.ahead import compiled_ahead
 from voxtune.kernels.workers import compiling
-from voxtune.ladder.machine import Event, Machine
+from voxtune.ladder.machine import PARTS, Event, Machine
 from voxtune.ladder.rungs import Auto, Graph, Rung, Setting
 from voxtune.ladder.weights import FORMS, Weights, unified
 from voxtune.precision import tf32_allowed
 
 SEED = 0
 # Of a rung's loop, seconds after which the rest of the steps is taken as alike.
-PATIENCE_S = 3.0
+PATIENCE_S = 2.0
 # Images that follow each other, where nothing makes the host wait for one before it asks for the next.
 IN_A_ROW = 10
 CONVOLUTIONS = ("conv2d", "conv2d_pad", "block")
+UNKNOWN = "a plan's"
 
 
 def climb(
@@ -93,21 +95,18 @@ def reference(setting: Setting) -> tuple[Tensor, int, Tensor]:
 
 
 def row(rung: Rung, setting: Setting, device: torch.device, x: Tensor, t: int, truth: Tensor) -> dict[str, Any]:
-    quiet, noting = Machine(device), Machine(device, timed=True)
-    made = rung.make(setting, quiet)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    made = rung.make(setting, Machine(device))
     if device.type == "cuda":
         with compiled_ahead(lambda: made(x, t)):
             pass
     found = made(x, t)
     error = float((found.double() - truth).norm() / truth.norm())
     times = loop_times(made, setting, device)
-    made.machine = noting
-    with torch.no_grad():
-        made(x, t)
-    events = noting.settled()
-    made.machine = quiet
-    if isinstance(made, Auto) and device.type == "cuda":
-        events += launched(lambda: made(x, t))
+    peak = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else None
+    events, steps = noted(made, setting, device, x, t)
     return {
         "number": rung.number,
         "name": rung.name,
@@ -117,14 +116,27 @@ def row(rung: Rung, setting: Setting, device: torch.device, x: Tensor, t: int, t
         "totals_ms": [s * 1e3 for s in times.images],
         "alone_ms": statistics.median(times.alone) * 1e3,
         "measured_steps": times.steps,
-        "launches": sum(e.kind == "kernel" for e in events),
-        "transfers": sum(e.kind != "kernel" for e in events),
-        "bytes": sum(e.bytes for e in events),
-        "components": by(events, lambda e: e.part if e.kind == "kernel" else None),
-        "kernels": by(events, lambda e: e.name if e.kind == "kernel" else None),
-        "crossing": crossing(events),
-        "end_to_end": end_to_end(events),
+        "peak_gib": peak,
+        "launches": round(sum(e.kind == "kernel" for e in events) / steps),
+        "transfers": round(sum(e.kind != "kernel" for e in events) / steps),
+        "bytes": round(sum(e.bytes for e in events) / steps),
+        "components": by(events, lambda e: e.part if e.kind == "kernel" else None, steps),
+        "kernels": by(events, lambda e: e.name if e.kind == "kernel" else None, steps),
+        "crossing": crossing(events, steps),
+        "end_to_end": end_to_end(events, steps),
     }
+
+
+def noted(made: Any, setting: Setting, device: torch.device, x: Tensor, t: int) -> tuple[list[Event], int]:
+    """(events, of how many steps): of one step, noted as it happens; of a whole image where a rung draws it in one piece."""
+    if isinstance(made, Graph | Auto) and device.type == "cuda":
+        return profiled(lambda: made.sample(SEED).cpu()), len(setting.timesteps)
+    before, made.machine = made.machine, Machine(device, timed=True)
+    with torch.no_grad():
+        made(x, t)
+    events = made.machine.settled()
+    made.machine = before
+    return events, 1
 
 
 @dataclass(frozen=True)
@@ -144,13 +156,13 @@ def loop_times(made: Any, setting: Setting, device: torch.device) -> Times:
     """
     steps = len(setting.timesteps)
     if isinstance(made, Graph | Auto):
-        made.sample(SEED)
+        made.sample(SEED).cpu()
         alone = [_timed(lambda: made.sample(SEED + 1).cpu()) for _ in range(10 if device.type == "cuda" else 1)]
         if device.type != "cuda":
             return Times(alone, alone, steps)
 
         def several() -> None:
-            [made.sample(SEED + number) for number in range(IN_A_ROW)][-1].cpu()
+            torch.stack([made.sample(SEED + number) for number in range(IN_A_ROW)]).cpu()
 
         return Times([_timed(several) / IN_A_ROW for _ in range(5)], alone, steps)
     shape = (setting.network.config.channels, *setting.size)
@@ -167,24 +179,31 @@ def loop_times(made: Any, setting: Setting, device: torch.device) -> Times:
     if device.type != "cuda":
         return Times([one * steps], [one * steps], 1)
     some = setting.timesteps[: max(1, min(steps, int(PATIENCE_S / one)))]
-    found = [_timed(lambda: walk(some)) * steps / len(some) for _ in range(3)]
+    found = [_timed(lambda: walk(some)) * steps / len(some) for _ in range(5)]
     return Times(found, found, len(some))
 
 
-def launched(run: Callable[[], Any]) -> list[Event]:
-    """The kernels that PyTorch's profiler sees: of a plan, whose launches no machine notes."""
+def profiled(run: Callable[[], Any]) -> list[Event]:
+    """The kernels and transfers that PyTorch's profiler sees: inside a graph, and of a plan, where no machine notes them."""
     with (
         torch.no_grad(),
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as taken,
     ):
         run()
         torch.cuda.synchronize()
-    found = [e for e in taken.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
-    return [
-        Event(kind="kernel", part="plan", name=e.name[:80], seconds=e.time_range.elapsed_us() / 1e6)
-        for e in found
-        if not e.name.startswith(("Memcpy", "Memset"))
-    ]
+    events = []
+    for one in taken.events() or []:
+        if one.device_type != torch.autograd.DeviceType.CUDA or one.name.startswith(("Memset", "Memcpy DtoD")):
+            continue
+        seconds = one.time_range.elapsed_us() / 1e6
+        if one.name.startswith("Memcpy"):
+            events.append(
+                Event(kind="up" if "HtoD" in one.name else "down", part="image", name=one.name, seconds=seconds)
+            )
+        else:
+            name = one.name[:80]
+            events.append(Event(kind="kernel", part=PARTS.get(name, UNKNOWN), name=name, seconds=seconds))
+    return events
 
 
 def _timed(run: Callable[[], Any]) -> float:
@@ -193,36 +212,41 @@ def _timed(run: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def by(events: Sequence[Event], key: Callable[[Event], str | None]) -> dict[str, dict[str, float]]:
-    """Seconds and calls by a key, the longest first."""
+def by(events: Sequence[Event], key: Callable[[Event], str | None], steps: int = 1) -> dict[str, dict[str, float]]:
+    """Seconds and calls of a step by a key, the longest first."""
     found: dict[str, dict[str, float]] = {}
     for event in events:
         name = key(event)
         if name is not None:
             one = found.setdefault(name, {"seconds": 0.0, "calls": 0})
-            one["seconds"] += event.seconds or 0.0
+            one["seconds"] += (event.seconds or 0.0) / steps
             one["calls"] += 1
+    for one in found.values() if steps > 1 else ():
+        one["calls"] = round(one["calls"] / steps, 2)
     return dict(sorted(found.items(), key=lambda item: -item[1]["seconds"]))
 
 
-def crossing(events: Sequence[Event]) -> dict[str, float]:
+def crossing(events: Sequence[Event], steps: int = 1) -> dict[str, float]:
     """The transfer table: to the GPU, kernels, to the host, and the transfers' share."""
-    seconds = {kind: sum(e.seconds or 0.0 for e in events if e.kind == kind) for kind in ("up", "kernel", "down")}
+    seconds = {
+        kind: sum(e.seconds or 0.0 for e in events if e.kind == kind) / steps for kind in ("up", "kernel", "down")
+    }
     moved = seconds["up"] + seconds["down"]
     return {**{f"{kind}_s": s for kind, s in seconds.items()}, "share": moved / max(moved + seconds["kernel"], 1e-12)}
 
 
-def end_to_end(events: Sequence[Event]) -> dict[str, float]:
-    """Convolution, other, transfers and their total, in seconds of device time for one step."""
+def end_to_end(events: Sequence[Event], steps: int = 1) -> dict[str, float | None]:
+    """Convolution, other, transfers and their total, in seconds of one step. A plan's kernels do not say what they are."""
     kernels = [e for e in events if e.kind == "kernel"]
-    convolution = sum(e.seconds or 0.0 for e in kernels if e.part in CONVOLUTIONS)
-    other = sum(e.seconds or 0.0 for e in kernels) - convolution
-    transfers = sum(e.seconds or 0.0 for e in events if e.kind != "kernel")
+    known = all(e.part != UNKNOWN for e in kernels)
+    total = sum(e.seconds or 0.0 for e in kernels) / steps
+    convolution = sum(e.seconds or 0.0 for e in kernels if e.part in CONVOLUTIONS) / steps
+    transfers = sum(e.seconds or 0.0 for e in events if e.kind != "kernel") / steps
     return {
-        "convolution_s": convolution,
-        "other_s": other,
+        "convolution_s": convolution if known else None,
+        "other_s": total - convolution if known else None,
         "transfers_s": transfers,
-        "total_s": convolution + other + transfers,
+        "total_s": total + transfers,
     }
 
 
@@ -237,7 +261,10 @@ def first_steps(setting: Setting, device: torch.device, runs: int) -> dict[str, 
         times = []
         for _ in range(runs):
             weights.clear()
+            rung.program.eps.fill_(math.nan)
             times.append(weights.first_step(form, terms) * 1e3)
+            if not bool(torch.isfinite(rung.program.eps).all()):
+                raise RuntimeError(f"{form} weights: a step ran before they had arrived")
         found["forms"][form] = {"best_ms": min(times), "worst_ms": max(times), "average_ms": sum(times) / len(times)}
     found["managed"] = "on" if unified(device) else "off: this device does not share the host's memory"
     return found

@@ -154,6 +154,15 @@ class _Marked(fx.Interpreter):
         return self.rewritten.graph.process_outputs(self.run(*leaves, enable_io_processing=False))
 
 
+# Recording a graph resets the allocator's peak; what it was before.
+_earlier = {"peak": 0}
+
+
+def peak_reserved() -> int:
+    """Bytes that this process held at most on the current GPU, before graphs were recorded too."""
+    return max(_earlier["peak"], torch.cuda.max_memory_reserved())
+
+
 class _Graph:
     """A call recorded once and replayed: inputs are copied into its own tensors, outputs out of them."""
 
@@ -164,6 +173,7 @@ class _Graph:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UP):
+                _earlier["peak"] = peak_reserved()
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
                 call(*self.args, **self.kwargs)

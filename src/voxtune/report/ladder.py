@@ -71,7 +71,7 @@ def _climb(data: Data) -> Section:
         Column("bought", unit="x", better="high", doc="over the rung before"),
         Column("over_first", unit="x", better="high"),
         Column("launches", kind="int", doc="a step"),
-        Column("transfers", kind="int", doc="a step, both ways"),
+        Column("transfers", kind="int", doc="a step, both ways; rungs 10 and 11 move the image once, at the end"),
         Column("error", kind="text", doc="relative, against float64"),
         Column("does", kind="text"),
     ]
@@ -128,14 +128,14 @@ def _transfers(data: Data) -> Section:
         *(Column(n, unit="ms", better="low", digits=3) for n in ("up", "kernel", "down")),
         Column("share", unit="%", kind="percent", better="low", doc="of the transfers"),
     ]
-    table = Table("To the GPU, kernels, to the host: one step, device time", columns, rows)
+    table = Table("To the GPU, kernels, to the host: one step", columns, rows)
     return Section(id="transfers", title="Transfers", blocks=[TableBlock(id="transfers-table-0", table=table)])
 
 
 def _end_to_end(data: Data) -> Section:
     keys = ("convolution", "other", "transfers", "total")
     rows = [
-        {"program": f"rung {r['number']}", **{k: r["end_to_end"][f"{k}_s"] * data["steps"] for k in keys}}
+        {"program": f"rung {r['number']}", **{k: _times(r["end_to_end"][f"{k}_s"], data["steps"]) for k in keys}}
         for r in data["rows"]
     ]
     seeds = data["seeds"]["end_to_end"]
@@ -145,7 +145,8 @@ def _end_to_end(data: Data) -> Section:
     ]
     columns = [Column("program", kind="text"), *(Column(k, unit="s", better="low", digits=4) for k in keys)]
     notes = [
-        "Ours: the device time of one noted step, times the steps; gaps between launches are in the climb's totals only."
+        "Ours: the times of one step, times the steps; gaps between launches are in the climb's totals only. Kernels are "
+        "timed by the device; a transfer that the host waits for as the host sees it, but by the device in rungs 10 and 11."
     ]
     table = Table("Convolution, other, transfers: all steps", columns, rows, notes=notes)
     return Section(id="end-to-end", title="End to end", blocks=[TableBlock(id="end-to-end-table-0", table=table)])
@@ -186,8 +187,12 @@ def _kernels(data: Data) -> Section:
         Column("calls", kind="int"),
         Column("share", unit="%", kind="percent"),
     ]
-    table = Table("Each rung's kernels in one step, launched one by one", columns, rows)
+    table = Table("Each rung's kernels in one step", columns, rows)
     return Section(id="kernels", title="Kernels", blocks=[TableBlock(id="kernels-table-0", table=table, folded=True)])
+
+
+def _times(seconds: float | None, steps: int) -> float | None:
+    return None if seconds is None else seconds * steps
 
 
 def _share(row: Data, kernel: Data) -> float | None:
