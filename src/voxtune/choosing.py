@@ -62,10 +62,15 @@ def step_table(
         bench.tell(row)
     rows: list[Row] = []
 
+    def so_far() -> Table:
+        return _table(judge, [*first, *rows], "steps", fewest(rows), ["unfinished: the rows so far"])
+
     def add(way: Drawing) -> Row:
         rows.append(_row(judge, way, model))
-        keep(_table(judge, [*first, *rows], "steps", fewest(rows), ["unfinished: the rows so far"]))
+        keep(so_far())
         return rows[-1]
+
+    keep(so_far())
 
     for way in ways:
         add(way)
@@ -109,7 +114,7 @@ def numerics_table(
         row = judge.row(other_name, {**_how(way), "seed": seed, "passes": _passes(other)}, drawn)
         rows.append(replace(row, distance=distances(drawn.volumes_NDHW, reference.volumes_NDHW)))
         bench.tell(rows[-1])
-    fine = [row for row in rows[2:] if not row.worse]
+    fine = [row for row in rows[2:] if not row.worse and row.seconds < rows[0].seconds]
     fastest = min(fine, key=lambda row: row.seconds) if fine else None
     return _table(judge, rows, "numerics", fastest)
 

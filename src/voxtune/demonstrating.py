@@ -9,8 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from voxtune.data import cohort
-from voxtune.data.nifti import write_volume
+from voxtune.data.contract import HELD_OUT
+from voxtune.data.grid import upright
+from voxtune.data.nifti import Volume, write_volume
 from voxtune.errors import InputError
 from voxtune.evaluating import evaluate, find_sets, write_result
 from voxtune.optimizing import example_inputs, optimize, walk
@@ -21,7 +25,6 @@ from voxtune.runtime.generate import Drawn, generate, mask_contract, prepare
 from voxtune.runtime.model import Model
 from voxtune.runtime.segmenter import load_segmenter, shipped_segmenter
 from voxtune.runtime.storage import load, provenance
-from voxtune.runtime.subjects import HELD_OUT
 
 # Of the gate on a CPU, where a step takes seconds: two inputs, and a sampling of four steps.
 CHECKS, WALK = 2, 4
@@ -99,7 +102,7 @@ def demonstrate(
     panels = [
         Panel(title="mask", volume_DHW=person.labels_DHW, labels=True),
         Panel(title="real", volume_DHW=person.image_DHW),
-        Panel(title="synthetic", volume_DHW=drawn.images_CDHW[0]),
+        Panel(title="synthetic", volume_DHW=_upright(drawn)),
     ]
     shown.files["picture"] = contact_sheet(panels, folder / "picture.png", around=person.labels_DHW)
     _tell(_measured(folder, model), folder, shown, voice)
@@ -119,6 +122,11 @@ class Clock:
         now = time.perf_counter()
         took, self.last = now - self.last, now
         return round(took, 2)
+
+
+def _upright(drawn: Drawn) -> np.ndarray:
+    """In RAS, as the cohort is: a model's grid has an orientation of its own."""
+    return upright(Volume(array=drawn.images_CDHW[0].T, affine=drawn.request.placement.model_affine))[0]
 
 
 def _planned(model: Model, path: Path, shown: Shown, voice: Voice, minutes: float) -> Model:

@@ -46,7 +46,7 @@ from voxtune.quality.distributions import (
 from voxtune.quality.neighbours import Nearest, copies, nearest
 from voxtune.quality.overlap import dice
 from voxtune.quality.result import Evaluation, Notes
-from voxtune.quality.similarity import ms_ssim, psnr
+from voxtune.quality.similarity import WINDOW, ms_ssim, psnr
 from voxtune.runtime.segmenter import Segmenter
 
 # Where no network says otherwise: 192 mm in 64 voxels a side.
@@ -110,8 +110,8 @@ def evaluate(
         if network is not None and len(network.config.data.images) != 1:
             raise InputError(f"{network.path}: takes {len(network.config.data.images)} images; an evaluation has one")
     reader = Reader(sets, features, segmenter, progress)
-    synth, real = reader.read(sets.synth, strict=True), reader.read(sets.real, strict=False)
-    training = None if sets.training is None else reader.read(sets.training, strict=False, keep_images=False)
+    synth, real = reader.read(sets.synth), reader.read(sets.real)
+    training = None if sets.training is None else reader.read(sets.training, judged=False)
     pair_rows = reader.read_pairs(sets.pairs)
     reader.faults.raise_all()
     for path in reader.constant:
@@ -143,21 +143,24 @@ class Reader:
 
     def __init__(self, sets: Sets, features: Segmenter | None, segmenter: Segmenter | None, progress: Progress | None):
         self.masks = sets.masks or {}
+        # All sets are placed alike: around their labels where every volume has some, else around their middles.
+        self.by_mask = sets.training is None and all(f.subject in self.masks for f in (*sets.real, *sets.synth))
         self.features, self.segmenter, self.progress = features, segmenter, progress
         self.faults = Faults()
         self.constant: list[Path] = []
         self.done = 0
         self.total = sum(len(part or []) for part in (sets.real, sets.synth, sets.training, sets.pairs))
 
-    def read(self, files: list[VolumeFile], *, strict: bool, keep_images: bool = True) -> Described:
+    def read(self, files: list[VolumeFile], *, judged: bool = True) -> Described:
+        """Volumes that are not `judged` are neighbours alone: their images are not kept, their masks not asked for."""
         contract = grid_of(self.features)
         described = Described(files=files)
-        for file, mask in zip(files, masks_of(files, self.masks), strict=True):
+        for file, mask in zip(files, masks_of(files, self.masks if judged else {}), strict=True):
             try:
                 # Labels are checked against the contract of the network that they are held against.
                 held_here = self.segmenter is not None and self.features is self.segmenter
-                placed = read_placed(file, mask, contract, strict=strict and held_here)
-                self._describe(placed, mask, described, strict, keep_images)
+                placed = read_placed(file, mask, contract, strict=held_here, by_mask=self.by_mask)
+                self._describe(placed, mask, described, judged)
             except InputError as error:
                 self.faults.add(error)
             self._step()
@@ -169,33 +172,34 @@ class Reader:
         for real, synth in pairs:
             try:
                 a, b = (torch.from_numpy(array) for array in read_pair(real, synth))
-                rows[synth.path] = (psnr(b, a), ms_ssim(b, a))
+                # Thick slices leave no room for its windows.
+                rows[synth.path] = (psnr(b, a), ms_ssim(b, a) if min(a.shape) >= WINDOW else np.nan)
             except InputError as error:
                 self.faults.add(InputError(str(error) if str(synth.path) in str(error) else f"{synth.path}: {error}"))
             self._step()
         return rows
 
-    def _describe(self, placed: Placed, mask: Path | None, out: Described, strict: bool, keep_images: bool) -> None:
+    def _describe(self, placed: Placed, mask: Path | None, out: Described, judged: bool) -> None:
         if placed.constant:
             self.constant.append(placed.file.path)
         unit = torch.from_numpy((placed.image_DHW + 1) / 2)
         out.coarse.append(F.avg_pool3d(unit[None, None], 2).flatten())
         out.histograms.append(histogram(unit))
-        if keep_images:
+        if judged:
             out.images.append(unit)
         labels = None
         if self.features is not None:
             labels, vector = self.features.describe(torch.from_numpy(placed.image_DHW)[None, None])
             out.features.append(vector[0])
-        if self.segmenter is not None and keep_images:
-            out.dices.append(self._dices(placed, mask, None if labels is None else labels[0], strict))
+        if self.segmenter is not None and judged:
+            out.dices.append(self._dices(placed, mask, None if labels is None else labels[0]))
 
-    def _dices(self, placed: Placed, mask: Path | None, labels_DHW: Tensor | None, strict: bool) -> dict[str, float]:
+    def _dices(self, placed: Placed, mask: Path | None, labels_DHW: Tensor | None) -> dict[str, float]:
         """Dice by label name; empty where there is no mask."""
         assert self.segmenter is not None
         contract = self.segmenter.config.data
-        if self.segmenter is not self.features:
-            placed = read_placed(placed.file, mask, contract, strict=strict)
+        if self.segmenter is not self.features or not self.by_mask:  # as sampling places it: around its labels
+            placed = read_placed(placed.file, mask, contract)
             labels_DHW = self.segmenter.describe(torch.from_numpy(placed.image_DHW)[None, None])[0][0]
         if placed.labels_DHW is None or labels_DHW is None:
             return {}
@@ -217,7 +221,10 @@ def _pair_figures(rows: dict[Path, tuple[float, float]], settings: Bootstrap, no
     psnrs, similar = zip(*rows.values(), strict=True)
     note = "infinite: a synthetic volume equals its real partner" if not np.isfinite(psnrs).all() else ""
     notes.add(mean_figure("psnr", psnrs, settings, unit="dB", better="higher", note=note))
-    notes.add(mean_figure("ms_ssim", similar, settings, better="higher"))
+    if np.isnan(similar).any():
+        notes.leave_out("ms_ssim", f"a pair has a side of fewer than {WINDOW} voxels, which its windows need")
+    else:
+        notes.add(mean_figure("ms_ssim", similar, settings, better="higher"))
 
 
 def _diversity(synth: Described, real: Described, settings: Bootstrap, max_pairs: int, notes: Notes) -> None:
@@ -301,7 +308,7 @@ def _adherence(
             name = f"dice_{label.name.replace(' ', '_')}{suffix}"
             scores = [row[label.name] for row in group.dices if label.name in row]
             if not scores:
-                notes.leave_out(name, f"no mask of these volumes holds label {label.value} ({label.name})")
+                notes.leave_out(name, f"no mask of these volumes holds label {label.value} ({label.name}) on this grid")
                 continue
             better = "" if suffix else "higher"
             note = "the segmenter's own limit, on real volumes" if suffix else ""
@@ -376,7 +383,7 @@ def _rows(
         row: dict[str, Any] = {"file": str(file.path), "subject": file.subject}
         if file.path in pairs:
             value, similar = pairs[file.path]
-            row |= {"psnr": value if np.isfinite(value) else None, "ms_ssim": similar}
+            row |= {"psnr": value if np.isfinite(value) else None, "ms_ssim": None if np.isnan(similar) else similar}
         if synth.dices and synth.dices[number]:
             row["dice"] = synth.dices[number]
         near, distance = neighbours[number]

@@ -58,6 +58,13 @@ def reporting_os_errors(path: Path) -> Iterator[None]:
         raise InputError(f"{named}: {error.strerror or one_line(error)}") from error
 
 
+def check_room(folder: Path) -> None:
+    """Refuses a folder for results that cannot be one, before the work that would be lost."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise InputError(f"{there}: is a file; name a folder with -o")
+
+
 def one_line(error: BaseException) -> str:
     """An error's words on one line, for a message."""
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -15,11 +15,18 @@ from torch.utils._pytree import tree_map_only
 
 from voxtune.choosing import TableOptions, numerics_table, step_table
 from voxtune.errors import InputError
-from voxtune.files import write_whole
+from voxtune.files import check_room, write_whole
 from voxtune.optimizing import by_plan, optimize
 from voxtune.quality.bootstrap import Bootstrap
 from voxtune.quality.table import Row, Table
-from voxtune.runtime.heldout import HeldOut, held_out_cohort, held_out_folders, held_out_packed
+from voxtune.runtime.heldout import (
+    HeldOut,
+    check_segmenter,
+    contract_of,
+    held_out_cohort,
+    held_out_folders,
+    held_out_packed,
+)
 from voxtune.runtime.model import Model
 from voxtune.runtime.sampling import AutoSampling, Cache, Evidence
 from voxtune.runtime.segmenter import Segmenter, load_segmenter, shipped_segmenter
@@ -66,8 +73,13 @@ class Request:
             raise InputError("--cache is for the table of steps: leave --numerics away")
         if self.store:
             config_file(self.model)
+        check_room(self.out)
         if self.result.exists() and not self.overwrite:
             raise InputError(f"{self.result}: exists already; choose another folder or pass --overwrite")
+        if self.numerics and self.plan not in ("auto", "baseline") and torch.device(self.device).type != "cuda":
+            raise InputError(
+                f"--plan {self.plan}: on a CPU --numerics compares FP32 and BF16 autocast; leave --plan away"
+            )
 
     @property
     def result(self) -> Path:
@@ -86,10 +98,11 @@ class Request:
 def run(request: Request, say: Say) -> Table:
     """Measures, writes the table, stores the choice where that was asked for."""
     options = request.options()
-    samplers = None if request.samplers is None else [s.strip() for s in request.samplers.split(",")]
+    samplers = samplers_of(request.samplers)
     numbers, caches = numbers_of(request.steps), caches_of(request.cache)
     model = load(request.model, device=request.device)
     segmenter = _segmenter(request.segmenter)
+    check_segmenter(segmenter, contract_of(model))
     subjects = _subjects(request, model)
     about = {"model_sha256": weights_sha256(request.model), "plan": request.plan}
 
@@ -97,7 +110,7 @@ def run(request: Request, say: Say) -> Table:
         return replace(table, about={**table.about, **about})
 
     if request.numerics:
-        how = {"sampler": _one(samplers, "--sampler"), "steps": _one(numbers, "--steps") or "auto"}
+        how = {"sampler": _one(samplers, "--samplers"), "steps": _one(numbers, "--steps") or "auto"}
         table = numerics_table(
             precisions(model, request.plan, say), subjects, segmenter, options=options, say=say, **how
         )
@@ -111,8 +124,9 @@ def run(request: Request, say: Say) -> Table:
         table = step_table(by_plan(model, request.plan, say), subjects, segmenter, options=options, say=say, **choices)
     table = finished(table)
     digest = write(table, request.result, request.model.name)
-    for left in (request.unfinished, request.unfinished.with_suffix(".md")):
-        left.unlink(missing_ok=True)
+    if not request.numerics:
+        for left in (request.unfinished, request.unfinished.with_suffix(".md")):
+            left.unlink(missing_ok=True)
     for line in table.text():
         say(line)
     say(table.conclusion())
@@ -139,7 +153,17 @@ def numbers_of(text: str | None) -> list[Any] | None:
     parts = [p.strip() for p in text.split(",")]
     if not all(p == "auto" or (p.isascii() and p.isdigit() and len(p) <= 9) for p in parts):
         raise InputError(f"--steps {text[:40]}: give whole numbers, such as 5,10,20")
-    return [p if p == "auto" else int(p) for p in parts]
+    return list(dict.fromkeys(p if p == "auto" else int(p) for p in parts))
+
+
+def samplers_of(text: str | None) -> list[str] | None:
+    """--samplers: names with commas between."""
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise InputError(f"--samplers {text[:40]}: give names with one comma between, such as ddim,unipc")
+    return list(dict.fromkeys(names))
 
 
 def caches_of(text: str | None) -> list[Cache]:

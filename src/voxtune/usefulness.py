@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from voxtune.errors import InputError
-from voxtune.files import write_whole
+from voxtune.files import check_room, write_whole
 from voxtune.optimizing import by_plan
 from voxtune.quality.bootstrap import Bootstrap
 from voxtune.quality.useful import Usefulness
@@ -46,7 +46,7 @@ class Request:
     segment_batch: int = 8
     seeds: int = 2
     sampler: str | None = None
-    steps: Steps = "auto"
+    steps: Steps = None
     plan: str = "auto"
     seed: int = 0
     batch: int = 8
@@ -67,6 +67,7 @@ class Request:
             )
         if self.held_out is not None and self.held_out < 2:
             raise InputError(f"--held-out {self.held_out}: at least 2 subjects are needed, and {ENOUGH} for a result")
+        check_room(self.out)
         if self.result.exists() and not self.overwrite:
             raise InputError(f"{self.result}: exists already; choose another folder or pass --overwrite")
 
@@ -84,7 +85,8 @@ def run(request: Request, say: Say) -> Usefulness:
     settings = Bootstrap(resamples=request.resamples, seed=request.seed)
     model = load(request.model, device=request.device)
     training = request.training()
-    how = model.check_request(sampler=request.sampler, steps=request.steps, seed=request.seed)
+    steps: Steps = "auto" if request.steps is None and request.sampler is None else request.steps
+    how = model.check_request(sampler=request.sampler, steps=steps, seed=request.seed)
     subjects = _checked(_split(request, model), request)
     if how.note:
         say(how.note)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import nibabel as nib
 import numpy as np
@@ -155,3 +157,15 @@ def test_training_that_draws_its_cohort_side_by_side(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+def test_ctrl_c_says_so(tmp_path):
+    asked = ["cohort", "500", "-o", str(tmp_path / "c"), "--size", "64,64,64"]
+    # A shell may have started these tests with the signal ignored.
+    start = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{start}; from voxtune.cli.main import run; run({asked!r})"
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "c").is_dir():
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert "stopped" in process.communicate(timeout=60)[1] and process.returncode == 130

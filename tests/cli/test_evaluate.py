@@ -184,3 +184,60 @@ def test_a_segmenter_trains_from_the_command_line(capsys, folders, tmp_path):
         target = [] if word == "already" else ["-o", str(tmp_path / "other")]
         assert main([*command, *extra, *target]) == 2
         assert word in capsys.readouterr().err
+
+
+def test_copies_are_found_where_only_some_volumes_have_masks(capsys, folders, tmp_path):
+    """Scans larger than the network's grid, the head not in their middle: all sets are cropped alike."""
+    real, _, masks, network = folders
+    for name in ("real", "synth", "training", "masks"):
+        (tmp_path / name).mkdir()
+
+    def larger(path, to):
+        image = nib.load(path)
+        data = np.zeros((40, 40, 40), np.asanyarray(image.dataobj).dtype)
+        data[:24, 12:36, 16:40] = np.asanyarray(image.dataobj)
+        nib.save(nib.Nifti1Image(data, image.affine), to)
+
+    for number in range(2):
+        theirs = next(real.parent.joinpath("training").rglob(f"sub-000{number}_T1w.nii.gz"))
+        larger(theirs, tmp_path / "training" / f"t{number}_T1w.nii.gz")
+        larger(theirs, tmp_path / "synth" / f"sub-000{number}_desc-synth01_T1w.nii.gz")
+        larger(next(real.rglob(f"sub-000{number}_T1w.nii.gz")), tmp_path / "real" / f"sub-000{number}_T1w.nii.gz")
+        larger(next(masks.rglob(f"sub-000{number}_dseg.nii.gz")), tmp_path / "masks" / f"sub-000{number}_dseg.nii.gz")
+    options = ("--masks", tmp_path / "masks", "--training", tmp_path / "training", "--json", *networks(network))
+    code, out, err = run(capsys, tmp_path / "real", tmp_path / "synth", "-o", tmp_path / "out", *options)
+    assert code == 0, err
+    found = figures(out)
+    assert found["nearest_voxel"]["value"] == 0 and found["nearest_voxel_copies"]["value"] == 1
+
+
+@pytest.mark.parametrize(("change", "word"), [("shape", "shape"), ("label", "unknown label 7")])
+def test_masks_of_real_volumes_are_checked_too(capsys, folders, tmp_path, change, word):
+    real, synth, masks, network = folders
+    shutil.copytree(masks, tmp_path / "masks")
+    # Drawn for the first subjects only: the last mask belongs to a real volume alone.
+    shutil.copytree(synth, tmp_path / "synth")
+    next((tmp_path / "synth").glob("sub-0003*")).unlink()
+    path = next((tmp_path / "masks").rglob("sub-0003_dseg.nii.gz"))
+    labels = np.asanyarray(nib.load(path).dataobj).copy()
+    labels = labels[:-2] if change == "shape" else np.where(labels == 1, 7, labels).astype(np.uint8)
+    nib.save(nib.Nifti1Image(labels, nib.load(path).affine), path)
+    options = ("--masks", tmp_path / "masks", *networks(network))
+    code, _, err = run(capsys, real, tmp_path / "synth", "-o", tmp_path / "out", *options)
+    assert code == 2 and word in err and "sub-0003" in err
+
+
+def test_thick_slices_leave_ms_ssim_out(capsys, folders, tmp_path):
+    real, synth, _, network = folders
+    for name, folder in (("real", real), ("synth", synth)):
+        (tmp_path / name).mkdir()
+        for path in folder.rglob("*_T1w.nii.gz"):
+            image = nib.load(path)
+            thick = np.asarray(image.dataobj)[:, :, ::3]
+            nib.save(nib.Nifti1Image(thick, image.affine @ np.diag([1, 1, 3, 1])), tmp_path / name / path.name)
+    code, out, err = run(
+        capsys, tmp_path / "real", tmp_path / "synth", "-o", tmp_path / "out", "--json", *networks(network)
+    )
+    assert code == 0, err
+    assert "fewer than 11 voxels" in json.loads(out)["left_out"]["ms_ssim"] and "psnr" in figures(out)
+    assert all(row["ms_ssim"] is None for row in json.loads(out)["volumes"])

@@ -7,6 +7,8 @@ import json
 import shutil
 from dataclasses import replace
 
+import nibabel as nib
+import numpy as np
 import pytest
 import torch
 
@@ -18,10 +20,11 @@ from voxtune.comparing import Bench
 from voxtune.data.bids import write_cohort
 from voxtune.data.cohort import cohort_contract
 from voxtune.runtime.model import Model, SamplingConfig
-from voxtune.runtime.segmenter import save_segmenter
+from voxtune.runtime.segmenter import Segmenter, SegmenterConfig, save_segmenter
 from voxtune.runtime.storage import load, save, weights_sha256
-from voxtune.runtime.subjects import cohort_sources, pack
+from voxtune.runtime.subjects import cohort_sources, pack, unpack
 from voxtune.workloads import without_zeros
+from voxtune.workloads.segment import SegmentConfig
 
 QUICK = ("--resamples", "20", "--batch", "4", "--device", "cpu", "--plan", "baseline")
 
@@ -118,6 +121,37 @@ def test_a_run_that_does_not_end_leaves_its_rows(capsys, folders, tmp_path, monk
     code, _, err = run(capsys, *asked)
     assert code == 0, err
     assert sorted(f.name for f in tmp_path.iterdir()) == ["steps.json", "steps.md"]
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--samplers", "ddim,"], "one comma between"),
+        (["--held-out", "-1"], "at least 2"),
+        (["--numerics", "--plan", "nosuch.json"], "leave --plan away"),
+    ],
+)
+def test_what_would_be_taken_otherwise_than_meant_is_refused(capsys, folders, tmp_path, options, word):
+    model, segmenter, subjects = folders
+    asked = ("steps", model, "--subjects", subjects, "--segmenter", segmenter, "-o", tmp_path / "out")
+    code, _, err = run(capsys, *asked, *QUICK, *options)
+    assert code == 2 and word in err
+    (tmp_path / "file").write_text("x")
+    code, _, err = run(capsys, *asked[:-1], tmp_path / "file", *QUICK)
+    assert code == 2 and "is a file" in err
+
+
+def test_a_lesion_that_the_grid_loses_is_told(folders, tmp_path, caplog):
+    """By whatever command takes the folders."""
+    from voxtune.runtime.heldout import held_out_folders
+
+    for pair in write_cohort(tmp_path / "real", 2, 0, (64, 64, 64), healthy_fraction=0.0):
+        image = nib.load(pair.mask)
+        labels = np.minimum(np.asanyarray(image.dataobj), 1).astype(np.uint8)
+        labels[tuple(np.argwhere(labels == 1)[0])] = 2
+        nib.save(nib.Nifti1Image(labels, image.affine), pair.mask)
+    held_out_folders(load(folders[0]), tmp_path / "real", tmp_path / "real" / "derivatives")
+    assert "tumour" in caplog.text
 
 
 def test_features_kept_between_steps_are_measured_and_stored(capsys, folders, tmp_path, monkeypatch):
@@ -229,7 +263,19 @@ def test_subjects_and_segmenters_of_another_grid_are_refused(capsys, folders, tm
     save(other, tmp_path / "other", card="")
     options = ("--segmenter", folders[1], "-o", tmp_path / "out", "--steps", 2, "--device", "cpu", "-q")
     code, _, err = run(capsys, "steps", tmp_path / "other", "--subjects", folders[2], *options)
+    assert code == 2 and "another size" in err and "segmenter" in err and "pack --model" in err
+    network = SegmentConfig(base=4)
+    save_segmenter(Segmenter(SegmenterConfig(network=network, data=contract)), tmp_path / "fits", card="")
+    fitting = (*options[2:], "--segmenter", tmp_path / "fits")
+    code, _, err = run(capsys, "steps", tmp_path / "other", "--subjects", folders[2], *fitting)
     assert code == 2 and "another size" in err and "subjects.npz" in err
+    # Packed for the model, they fit.
+    packed = ("pack", "--cohort", 1, "--held-out", 2, "--model", tmp_path / "other", "-o", tmp_path / "fit.npz", "-q")
+    assert run(capsys, *packed)[0] == 0
+    found = unpack(tmp_path / "fit.npz")[1]
+    assert (found.contract.size, found.contract.spacing) == (contract.size, contract.spacing)
+    code, _, err = run(capsys, *packed, "--overwrite", "--size", "16,16,16")
+    assert code == 2 and "leave --size" in err
     code, _, err = run(capsys, "steps", tmp_path / "other", "--held-out", 2, *options)
     assert code == 2 and "another size" in err and "segmenter" in err
 

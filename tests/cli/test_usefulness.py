@@ -75,6 +75,9 @@ def test_the_cohort_and_more_volumes_than_subjects(capsys, folders, tmp_path):
     assert found["drawing"]["steps"] == 4 and "nothing is stored" in err and "one seed" in err
     code, _, err = run(capsys, "usefulness", folders[0], "-o", tmp_path, *options)
     assert code == 2 and "--overwrite" in err
+    (tmp_path / "file").write_text("x")
+    code, _, err = run(capsys, "usefulness", folders[0], "-o", tmp_path / "file", *options)
+    assert code == 2 and "is a file" in err
     more = ("--subjects", folders[1], "--volumes", 6, "--seeds", 1, "--steps", 1, "--overwrite", "--json", *QUICK)
     code, out, err = run(capsys, "usefulness", folders[0], "-o", tmp_path, *more)
     assert code == 0, err

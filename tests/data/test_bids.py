@@ -87,6 +87,22 @@ def test_overwriting_leaves_no_subject_of_before(tmp_path):
     assert [p.id for p in find_subjects(tmp_path)] == ["sub-0000"]
 
 
+def test_what_is_not_ours_is_never_removed(tmp_path):
+    """Volumes drawn into a user's own data set leave a description of ours there; and loose files may lie in a cohort."""
+    (tmp_path / "bids" / "sub-01").mkdir(parents=True)
+    made_by = {"Name": "Synthetic MRI", "GeneratedBy": [{"Name": "voxtune"}]}
+    (tmp_path / "bids" / "dataset_description.json").write_text(json.dumps(made_by))
+    with pytest.raises(InputError, match="other than a voxtune cohort"):
+        write_cohort(tmp_path / "bids", 1, 0, SIZE, overwrite=True)
+    assert (tmp_path / "bids" / "sub-01").is_dir()
+    write_cohort(tmp_path / "c", 2, 0, SIZE)
+    (tmp_path / "c" / "sub-9_T1w.nii.gz").write_text("precious")
+    before = contents(tmp_path / "c")
+    with pytest.raises(InputError, match="other than a voxtune cohort"):
+        write_cohort(tmp_path / "c", 1, 0, SIZE, overwrite=True)
+    assert contents(tmp_path / "c") == before
+
+
 def test_bad_requests(tmp_path):
     with pytest.raises(InputError, match="one or more"):
         write_cohort(tmp_path / "x", 0, 0, SIZE)

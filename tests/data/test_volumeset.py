@@ -117,11 +117,13 @@ def test_masks_that_do_not_fit_are_refused_by_name(tmp_path, labels, affine, wor
     assert "a_dseg.nii.gz" in str(refused.value) or "a_T1w.nii.gz" in str(refused.value)
 
 
-def test_a_real_volume_does_without_a_mask_of_another_grid(tmp_path):
+def test_where_labels_are_not_asked_about_the_grid_still_is(tmp_path):
     write(tmp_path / "a_T1w.nii.gz")
-    path = write(tmp_path / "a_dseg.nii.gz", np.ones((4, 4, 4), dtype=np.uint8))
     [file] = find_images(tmp_path)
-    assert read_placed(file, path, CONTRACT, strict=False).labels_DHW is None
+    other = write(tmp_path / "b_dseg.nii.gz", mask(3))
+    assert read_placed(file, other, CONTRACT, strict=False).labels_DHW is not None
+    with pytest.raises(InputError, match="shape"):
+        read_placed(file, write(tmp_path / "a_dseg.nii.gz", np.ones((4, 4, 4), dtype=np.uint8)), CONTRACT, strict=False)
 
 
 def test_pairs_must_share_a_grid(tmp_path):

@@ -12,17 +12,14 @@ from importlib import resources
 import nibabel as nib
 import numpy as np
 import pytest
-from PIL import Image
 
 from voxtune.cli.main import main
 from voxtune.data.legend import LabelName
 from voxtune.data.nifti import Volume, write_volume
 from voxtune.errors import InputError
 from voxtune.report import view
-from voxtune.report.casesheet import case_sheet
 from voxtune.report.embedding import Embedding, label_colour
 from voxtune.report.measured import read_metrics
-from voxtune.report.picture import CAPTION, GAP, PALETTE
 from voxtune.report.view import view_page
 
 # Of the file as it is published: see assets/niivue/README.md.
@@ -164,42 +161,33 @@ def test_command(folder, tmp_path, capsys):
         (["in", "--metrics", "absent.json"], "cannot be read as metrics"),
         (["in", "--labels", "absent.tsv"], "give a dseg.tsv or a model's folder"),
         (["in", "--limit", "0"], "limit"),
-        (["in", "-o", "in"], "in"),
+        (["in", "-o", "in"], "does not end in .html"),
+        (["in", "-o", "."], "does not end in .html"),
+        (["in", "-o", "picture.png"], "does not end in .html"),
+        (["in", "--sheet", "sheet.unknown"], "does not end in .png"),
+        # Before any work: the folder has not been looked at.
+        (["absent", "-o", "there.html"], "exists already; choose another file or pass --overwrite"),
+        (["absent", "--sheet", "there.png"], "exists already; choose another file or pass --overwrite"),
+        (["in", "-o", "folder.html", "--overwrite"], "is a folder"),
     ],
 )
 def test_wrong_input_leaves_with_2_and_one_line(folder, tmp_path, capsys, monkeypatch, options, words):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.html").mkdir()
+    for name in ("there.html", "there.png", "picture.png"):
+        (tmp_path / name).write_text("mine")
     assert main(["view", *options]) == 2
     error = capsys.readouterr().err.strip()
     assert words in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "view.html").exists(), "no page without the sheet that was asked for"
+    assert all((tmp_path / name).read_text() == "mine" for name in ("there.html", "there.png", "picture.png"))
 
 
-def test_contact_sheet_shows_mask_real_and_synthetic(folder, tmp_path, capsys):
-    put(folder / "sub-2_desc-synth01_T1w.nii.gz", np.zeros((6, 7, 8), np.float32))
-    assert main(["view", str(folder), "-o", str(tmp_path / "view.html"), "--sheet", str(tmp_path / "sheet.png")]) == 0
-    assert "contact sheet" in capsys.readouterr().out
-    sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
-    side, step = 150, 150 + GAP
-    assert sheet.shape == (CAPTION + 6 * step, CAPTION + 2 * step, 3)
-
-    def tile(row, column):
-        return sheet[CAPTION + row * step :, CAPTION + column * step :][:side, :side]
-
-    labels = {tuple(colour) for colour in tile(0, 0).reshape(-1, 3)}
-    assert {PALETTE[0], PALETTE[1], PALETTE[-1]} <= labels  # background, 1, and 4000 as the last colour there is
-    assert tile(1, 0).std() > 10 and tile(2, 0).std() > 10
-    # The second has neither mask nor real volume: paper, and a volume whose voxels are all equal.
-    assert len({tuple(colour) for row in (0, 1) for colour in tile(row, 1).reshape(-1, 3)}) == 1
-    assert len({tuple(colour) for colour in tile(2, 1).reshape(-1, 3)}) == 2
-    # 6 x 7 x 8 voxels of 2 x 2 x 3 mm: a sagittal slice is 14 mm wide and 24 mm high.
-    columns = (tile(3, 0) == PALETTE[1]).all(axis=2).any(axis=0) | (tile(3, 0) == PALETTE[0]).all(axis=2).any(axis=0)
-    assert abs(columns.sum() - side * 14 / 24) < 2
-
-
-def test_contact_sheets_want_one_grid(folder, tmp_path):
-    put(folder / "sub-1_T1w.nii.gz", np.ones((6, 7, 9), np.float32))
-    with pytest.raises(InputError, match="another size"):
-        case_sheet(folder, tmp_path / "sheet.png")
-    put(folder / "sub-1_T1w.nii.gz", np.ones((6, 7, 8), np.float32))
-    with pytest.raises(InputError, match="cannot write the picture"):
-        case_sheet(folder, tmp_path / "sheet.unknown")
+def test_overwrite_replaces_page_and_sheet(folder, tmp_path):
+    page, sheet = tmp_path / "V.HTML", tmp_path / "sheet.png"
+    for file in (page, sheet):
+        file.write_text("old")
+    assert main(["view", str(folder), "-o", str(page), "--sheet", str(sheet), "--overwrite"]) == 0
+    assert "niivue" in page.read_text() and sheet.read_bytes().startswith(b"\x89PNG")
+    # From Python, as the demo does in its own folder, a page takes the place of the last one.
+    assert view_page(folder, page).size == page.stat().st_size

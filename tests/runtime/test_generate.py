@@ -117,6 +117,13 @@ def test_existing_volumes_are_not_replaced(model, tmp_path):
     list(generate(model, prepare(model, [path]), tmp_path / "out", overwrite=True))
 
 
+def test_masks_in_folders_of_their_subjects_keep_the_subject(tmp_path):
+    masks = [tmp_path / name / "seg.nii.gz" for name in ("sub-01", "sub-02")]
+    assert output_names(masks, ("T1w",)) == [(f"sub-0{n}_desc-synth01_T1w.nii.gz",) for n in (1, 2)]
+    with pytest.raises(InputError, match="could not be told apart"):
+        output_names([tmp_path / "a" / "sub-01_dseg.nii.gz", tmp_path / "b" / "sub-01_dseg.nii.gz"], ("T1w",))
+
+
 def test_names(tmp_path):
     masks = [
         tmp_path / "sub-2_dseg.nii.gz",

@@ -182,7 +182,7 @@ def test_packed_by_the_command_from_a_cohort_and_from_folders(tmp_path, capsys):
     assert [label.name for label in unpack(file)[0].contract.labels] == ["brain", "tumour"]
     for wrong, word in (
         (["--held-out", "4"], "both sides"),
-        (["--cohort", "3"], "no data"),
+        (["--cohort", "3"], "not both"),
         (["--labels", "brain=1,tumour=2,other=300"], "up to 255"),
         (["--seed", "0"], "a seed is the cohort's"),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from tests.runtime.tinyrun import MODEL, SIZE, Blobs, rows, tiny_config, weights
 
+from voxtune.data.contract import generic_contract
 from voxtune.errors import InputError
 from voxtune.runtime import trainer as trainer_module
 from voxtune.runtime.checkpoint import checkpoints, read_checkpoint
@@ -297,6 +299,45 @@ def test_the_picture_shows_mask_sample_and_real():
     assert picture[:, :side].any()
     assert not picture[:, side : 2 * side].any()
     assert picture[:, 2 * side :].max() == 255
+
+
+def on_axes(orientation, array_DHW):
+    """An array in RAS as a model of this orientation has it, and where its axes went."""
+    pairs = ("RL", "AP", "SI")
+    axes = [next(i for i, pair in enumerate(pairs) if letter in pair) for letter in orientation]
+    flips = tuple(slice(None, None, -1 if letter in "LPI" else 1) for letter in orientation)
+    return array_DHW.T.transpose(axes)[flips].T, axes
+
+
+@pytest.mark.parametrize(
+    "orientation",
+    ["".join(o) for pairs in itertools.permutations(("RL", "AP", "SI")) for o in itertools.product(*pairs)],
+)
+def test_the_picture_is_upright_in_any_orientation(orientation):
+    size, spacing = (5, 7, 9), (3.0, 1.0, 2.0)
+    image = np.random.default_rng(0).uniform(-1, 1, size).astype(np.float32)
+    image[4, 3, :], image[2, 6, 4] = 1, 1
+    wanted = sample_picture(image[None], image[None], -image[None], generic_contract(1, 1, size, spacing=spacing))
+    turned, axes = on_axes(orientation, image)
+    contract = generic_contract(
+        1, 1, turned.shape, spacing=tuple(spacing[::-1][a] for a in axes)[::-1], orientation=orientation
+    )
+    picture = sample_picture(turned[None], turned[None], -turned[None], contract)
+    np.testing.assert_array_equal(picture, wanted)
+
+
+def test_the_picture_has_superior_up_and_true_sides():
+    image = np.full((5, 7, 9), 0.0, np.float32)
+    image[4] = 1  # the topmost slice
+    picture = sample_picture(None, image[None], image[None], generic_contract(1, 1, (5, 7, 9), spacing=(3, 1, 2)))
+    side = picture.shape[1] // 2
+    zoom = side // 18  # 15 mm high, 7 mm deep, 18 mm wide, in steps of 1 mm
+    coronal, sagittal = picture[side : 2 * side, :side, 0], picture[2 * side :, :side, 0]
+    for plane, width in ((coronal, 18), (sagittal, 7)):
+        rows, columns = np.nonzero(plane)
+        assert (np.ptp(rows) + 1, np.ptp(columns) + 1) == (15 * zoom, width * zoom)
+        bright = np.nonzero(plane == 255)[0]
+        assert (bright.min(), np.ptp(bright) + 1) == (rows.min(), 3 * zoom)
 
 
 def test_cohort_and_brats_contracts_follow_the_size():

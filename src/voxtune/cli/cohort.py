@@ -15,7 +15,10 @@ def command(
     out: Annotated[Path, typer.Option("--out", "-o", help="The data set's folder.")],
     seed: Annotated[int, typer.Option(min=0, help="Subject i of a seed is always the same.")] = 0,
     first: Annotated[
-        int, typer.Option(min=0, max=2**31, help="Number of the first subject; from 100000 on none is ever trained on.")
+        int,
+        typer.Option(
+            min=0, max=2**31, help="Number of the first subject; with --healthy 0, 100000 and up are the held-out ones."
+        ),
     ] = 0,
     size: Annotated[str, typer.Option(help="Voxels as depth,height,width.")] = "128,128,128",
     healthy: Annotated[float, typer.Option(min=0, max=1, help="Share of subjects without a lesion.")] = 0.1,

@@ -10,6 +10,7 @@ import typer
 
 from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, ResamplesOption, choose_device
 from voxtune.errors import InputError
+from voxtune.files import check_room
 
 if TYPE_CHECKING:
     from voxtune.quality.result import Evaluation
@@ -67,9 +68,7 @@ def command(
 
 def _check_room(out: Path, overwrite: bool) -> None:
     """Refuses a place for the result before the work that would be lost."""
-    there = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise InputError(f"{there}: is a file; name a folder with -o")
+    check_room(out)
     if (out / "metrics.json").exists() and not overwrite:
         raise InputError(f"{out / 'metrics.json'}: exists already; choose another folder or pass --overwrite")
 

@@ -77,7 +77,8 @@ def run(arguments: list[str] | None = None) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     try:
-        return app(arguments, standalone_mode=False) or 0
+        code = app(arguments, standalone_mode=False) or 0
+        return _fail("stopped", code=130) if code == 130 else code  # typer's own answer to Ctrl-C
     except typer.Exit as leave:
         return leave.exit_code
     except BrokenPipeError:

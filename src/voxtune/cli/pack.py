@@ -20,20 +20,32 @@ def command(
     held_out: Annotated[
         int | None, typer.Option(min=1, help="Subjects that nothing learns from; default 24, or a tenth of the folder.")
     ] = None,
-    size: Annotated[str, typer.Option(help="Voxels as depth,height,width.")] = "64,64,64",
+    size: Annotated[str | None, typer.Option(help="Voxels as depth,height,width; default 64,64,64.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="A model whose grid and labels are to be met, in place of --size and --labels.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Write subjects, prepared and checked, into one file that `train`, `steps` and `usefulness` take by --subjects."""
     from voxtune.errors import InputError
+    from voxtune.files import check_room
+    from voxtune.runtime.heldout import contract_of
+    from voxtune.runtime.storage import load
     from voxtune.runtime.subjects import open_sources, pack
 
+    check_room(out.absolute().parent)
+    if out.is_dir():
+        raise InputError(f"{out}: is a folder; name a file with -o, as {out / 'subjects.npz'}")
     if out.exists() and not overwrite:
         raise InputError(f"{out}: exists already; choose another file or pass --overwrite")
+    if model is not None and (size is not None or labels is not None):
+        raise InputError("--model has a size and labels: leave --size and --labels away")
     output = Output(json=json, quiet=quiet)
     train, last, origin = open_sources(
-        parse_size(size),
+        parse_size(size or "64,64,64"),
+        contract=None if model is None else contract_of(load(model)),
         cohort=cohort,
         seed=seed,
         images=images,

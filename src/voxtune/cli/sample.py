@@ -74,7 +74,7 @@ def command(
     drawing = loaded.check_request(sampler=sampler, steps=parse_steps(steps), seed=seed, cache=cache)
     if drawing.note:
         output.warn(drawing.note)
-    if drawing.cache and not drawing.auto:
+    if drawing.cache and drawing.cache.interval > 1 and not drawing.auto:
         output.warn(f"cache {drawing.cache} was not measured for this model; voxtune steps --cache does")
     wanted = "auto" if drawing.auto else drawing.steps
     options: dict[str, Any] = {"count": count, "seed": seed, "sampler": sampler, "steps": wanted, "batch": batch}
@@ -176,11 +176,19 @@ def _masks(paths: list[Path]) -> list[Path]:
 
 
 def _picture(drawn: Any) -> Path:
+    from voxtune.data.grid import upright
+    from voxtune.data.nifti import Volume
     from voxtune.report.picture import Panel, contact_sheet
 
-    labels = drawn.request.labels_DHW
-    panels = [Panel(title="mask", volume_DHW=labels, labels=True)]
-    panels += [Panel(title=file.name, volume_DHW=i) for file, i in zip(drawn.files, drawn.images_CDHW, strict=True)]
+    # The model's grid has an orientation and a spacing of its own; pictures are in RAS.
+    affine = drawn.request.placement.model_affine
+    labels, spacing = upright(Volume(array=drawn.request.labels_DHW.T, affine=affine))
+    images = [upright(Volume(array=image_DHW.T, affine=affine))[0] for image_DHW in drawn.images_CDHW]
+    panels = [Panel(title="mask", volume_DHW=labels, labels=True, spacing_DHW=spacing)]
+    panels += [
+        Panel(title=file.name, volume_DHW=image, spacing_DHW=spacing)
+        for file, image in zip(drawn.files, images, strict=True)
+    ]
     return contact_sheet(
         panels, drawn.files[0].with_name(drawn.files[0].name.replace(".nii.gz", ".png")), around=labels
     )

@@ -40,7 +40,9 @@ def command(
     segment_batch: Annotated[int, typer.Option(help="Volumes in each of them.")] = 8,
     seeds: Annotated[int, typer.Option(help="How often each arm is trained.")] = 2,
     sampler: Annotated[str | None, typer.Option(help="In place of the model's own.")] = None,
-    steps: Annotated[str, typer.Option(help="Sampling steps, or auto: those stored with the model.")] = "auto",
+    steps: Annotated[
+        str | None, typer.Option(help="Sampling steps, or auto: those stored with the model; default as in `sample`.")
+    ] = None,
     plan: PlanOption = "auto",
     seed: Annotated[int, typer.Option(min=0, help="First seed of noise, training and bootstrap.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Volumes drawn together.")] = 8,

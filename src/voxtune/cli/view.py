@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from voxtune.cli.common import JsonOption, Output, QuietOption
+from voxtune.errors import InputError
 
 
 def command(
@@ -21,21 +22,31 @@ def command(
     labels: Annotated[Path | None, typer.Option(help="Names of labels: a dseg.tsv, or a model's folder.")] = None,
     sheet: Annotated[Path | None, typer.Option(help="Also a contact sheet of the first cases, as this PNG.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Show at most so many cases.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a page or sheet that is there.")] = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Write one page, complete in itself, to look at volumes: slices, 3D, masks, real beside synthetic, metrics."""
     from voxtune.report.view import view_page
 
+    _check_place(out, ".html", overwrite)
+    if sheet is not None:
+        _check_place(sheet, ".png", overwrite)
     output = Output(json=json, quiet=quiet)
     made = view_page(folder, out, real=real, masks=masks, metrics=metrics, labels=labels, limit=limit)
     for warning in made.warnings:
         output.warn(warning)
     output.say(f"{made.path}: {len(made.cases)} case(s), {made.size / 1e6:.1f} MB; open it in a browser")
+    news: list[str] = []
     if sheet is not None:
         from voxtune.report.casesheet import case_sheet
 
-        output.say(f"{case_sheet(folder, sheet, real=real, masks=masks, limit=limit)}: contact sheet")
+        drawn = case_sheet(folder, sheet, real=real, masks=masks, limit=limit)
+        # What the page could not show in full has been told.
+        news = [warning for warning in drawn.warnings if warning not in made.warnings]
+        for warning in news:
+            output.warn(warning)
+        output.say(f"{drawn.path}: contact sheet of {len(drawn.cases)} case(s)")
     output.result(
         {
             "page": str(made.path),
@@ -43,6 +54,16 @@ def command(
             "bytes": made.size,
             "cases": list(made.cases),
             "metrics": made.metrics,
-            "warnings": list(made.warnings),
+            "warnings": [*made.warnings, *news],
         }
     )
+
+
+def _check_place(path: Path, ending: str, overwrite: bool) -> None:
+    """Refuses a file that must not be written, before any work."""
+    if not path.name.lower().endswith(ending):
+        raise InputError(f"{path}: the name does not end in {ending}; give one that does, such as view{ending}")
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder; give the name of a file")
+    if path.exists() and not overwrite:
+        raise InputError(f"{path}: exists already; choose another file or pass --overwrite")

@@ -26,6 +26,7 @@ from voxtune.files import write_whole
 
 MASKS = Path("derivatives", "masks")
 DESCRIPTION = "dataset_description.json"
+NAME = "voxtune cohort"
 # Scanners store whole numbers: [0, 1] becomes 0 .. 1000, exact enough and a third of the file.
 INTENSITY_STEPS = 1000
 README = """Synthetic subjects of the embedded cohort of voxtune: the MNI152 average brain, varied by smooth warps,
@@ -92,7 +93,7 @@ def _write_subject(folder: Path, drawn: Subject) -> Pair:
 
 def _write_descriptions(folder: Path, provenance: dict[str, Any]) -> None:
     made_by = [{"Name": "voxtune", "Version": _version(), "Description": "voxtune cohort " + json.dumps(provenance)}]
-    raw = {"Name": "voxtune cohort", "BIDSVersion": "1.9.0", "DatasetType": "raw", "GeneratedBy": made_by}
+    raw = {"Name": NAME, "BIDSVersion": "1.9.0", "DatasetType": "raw", "GeneratedBy": made_by}
     masks = {**raw, "Name": "voxtune cohort: masks", "DatasetType": "derivative"}
     _write_text(folder / DESCRIPTION, json.dumps(raw, indent=2) + "\n")
     _write_text(folder / MASKS / DESCRIPTION, json.dumps(masks, indent=2) + "\n")
@@ -110,11 +111,13 @@ def _make_room(folder: Path, overwrite: bool) -> None:
             return
         if not overwrite:
             raise InputError(f"{folder}: the folder is not empty; choose another or overwrite it")
-        if not _is_ours(folder):
+        old = [*folder.glob("sub-*"), *(folder / MASKS).glob("sub-*")]
+        # Also volumes that were drawn into the folder, and what lies loose beside subjects, are not ours to remove.
+        if not _is_ours(folder) or not all(place.is_dir() for place in old):
             raise InputError(f"{folder}: holds something other than a voxtune cohort; choose another folder")
         (folder / "participants.tsv").unlink(missing_ok=True)
-        for old in [*folder.glob("sub-*"), *(folder / MASKS).glob("sub-*")]:
-            shutil.rmtree(old)
+        for place in old:
+            shutil.rmtree(place)
     except OSError as error:
         raise InputError(f"{folder}: cannot be used ({error.strerror or error})") from None
 
@@ -122,7 +125,7 @@ def _make_room(folder: Path, overwrite: bool) -> None:
 def _is_ours(folder: Path) -> bool:
     try:
         described = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
-        return described["GeneratedBy"][0]["Name"] == "voxtune"
+        return (described["Name"], described["GeneratedBy"][0]["Name"]) == (NAME, "voxtune")
     except (OSError, ValueError, LookupError, TypeError):
         return False
 

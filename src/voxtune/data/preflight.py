@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +13,9 @@ import numpy as np
 from voxtune.data.contract import DataContract, unknown_labels
 from voxtune.data.nifti import Volume, check_affine, exact_labels, read_labels
 from voxtune.errors import InputError
+
+log = logging.getLogger("voxtune")
+SHOWN_WARNINGS = 5
 
 # Headers store affines in float32, and tools recompute them from quaternions: differences below this are the same grid.
 AFFINE_TOLERANCE_MM = 0.05
@@ -47,6 +52,14 @@ class Report:
         """Raises one InputError with every error in it."""
         if self.errors:
             raise InputError("; ".join(f.message for f in self.errors))
+
+    def tell(self, warn: Callable[[str], None] = log.warning) -> None:
+        """Raises the errors; else tells the warnings, the first of many."""
+        self.raise_errors()
+        for finding in self.warnings[:SHOWN_WARNINGS]:
+            warn(finding.message)
+        if len(self.warnings) > SHOWN_WARNINGS:
+            warn(f"and {len(self.warnings) - SHOWN_WARNINGS} more of the kind")
 
     def to_dict(self) -> dict[str, Any]:
         """The report for JSON."""

@@ -100,21 +100,22 @@ def pair_by_subject(real: Sequence[VolumeFile], synth: Sequence[VolumeFile]) -> 
     return pairs
 
 
-def read_placed(file: VolumeFile, mask_path: Path | None, contract: DataContract, *, strict: bool) -> Placed:
-    """One volume, and its mask, on the contract's grid.
+def read_placed(
+    file: VolumeFile, mask_path: Path | None, contract: DataContract, *, strict: bool = True, by_mask: bool = True
+) -> Placed:
+    """One volume, and its mask, on the contract's grid; where it does not fit the grid, cropped around its labels.
 
-    A mask places its volume, as in sampling. A mask on another grid than its volume is an error, or, not `strict`, unused.
+    Without `by_mask` around its own middle, as a volume without a mask is: of volumes that are held against each other all
+    must be placed alike. A mask on another grid than its volume is an error; `strict` asks about its labels, too.
     """
     volume = read_volume(file.path)
     mask = None if mask_path is None else read_labels(mask_path)
     if mask is not None:
-        paired = check_pair(volume, mask)
+        check_pair(volume, mask).raise_errors()
         if strict:
-            paired.raise_errors()
             check_mask(mask, contract).raise_errors()
-        elif not paired.ok:
-            mask = None
-    placement = fit(volume if mask is None else mask, contract, label=mask is not None)
+    labelled = mask if by_mask else None
+    placement = fit(volume if labelled is None else labelled, contract, label=labelled is not None)
     image = placement.apply(volume.array, label=False, fill=float(volume.array.min()))
     labels = None if mask is None else placement.apply(mask.array, label=True)
     constant = float(image.min()) == float(image.max())

@@ -120,6 +120,8 @@ class Table:
 
     def conclusion(self) -> str:
         row = self.choice
+        if row is None and any(r.compared and not r.worse for r in self.rows[2:]):
+            return f"What is not worse than {self.rows[0].name} over {self.subjects} subjects is not faster either."
         if row is None:
             return f"No row is not worse than {self.rows[0].name} on every figure, over {self.subjects} subjects."
         gain = self.rows[0].seconds / row.seconds if row.seconds else math.nan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,22 @@ import numpy as np
 from voxtune.data.cases import Case, find_cases
 from voxtune.data.grid import upright
 from voxtune.data.nifti import Volume, read_labels, read_volume
-from voxtune.errors import InputError
+from voxtune.data.preflight import check_pair
+from voxtune.report.embedding import finite
 from voxtune.report.picture import Panel, gallery
+from voxtune.report.view import case_name
 
 # More columns than these are too small to see.
 MOST = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sheet:
+    """What was written: the cases by name, and what its reader should know."""
+
+    path: Path
+    cases: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
 def case_sheet(
@@ -23,28 +35,60 @@ def case_sheet(
     real: str | Path | None = None,
     masks: str | Path | None = None,
     limit: int | None = None,
-) -> Path:
-    """Writes the PNG of the volumes below `folder`, found as `voxtune view` finds them; the first twelve at most."""
-    found = find_cases(folder, real=real, masks=masks, limit=min(limit or MOST, MOST))
+) -> Sheet:
+    """Writes the PNG of the volumes below `folder`, found as `voxtune view` finds them; the first twelve at most.
+
+    A mask or real volume on another grid than its volume is left out, with a warning.
+    """
+    found = find_cases(folder, real=real, masks=masks, limit=limit)
+    shown, more = found.cases[:MOST], len(found.cases) - MOST
+    warnings = list(found.warnings)
+    if more > 0:
+        warnings.append(f"the contact sheet shows the first {MOST} of {len(found.cases)} cases and leaves out {more}")
     what = "synthetic" if found.drawn else "volume"
-    cases = [_panels(case, what) for case in found.cases]
-    return gallery(cases, [case.subject for case in found.cases], Path(output))
+    cases = [_panels(case, what, warnings) for case in shown]
+    names = tuple(case_name(case) for case in shown)
+    return Sheet(path=gallery(cases, names, Path(output)), cases=names, warnings=tuple(dict.fromkeys(warnings)))
 
 
-def _panels(case: Case, what: str) -> list[Panel]:
-    panels = [] if case.mask is None else [_panel("mask", read_labels(case.mask), labels=True)]
-    panels += [] if case.real is None else [_panel("real", read_volume(case.real))]
-    panels.append(_panel(what, read_volume(case.volume)))
-    shapes = {p.volume_DHW.shape for p in panels}
-    if len(shapes) > 1:
-        raise InputError(f"{case.volume}: its mask or real volume has another size; sheets show volumes of one grid")
-    return panels
+def _panels(case: Case, what: str, warnings: list[str]) -> list[Panel]:
+    volume = _image(case.volume, warnings)
+    mask = None if case.mask is None else _on_its_grid(read_labels(case.mask), volume, warnings)
+    real = None if case.real is None else _on_its_grid(_image(case.real, warnings), volume, warnings)
+    panels = [] if mask is None else [_panel("mask", mask, labels=True)]
+    panels += [] if real is None else [_panel("real", real)]
+    return [*panels, _panel(what, volume)]
+
+
+def _image(path: Path, warnings: list[str]) -> Volume:
+    volume = read_volume(path, allow_nonfinite=True)
+    array, told = finite(volume)
+    warnings += told
+    return replace(volume, array=array)
+
+
+def _on_its_grid(partner: Volume, volume: Volume, warnings: list[str]) -> Volume | None:
+    """The partner where its voxels lie on the volume's; a sheet compares voxel by voxel, and moves none."""
+    if check_pair(_turned(partner), _turned(volume)).ok:
+        return partner
+    warnings.append(f"{partner.name}: lies on another grid than {volume.name}; the contact sheet leaves it out")
+    return None
+
+
+def _turned(volume: Volume) -> Volume:
+    """With its axes in RAS: files of one grid may be stored in another order."""
+    from nibabel import orientations
+
+    turn = orientations.io_orientation(volume.affine)
+    array = orientations.apply_orientation(volume.array, turn)
+    return Volume(array=array, affine=volume.affine @ orientations.inv_ornt_aff(turn, volume.shape), path=volume.path)
 
 
 def _panel(title: str, volume: Volume, *, labels: bool = False) -> Panel:
     """Turned to RAS; an image to [0, 1] by its extremes."""
     array_DHW, spacing_DHW = upright(volume)
     if not labels:
+        array_DHW = array_DHW.astype(np.float64)
         low, high = float(array_DHW.min()), float(array_DHW.max())
         array_DHW = (array_DHW - low) / (high - low) if high > low else np.zeros(array_DHW.shape)
     return Panel(title=title, volume_DHW=array_DHW, labels=labels, spacing_DHW=spacing_DHW)

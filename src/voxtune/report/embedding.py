@@ -6,7 +6,6 @@ Headers are written afresh: what a scanner or a person wrote into the old ones m
 from __future__ import annotations
 
 import base64
-import colorsys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 from voxtune.data.legend import Legend
 from voxtune.data.nifti import Volume, read_labels, read_volume, volume_bytes
 from voxtune.errors import InputError
-from voxtune.report.picture import PALETTE
+from voxtune.report.picture import label_colour
 
 # The page's label numbers are bytes.
 MOST_LABELS = 255
@@ -40,7 +39,8 @@ class Embedding:
         key = self._keys.get(("image", path))
         if key is None:
             volume = read_volume(path, allow_nonfinite=True)
-            array = self._finite(volume)
+            array, told = finite(volume)
+            self.warnings += told
             # Whole numbers stay themselves, so that the value under the crosshair is the file's.
             whole = bool(np.array_equal(array, np.rint(array))) and float(np.abs(array).max()) < 2**15
             data = volume_bytes(array.astype(np.int16) if whole else array, volume, np.int16)
@@ -79,15 +79,6 @@ class Embedding:
         for key, text in self._texts.items():
             yield f'<script type="application/octet-stream" id="{key}">{text}</script>'
 
-    def _finite(self, volume: Volume) -> np.ndarray:
-        finite = np.isfinite(volume.array)
-        bad = volume.array.size - int(finite.sum())
-        if not bad:
-            return volume.array
-        self.warnings.append(f"{volume.name}: {bad} of {finite.size} voxels are NaN or infinite, shown as the darkest")
-        low = volume.array[finite].min() if finite.any() else 0.0
-        return np.where(finite, volume.array, low)
-
     def _keep(self, kind: str, path: Path, volume: Volume, data: bytes) -> str:
         text = base64.b64encode(data).decode("ascii")
         self.size += len(text)
@@ -103,15 +94,15 @@ class TooLargeError(Exception):
     """The page would pass its limit with this file."""
 
 
-def label_colour(value: int) -> str:
-    """The colour of a label by its value: the contact sheet's for the first ones, then hues far from their neighbours'."""
-    if 0 < value < len(PALETTE):
-        channels = PALETTE[value]
-    else:
-        golden = 0.618034
-        red, green, blue = colorsys.hsv_to_rgb(value * golden % 1.0, 0.65, 0.9)
-        channels = (round(red * 255), round(green * 255), round(blue * 255))
-    return "#" + "".join(f"{c:02x}" for c in channels)
+def finite(volume: Volume) -> tuple[np.ndarray, list[str]]:
+    """The voxels with the darkest for those that are no number, and the warning that says so."""
+    good = np.isfinite(volume.array)
+    bad = good.size - int(good.sum())
+    if not bad:
+        return volume.array, []
+    low = volume.array[good].min() if good.any() else 0.0
+    told = f"{volume.name}: {bad} of {good.size} voxels are NaN or infinite, shown as the darkest"
+    return np.where(good, volume.array, low), [told]
 
 
 def _focus(mask: Volume) -> list[float] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 
 from voxtune.errors import InputError
 
-# Background, then labels in order of their value: colours that differ for colour-blind readers too.
+# Background, then the first labels by their value: colours that differ for colour-blind readers too.
 PALETTE = ((20, 22, 28), (86, 134, 188), (230, 159, 0), (0, 158, 115), (204, 121, 167), (240, 228, 66), (213, 94, 0))
 VIEWS = ("axial", "coronal", "sagittal")
 GAP, CAPTION = 8, 26
@@ -20,12 +21,23 @@ INK = (235, 235, 235)
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """A column of the picture: an image in [0, 1], or with `labels` a label map."""
+    """A column of the picture: an image in [0, 1], or with `labels` a label map; in RAS."""
 
     title: str
     volume_DHW: np.ndarray
     labels: bool = False
     spacing_DHW: tuple[float, float, float] = (1.0, 1.0, 1.0)
+
+
+def label_colour(value: int) -> str:
+    """The colour of a label by its value, here and in pages: the palette's, then hues far from their neighbours'."""
+    if 0 <= value < len(PALETTE):
+        channels = PALETTE[value]
+    else:
+        golden = 0.618034
+        red, green, blue = colorsys.hsv_to_rgb(value * golden % 1.0, 0.65, 0.9)
+        channels = (round(red * 255), round(green * 255), round(blue * 255))
+    return "#" + "".join(f"{c:02x}" for c in channels)
 
 
 def contact_sheet(panels: Sequence[Panel], path: Path, *, around: np.ndarray, side: int = 256) -> Path:
@@ -35,7 +47,7 @@ def contact_sheet(panels: Sequence[Panel], path: Path, *, around: np.ndarray, si
     sheet, draw = _paper((side + GAP) * len(panels) + GAP, CAPTION + (side + GAP) * len(VIEWS))
     for column, panel in enumerate(panels):
         left = GAP + column * (side + GAP)
-        draw.text((left, 4), panel.title, fill=INK, font=_font())
+        _caption(draw, (left, 4), panel.title, side)
         for row, view in enumerate(VIEWS):
             _place(sheet, panel, view, centre, (left, CAPTION + row * (side + GAP)), side)
     return _save(sheet, path)
@@ -58,7 +70,7 @@ def gallery(cases: Sequence[Sequence[Panel]], names: Sequence[str], path: Path, 
         sheet.paste(strip.transpose(Image.Transpose.ROTATE_90), (0, CAPTION + row * (side + GAP)))
     for column, (panels, name) in enumerate(zip(cases, names, strict=True)):
         x = CAPTION + column * (side + GAP)
-        draw.text((x, 4), name, fill=INK, font=_font())
+        _caption(draw, (x, 4), name, side)
         centre = _centre(next((p.volume_DHW for p in panels if p.labels), np.zeros(panels[0].volume_DHW.shape)))
         by_title = {p.title: p for p in panels}
         for row, (view, title) in enumerate(rows):
@@ -98,10 +110,19 @@ def _save(sheet: Any, path: Path) -> Path:
     return path
 
 
-def _font() -> Any:
+def _caption(draw: Any, corner: tuple[int, int], text: str, width: int) -> None:
+    """Text no wider than its column: smaller where it has to be, then without its beginning; the end tells most."""
+    text = " ".join(text.split())
+    size = next((s for s in range(15, 9, -1) if draw.textlength(text, font=_font(s)) <= width), 9)
+    while len(text) > 2 and draw.textlength(text, font=_font(size)) > width:
+        text = ".." + text.removeprefix("..")[1:]
+    draw.text(corner, text, fill=INK, font=_font(size))
+
+
+def _font(size: int = 15) -> Any:
     from PIL import ImageFont
 
-    return ImageFont.load_default(size=15)
+    return ImageFont.load_default(size=size)
 
 
 def _centre(labels_DHW: np.ndarray) -> tuple[int, int, int]:
@@ -124,6 +145,8 @@ def _slice(volume_DHW: np.ndarray, view: str, centre: tuple[int, int, int]) -> n
 
 def _colours(plane: np.ndarray, labels: bool) -> np.ndarray:
     if labels:
-        return np.array(PALETTE, dtype=np.uint8)[np.minimum(plane.astype(int), len(PALETTE) - 1)]
+        values, inverse = np.unique(plane, return_inverse=True)
+        colours = [list(bytes.fromhex(label_colour(int(v))[1:])) for v in values]
+        return np.array(colours, dtype=np.uint8)[inverse.reshape(plane.shape)]
     grey = (np.clip(plane, 0, 1) * 255).round().astype(np.uint8)
     return np.repeat(grey[..., None], 3, axis=-1)

@@ -73,7 +73,7 @@ def view_page(
     write_whole(Path(output), page)
     return Viewed(
         path=Path(output),
-        cases=tuple(_name(c) for c in found.cases),
+        cases=tuple(case_name(c) for c in found.cases),
         size=len(page),
         metrics=len(measured.figures),
         warnings=(*found.warnings, *volumes.warnings, *warnings),
@@ -118,7 +118,8 @@ def _metrics(folder: Path, given: Path | None) -> tuple[Metrics, list[str]]:
         return Metrics(), [f"{error}; the page shows no metrics"]
 
 
-def _name(case: Case) -> str:
+def case_name(case: Case) -> str:
+    """What tells a case from all others: the subject, the volume's number and modality."""
     return f"{case.subject} {case.note}".strip()
 
 

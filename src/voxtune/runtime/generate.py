@@ -23,6 +23,7 @@ from voxtune.files import write_whole
 from voxtune.runtime.model import Model
 from voxtune.runtime.sampling import Cache, Steps
 
+BARE = re.compile(r"dseg|seg|mask|labels?", re.IGNORECASE)
 MASK_ENDING = re.compile(r"(_(dseg|seg|mask|labels?))?\.nii(\.gz)?$", re.IGNORECASE)
 
 
@@ -153,8 +154,16 @@ def output_names(masks: list[Path], images: tuple[str, ...]) -> list[tuple[str, 
     """File names of each sample: the mask's name without its ending, numbered where a mask is used again."""
     names = []
     seen: dict[str, int] = {}
+    places: dict[str, Path] = {}
     for path in masks:
-        stem = MASK_ENDING.sub("", path.name) or "mask"
+        stem = MASK_ENDING.sub("", path.name)
+        if not stem or BARE.fullmatch(stem):  # seg.nii.gz in a folder of its subject
+            stem = path.absolute().parent.name or "mask"
+        if places.setdefault(stem, path.absolute()) != path.absolute():
+            raise InputError(
+                f"{places[stem]}, {path}: masks of one name, whose volumes could not be told apart; draw them into folders of "
+                "their own"
+            )
         number = seen[stem] = seen.get(stem, 0) + 1
         names.append(tuple(f"{stem}_desc-synth{number:02d}_{image}.nii.gz" for image in images))
     return names

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from voxtune.data.contract import DataContract
+from voxtune.data.contract import HELD_OUT, DataContract
 from voxtune.errors import InputError
 from voxtune.runtime.model import Model
 from voxtune.runtime.segmenter import Segmenter
-from voxtune.runtime.subjects import HELD_OUT, Packed, Shifted, classes_of, unpack
+from voxtune.runtime.subjects import Packed, Shifted, classes_of, unpack
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,7 +63,7 @@ def held_out_folders(model: Model, real: Path, masks: Path) -> HeldOut:
 
     contract = contract_of(model)
     source = PairedFolders(contract, real, masks)
-    source.check().raise_errors()
+    source.check().tell()
     return gathered(source, contract, f"{len(source)} subjects of the folder {real.name}")
 
 
@@ -80,7 +80,9 @@ def check_packed(path: Path, held_out: Packed, contract: DataContract, count: in
     """Raises where packed subjects are not on the model's grid, or fewer than `count` are held out."""
     difference = unlike(held_out.contract, contract)
     if difference:
-        raise InputError(f"{path}: {difference} than the model's; pack the subjects for this model")
+        raise InputError(f"{path}: {difference} than the model's; pack them for this model, with pack --model")
+    if count is not None and count < 2:
+        raise InputError(f"--held-out {count}: at least 2 subjects are needed, and 64 for a result")
     if count is not None and count > len(held_out):
         raise InputError(f"{path}: holds {len(held_out)} held-out subjects, {count} were asked for")
 
@@ -98,7 +100,9 @@ def check_segmenter(segmenter: Segmenter, contract: DataContract) -> None:
     difference = unlike(segmenter.config.data, contract)
     if difference:
         raise InputError(
-            f"segmenter {segmenter.path}: {difference} than the model's; train one with voxtune train --workload segment"
+            f"segmenter {segmenter.path}: {difference} than the model's; train one for it, from "
+            "subjects packed for it (voxtune pack --model MODEL, voxtune train --workload segment --subjects), and give it "
+            "with --segmenter"
         )
 
 

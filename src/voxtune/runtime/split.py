@@ -85,7 +85,7 @@ def split_folders(model: Model, real: Path, masks: Path, count: int, held_out: i
 
     contract = contract_of(model)
     source = PairedFolders(contract, real, masks)
-    source.check().raise_errors()
+    source.check().tell()
     kept = len(source) - (max(2, len(source) // ONE_IN) if held_out is None else held_out)
     if kept < 2:
         raise InputError(f"{real}: {len(source)} subjects, too few to learn from some and hold others out")

@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 
 from voxtune.config import from_mapping, to_mapping
-from voxtune.data.contract import WHOLE_HEAD, DataContract, Label, Shape, encode_mask
+from voxtune.data.contract import HELD_OUT, WHOLE_HEAD, DataContract, Label, Shape, encode_mask
 from voxtune.errors import InputError
 from voxtune.files import one_line, write_whole
 from voxtune.runtime.loader import Source
 
-# Subjects of the embedded cohort from here on are never trained on.
-HELD_OUT = 100_000
 COHORT_HELD_OUT = 24
 # Images are stored as whole numbers: [-1, 1] becomes 0 .. 4095, finer than their noise.
 STEPS = 4095
@@ -59,12 +57,16 @@ class Packed:
         return Packed(self.contract, self.images_NCDHW[span], self.labels_NDHW[span], self.origin)
 
 
-def cohort_sources(size: Shape, seed: int, count: int, held_out: int) -> tuple[Source, Source]:
+def cohort_sources(
+    size: Shape, seed: int, count: int, held_out: int, contract: DataContract | None = None
+) -> tuple[Source, Source]:
     """Subjects 0 .. count-1 of cohort `seed` to learn from, and `held_out` that nothing learns from."""
     from voxtune.data.cohort import cohort_contract
     from voxtune.data.dataset import CohortSource
 
-    contract = cohort_contract(size)
+    if count > HELD_OUT:
+        raise InputError(f"--cohort {count}: subjects from {HELD_OUT} on are held out; give {HELD_OUT} at most")
+    contract = contract or cohort_contract(size)
     unseen = Shifted(CohortSource(contract, seed, HELD_OUT + held_out, healthy_fraction=0.0), HELD_OUT, held_out)
     return CohortSource(contract, seed, count), unseen
 
@@ -75,15 +77,13 @@ def cohort_origin(seed: int, count: int, held_out: int) -> str:
 
 
 def folder_sources(
-    images: str | Path, masks: str | Path, size: Shape, labels: tuple[Label, ...] | None, held_out: int | None = None
+    images: str | Path, masks: str | Path, contract: DataContract, held_out: int | None = None
 ) -> tuple[Source, Source]:
-    """Pairs of two folders on a grid that covers what the whole-head model's does; the last are held out, a tenth unless told."""
+    """Pairs of two folders on the contract's grid; the last are held out, a tenth unless told."""
     from voxtune.data.dataset import PairedFolders
 
-    depth, height, width = (mm * n / s for mm, n, s in zip(WHOLE_HEAD.spacing, WHOLE_HEAD.size, size, strict=True))
-    contract = replace(WHOLE_HEAD, size=size, spacing=(depth, height, width), labels=labels or WHOLE_HEAD.labels)
     source = PairedFolders(contract, images, masks)
-    source.check().raise_errors()
+    source.check().tell()
     if len(source) < 2:
         raise InputError(f"{images}: one subject; bring more, one in ten is held out to measure")
     kept = len(source) - (max(1, len(source) // 10) if held_out is None else held_out)
@@ -94,9 +94,16 @@ def folder_sources(
     return Shifted(source, 0, kept), Shifted(source, kept, len(source) - kept)
 
 
+def head_contract(size: Shape, labels: tuple[Label, ...] | None) -> DataContract:
+    """A grid of `size` that covers what the whole-head model's does."""
+    depth, height, width = (mm * n / s for mm, n, s in zip(WHOLE_HEAD.spacing, WHOLE_HEAD.size, size, strict=True))
+    return replace(WHOLE_HEAD, size=size, spacing=(depth, height, width), labels=labels or WHOLE_HEAD.labels)
+
+
 def open_sources(
     size: tuple[int, ...],
     *,
+    contract: DataContract | None = None,
     cohort: int | None = None,
     seed: int | None = None,
     images: str | Path | None = None,
@@ -106,23 +113,28 @@ def open_sources(
 ) -> tuple[Source, Source, str]:
     """(to learn from, held out, what they are in words): of the embedded cohort, or of a user's folders.
 
-    `labels` are those of the folders' masks, as settings have them: name, value and channel of each.
+    `labels` are those of the folders' masks, as settings have them: name, value and channel of each. `contract` is a model's,
+    whose grid and labels are to be met, in place of `size` and `labels`.
     """
+    if contract is not None:
+        size = contract.size
     if len(size) != 3:
         raise InputError(f"--size {','.join(map(str, size))}: give three sides, depth,height,width")
     side: Shape = (size[0], size[1], size[2])
-    if (cohort is None) == (images is None) or (images is None) != (masks is None):
+    if cohort is not None and (images is not None or masks is not None):
+        raise InputError("give folders (--images DIR --masks DIR) or the embedded cohort (--cohort 240), not both")
+    if (cohort is None and images is None) or (images is None) != (masks is None):
         raise InputError("no data: give folders (--images DIR --masks DIR) or the embedded cohort (--cohort 240)")
     if cohort is not None:
         if labels is not None:
             raise InputError("--labels are those of your own masks: leave them away with --cohort, which has its own")
         unseen, number = COHORT_HELD_OUT if held_out is None else held_out, seed or 0
-        return *cohort_sources(side, number, cohort, unseen), cohort_origin(number, cohort, unseen)
+        return *cohort_sources(side, number, cohort, unseen, contract), cohort_origin(number, cohort, unseen)
     if seed is not None:
         raise InputError("a seed is the cohort's: leave it away with --images and --masks")
     assert images is not None and masks is not None
     named = None if labels is None else tuple(Label(**label) for label in labels)
-    train, last = folder_sources(images, masks, side, named, held_out)
+    train, last = folder_sources(images, masks, contract or head_contract(side, named), held_out)
     return train, last, f"{len(train)} subjects of the folder `{Path(images).name}`; {len(last)} held out"
 
 

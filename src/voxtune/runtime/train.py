@@ -218,9 +218,9 @@ class Run:
             )
         drawn = samples.float().cpu().numpy()
         mask = None if cond is None else cond.numpy()
-        self.log.picture(
-            self.trainer.step, image_picture(drawn) if flat else sample_picture(mask, drawn[0], image.numpy())
-        )
+        contract = self.trainer.model.config.data
+        pixels = image_picture(drawn) if flat else sample_picture(mask, drawn[0], image.numpy(), contract)
+        self.log.picture(self.trainer.step, pixels)
 
     @contextmanager
     def _saying_how_to_resume(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from voxtune.config import from_mapping, to_mapping
-from voxtune.data.contract import Label, check_orientation
+from voxtune.data.contract import HELD_OUT, Label, check_orientation
 from voxtune.diffusion.noise import check_seed
 from voxtune.errors import InputError
 from voxtune.files import reporting_os_errors
@@ -43,7 +43,7 @@ class DataSettings:
         if folders + (self.cohort is not None) + (self.subjects is not None) > 1:
             raise InputError("data: give folders (images, masks), a cohort or packed subjects, not both")
         if self.cohort is not None:
-            _check_range("cohort", self.cohort, 1, MAX_COUNT)
+            _check_range("cohort", self.cohort, 1, HELD_OUT)
         _check_range("cohort_seed", self.cohort_seed, 0, 2**63 - 1)
         if self.orientation is not None:
             check_orientation(self.orientation[:40])

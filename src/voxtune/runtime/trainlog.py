@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from voxtune.data.contract import AXIS_PAIRS, DataContract
 from voxtune.data.pixels import sheet, to_pixels
 from voxtune.files import replacing
 
@@ -111,12 +112,22 @@ def image_picture(samples_NCHW: np.ndarray) -> np.ndarray:
     return sheet(np.stack([to_pixels(image_CHW) for image_CHW in samples_NCHW]))
 
 
-def sample_picture(cond: np.ndarray | None, sample: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Middle slices of (channel, *size) volumes: mask, sample and real side by side, one row a plane."""
+def sample_picture(
+    cond: np.ndarray | None, sample: np.ndarray, real: np.ndarray, contract: DataContract | None = None
+) -> np.ndarray:
+    """Middle slices of (channel, *size) volumes: mask, sample and real side by side, one row a plane.
+
+    `contract` tells their orientation and spacing; without it they are in RAS, with voxels as wide as high.
+    """
     columns = [_grey(sample[0]), _grey(real[0])]
     if cond is not None:
         columns.insert(0, _coloured(cond))
-    planes = [[_slice(c, axis) for c in columns] for axis in range(3)]
+    spacing = (1.0, 1.0, 1.0)
+    if contract is not None:
+        axes, flips = _turn(contract.orientation)
+        columns = [c.transpose(*axes, 3)[flips] for c in columns]
+        spacing = (contract.spacing[axes[0]], contract.spacing[axes[1]], contract.spacing[axes[2]])
+    planes = [[_slice(c, axis, spacing) for c in columns] for axis in range(3)]
     side = max(max(cell.shape[:2]) for row in planes for cell in row)
     zoom = max(1, -(-CELL_PIXELS // side))
     rows = [np.concatenate([_cell(cell, side, zoom) for cell in row], axis=1) for row in planes]
@@ -136,9 +147,22 @@ def _coloured(cond: np.ndarray) -> np.ndarray:
     return pixels
 
 
-def _slice(volume: np.ndarray, axis: int) -> np.ndarray:
-    """Tensor axes of a volume count from inferior and posterior; pictures count from the top."""
-    return np.take(volume, volume.shape[axis] // 2, axis=axis)[::-1]
+def _turn(orientation: str) -> tuple[list[int], tuple[slice, ...]]:
+    """Of D, H, W in RAS: the tensor's axis, and which way to read it. Training needs no nibabel for its pictures."""
+    letters, pairs = orientation[::-1], AXIS_PAIRS[::-1]
+    axes = [next(i for i, letter in enumerate(letters) if letter in pair) for pair in pairs]
+    return axes, tuple(
+        slice(None, None, 1 if letters[i] == pair[0] else -1) for i, pair in zip(axes, pairs, strict=True)
+    )
+
+
+def _slice(volume: np.ndarray, axis: int, spacing: tuple[float, float, float]) -> np.ndarray:
+    """Tensor axes of a volume in RAS count from inferior and posterior; pictures count from the top, in equal steps."""
+    plane = np.take(volume, volume.shape[axis] // 2, axis=axis)[::-1]
+    for side, mm in enumerate(s for i, s in enumerate(spacing) if i != axis):
+        n, step = plane.shape[side], min(spacing) / mm
+        plane = plane.take(np.minimum((np.arange(round(n / step)) + 0.5) * step, n - 1).astype(int), axis=side)
+    return plane
 
 
 def _cell(plane: np.ndarray, side: int, zoom: int) -> np.ndarray:

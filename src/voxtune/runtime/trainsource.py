@@ -11,7 +11,6 @@ from voxtune.runtime.packed import PackedSource
 from voxtune.runtime.trainconfig import TrainConfig
 
 # Findings of the pre-flight that are shown; the rest are counted.
-SHOWN_WARNINGS = 5
 
 Warn = Callable[[str], None]
 
@@ -39,12 +38,7 @@ def open_source(config: TrainConfig, model: ModelConfig, warn: Warn, *, check: b
         )
     source = PairedFolders(contract, data.images, data.masks, mode=data.fit)
     if check:
-        report = source.check()
-        report.raise_errors()
-        for finding in report.warnings[:SHOWN_WARNINGS]:
-            warn(finding.message)
-        if len(report.warnings) > SHOWN_WARNINGS:
-            warn(f"and {len(report.warnings) - SHOWN_WARNINGS} more of the kind")
+        source.check().tell(warn)
     return source
 
 

@@ -1,0 +1,204 @@
+"""Contact sheets: upright whatever the orientation, true in their sides, and the page's colours."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from voxtune.cli.main import main
+from voxtune.cli.sample import _picture
+from voxtune.data.contract import generic_contract
+from voxtune.data.grid import fit
+from voxtune.data.nifti import Volume, write_volume
+from voxtune.errors import InputError
+from voxtune.report.casesheet import MOST, case_sheet
+from voxtune.report.picture import CAPTION, GAP, PALETTE, Panel, contact_sheet, label_colour
+from voxtune.runtime.generate import Drawn, Request
+
+SIDE, STEP = 150, 150 + GAP
+GRID = np.diag([2.0, 2, 3, 1])
+
+
+def put(path, array, affine=GRID):
+    return write_volume(path, array, Volume(array=array, affine=affine))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rng = np.random.default_rng(0)
+    mask = np.zeros((6, 7, 8), np.int32)
+    mask[2:5, 2:5, 2:5], mask[3, 3, 3] = 1, 4000
+    put(tmp_path / "in" / "sub-1_desc-synth01_T1w.nii.gz", rng.random((6, 7, 8), dtype=np.float32))
+    put(tmp_path / "in" / "sub-1_T1w.nii.gz", rng.integers(0, 1000, (6, 7, 8)))
+    put(tmp_path / "in" / "sub-1_dseg.nii.gz", mask)
+    return tmp_path / "in"
+
+
+def tile(path, row, column):
+    sheet = np.asarray(Image.open(path))
+    return sheet[CAPTION + row * STEP :, CAPTION + column * STEP :][:SIDE, :SIDE]
+
+
+def colours(pixels):
+    return {tuple(int(c) for c in colour) for colour in pixels.reshape(-1, 3)}
+
+
+def rgb(value):
+    return tuple(bytes.fromhex(label_colour(value)[1:]))
+
+
+def sampled(folder, orientation):
+    """The picture of a volume drawn for one mask by a model of this orientation, which copies the mask."""
+    labels = np.zeros((12, 9, 10), np.uint8)
+    labels[1:11, 1:8, 1:9] = 1
+    labels[8:11, 5:8, 6:9] = 2  # right, anterior, superior
+    mask = Volume(array=labels, affine=np.diag([1.0, 2, 4, 1]))
+    axes = [next(i for i, pair in enumerate(("RL", "AP", "SI")) if letter in pair) for letter in orientation]
+    size, spacing = ([values[a] for a in axes][::-1] for values in (labels.shape, mask.spacing))
+    contract = generic_contract(2, 1, tuple(size), spacing=tuple(spacing), orientation=orientation)
+    placement = fit(mask, contract)
+    placed = placement.apply(labels, label=True)
+    request = Request(path=folder / "m.nii.gz", grid=mask, labels_DHW=placed, placement=placement, warnings=())
+    file = folder / f"{orientation}.nii.gz"
+    return np.asarray(
+        Image.open(_picture(Drawn(request=request, index=0, images_CDHW=placed[None] / 2, files=(file,))))
+    )
+
+
+@pytest.mark.parametrize(
+    "orientation",
+    ["".join(o) for pairs in itertools.permutations(("RL", "AP", "SI")) for o in itertools.product(*pairs)],
+)
+def test_a_sampled_picture_is_upright_in_any_orientation(tmp_path, orientation):
+    picture = sampled(tmp_path, orientation)[CAPTION:]
+    np.testing.assert_array_equal(picture, sampled(tmp_path, "RAS")[CAPTION:])
+
+
+def test_a_sampled_picture_has_true_sides_and_right_on_the_right(tmp_path):
+    picture = sampled(tmp_path, "LPS")
+    # 12 mm from left to right, 18 from back to front, 40 from bottom to top.
+    for row, (wide, high) in enumerate(((12, 18), (12, 40), (18, 40))):
+        plane = picture[CAPTION + row * (256 + GAP) :, GAP:][:256, :256]
+        ys, xs = np.nonzero((plane != (10, 11, 14)).any(axis=2))
+        assert abs((np.ptp(xs) + 1) / (np.ptp(ys) + 1) - wide / high) < 0.02
+        up, right = (np.nonzero((plane == PALETTE[2]).all(axis=2))[i].mean() for i in (0, 1))
+        assert up < 118 and right > 138
+
+
+def test_every_label_has_the_pages_colour(tmp_path):
+    labels = np.arange(64).reshape(4, 4, 4)
+    labels[:] = labels[2]
+    path = contact_sheet([Panel(title="mask", volume_DHW=labels, labels=True)], tmp_path / "p.png", around=labels)
+    axial = np.asarray(Image.open(path))[CAPTION : CAPTION + 256, GAP : GAP + 256]
+    assert colours(axial) == {rgb(v) for v in range(32, 48)} and len(colours(axial)) == 16
+    assert rgb(0) == PALETTE[0] and len({label_colour(v) for v in range(60)}) == 60
+
+
+def test_mask_real_and_synthetic(folder, tmp_path, capsys):
+    put(folder / "sub-2_desc-synth01_T1w.nii.gz", np.zeros((6, 7, 8), np.float32))
+    path = tmp_path / "sheet.png"
+    assert main(["view", str(folder), "-o", str(tmp_path / "view.html"), "--sheet", str(path)]) == 0
+    told = capsys.readouterr()
+    assert "contact sheet of 2 case(s)" in told.out and told.err.count("no single mask (sub-2)") == 1
+    assert np.asarray(Image.open(path)).shape == (CAPTION + 6 * STEP, CAPTION + 2 * STEP, 3)
+    assert {PALETTE[0], PALETTE[1], rgb(4000)} <= colours(tile(path, 0, 0))
+    assert tile(path, 1, 0).std() > 10 and tile(path, 2, 0).std() > 10
+    # The second has neither mask nor real volume: paper, and a volume whose voxels are all equal.
+    assert len(colours(tile(path, 0, 1)) | colours(tile(path, 1, 1))) == 1
+    assert len(colours(tile(path, 2, 1))) == 2
+    # 6 x 7 x 8 voxels of 2 x 2 x 3 mm: a sagittal slice is 14 mm wide and 24 mm high.
+    sagittal = tile(path, 3, 0)
+    columns = (sagittal == PALETTE[1]).all(axis=2).any(axis=0) | (sagittal == PALETTE[0]).all(axis=2).any(axis=0)
+    assert abs(columns.sum() - SIDE * 14 / 24) < 2
+
+
+def test_nan_is_shown_dark_and_told_once(folder, tmp_path, capsys):
+    array = np.random.default_rng(1).random((6, 7, 8), dtype=np.float32)
+    array[3, 3, 3], array[3, 4, 3] = np.nan, np.inf
+    put(folder / "sub-1_desc-synth01_T1w.nii.gz", array)
+    path = tmp_path / "sheet.png"
+    assert main(["view", str(folder), "-o", str(tmp_path / "v.html"), "--sheet", str(path), "--json"]) == 0
+    told = capsys.readouterr()
+    assert told.err.count("2 of 336 voxels are NaN") == 1
+    assert len(json.loads(told.out)["warnings"]) == 1
+    assert tile(path, 2, 0).std() > 10
+
+
+def moved(mm):
+    affine = GRID.copy()
+    affine[0, 3] = mm
+    return affine
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "shape", "affine"),
+    [
+        ("T1w", 1, (6, 7, 9), GRID),
+        ("T1w", 1, (6, 7, 8), moved(20)),
+        ("T1w", 1, (6, 7, 8), np.diag([2.0, 2, 4, 1])),
+        ("dseg", 0, (6, 7, 8), moved(20)),
+    ],
+)
+def test_what_lies_elsewhere_is_left_out_and_told(folder, tmp_path, capsys, name, row, shape, affine):
+    # A second case, so that the row stays.
+    for file in ("desc-synth01_T1w", "T1w", "dseg"):
+        (folder / f"sub-2_{file}.nii.gz").write_bytes((folder / f"sub-1_{file}.nii.gz").read_bytes())
+    put(folder / f"sub-1_{name}.nii.gz", np.arange(np.prod(shape)).reshape(shape) % 5, affine)
+    path = tmp_path / "sheet.png"
+    assert main(["view", str(folder), "-o", str(tmp_path / "v.html"), "--sheet", str(path), "--json"]) == 0
+    [told] = json.loads(capsys.readouterr().out)["warnings"]
+    assert f"sub-1_{name}.nii.gz: lies on another grid than" in told and "leaves it out" in told
+    for each in range(3):
+        assert (len(colours(tile(path, each, 0))) == 1) == (each == row)
+        assert len(colours(tile(path, each, 1))) > 1
+
+
+def test_a_file_stored_the_other_way_round_is_on_its_grid(folder, tmp_path):
+    path = folder / "sub-1_T1w.nii.gz"
+    real = np.arange(6 * 7 * 8).reshape(6, 7, 8)
+    put(path, real)
+    assert not case_sheet(folder, tmp_path / "a.png").warnings
+    affine = np.array([[0, -2.0, 0, 10], [0, 0, 2, 0], [3, 0, 0, 0], [0, 0, 0, 1]])
+    put(path, real[::-1].transpose(2, 0, 1), affine)
+    assert not case_sheet(folder, tmp_path / "b.png").warnings
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_titles_tell_volumes_of_one_subject_apart(folder, tmp_path):
+    put(folder / "sub-1_desc-synth02_T1w.nii.gz", np.zeros((6, 7, 8), np.float32))
+    drawn = case_sheet(folder, tmp_path / "sheet.png")
+    assert drawn.cases == ("sub-1 synth01 T1w", "sub-1 synth02 T1w")
+    captions = np.asarray(Image.open(drawn.path))[:CAPTION, CAPTION:]
+    first, second = captions[:, :SIDE], captions[:, STEP : STEP + SIDE]
+    assert first.std() > 10 and (first != second).any()
+
+
+def test_long_titles_stay_in_their_column(folder, tmp_path):
+    long = "sub-" + "W" * 80
+    put(folder / f"{long}_desc-synth01_T1w.nii.gz", np.zeros((6, 7, 8), np.float32))
+    put(folder / f"{long}_desc-synth02_T1w.nii.gz", np.zeros((6, 7, 8), np.float32))
+    captions = np.asarray(Image.open(case_sheet(folder, tmp_path / "sheet.png").path))[:CAPTION, CAPTION:]
+    columns = [captions[:, i * STEP : (i + 1) * STEP] for i in range(3)]
+    assert all(len(colours(column[:, SIDE + 1 :])) == 1 for column in columns)
+    assert (columns[1] != columns[2]).any(), "the end is what tells them apart"
+
+
+def test_how_many_cases_were_left_out(folder, tmp_path, capsys):
+    for i in range(2, MOST + 4):
+        put(folder / f"sub-{i}_desc-synth01_T1w.nii.gz", np.zeros((2, 2, 2), np.float32))
+    command = ["view", str(folder), "-o", str(tmp_path / "v.html"), "--sheet", str(tmp_path / "s.png"), "--overwrite"]
+    assert main(command) == 0
+    told = capsys.readouterr()
+    assert "shows the first 12 of 15 cases and leaves out 3" in told.err and "sheet of 12 case(s)" in told.out
+    assert main([*command, "--limit", "5"]) == 0
+    told = capsys.readouterr()
+    assert "leaves out" not in told.err and "5 of 15 cases shown" in told.err and "sheet of 5 case(s)" in told.out
+
+
+def test_a_place_that_cannot_be_written(folder, tmp_path):
+    with pytest.raises(InputError, match="cannot write the picture"):
+        case_sheet(folder, tmp_path / "sheet.unknown")
