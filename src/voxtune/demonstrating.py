@@ -9,14 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import numpy as np
-
 from voxtune.data import cohort
-from voxtune.data.contract import HELD_OUT
-from voxtune.data.grid import upright
-from voxtune.data.nifti import Volume, write_volume
+from voxtune.data.nifti import write_volume
+from voxtune.describing import find_sets
 from voxtune.errors import InputError
-from voxtune.evaluating import evaluate, find_sets, write_result
+from voxtune.evaluating import evaluate, write_result
 from voxtune.optimizing import example_inputs, optimize, walk
 from voxtune.quality.result import Evaluation
 from voxtune.report.picture import Panel, contact_sheet
@@ -87,7 +84,9 @@ def demonstrate(
     contract = mask_contract(model)
     if len(contract.images) != 1 or set(contract.values) != {cohort.BRAIN, cohort.TUMOUR}:
         raise InputError("the demo's cohort has one image and the labels 1 brain, 2 tumour: give a model with these")
-    person = cohort.subject(0, HELD_OUT + subject, contract.size, spacing=contract.spacing[0], healthy_fraction=0.0)
+    person = cohort.subject(
+        0, cohort.HELD_OUT + subject, contract.size, spacing=contract.spacing[0], healthy_fraction=0.0
+    )
     shown, folder, clock = Shown(subject=person.id), out / person.id, Clock()
     _make(folder)
     mask, real = person.label_volume(), person.image_volume()
@@ -102,7 +101,8 @@ def demonstrate(
     panels = [
         Panel(title="mask", volume_DHW=person.labels_DHW, labels=True),
         Panel(title="real", volume_DHW=person.image_DHW),
-        Panel(title="synthetic", volume_DHW=_upright(drawn)),
+        # The cohort is in RAS; a model's grid has an orientation of its own.
+        Panel(title="synthetic", volume_DHW=drawn.request.placement.upright(drawn.images_CDHW[0])[0]),
     ]
     shown.files["picture"] = contact_sheet(panels, folder / "picture.png", around=person.labels_DHW)
     _tell(_measured(folder, model), folder, shown, voice)
@@ -122,11 +122,6 @@ class Clock:
         now = time.perf_counter()
         took, self.last = now - self.last, now
         return round(took, 2)
-
-
-def _upright(drawn: Drawn) -> np.ndarray:
-    """In RAS, as the cohort is: a model's grid has an orientation of its own."""
-    return upright(Volume(array=drawn.images_CDHW[0].T, affine=drawn.request.placement.model_affine))[0]
 
 
 def _planned(model: Model, path: Path, shown: Shown, voice: Voice, minutes: float) -> Model:

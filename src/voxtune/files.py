@@ -58,11 +58,15 @@ def reporting_os_errors(path: Path) -> Iterator[None]:
         raise InputError(f"{named}: {error.strerror or one_line(error)}") from error
 
 
-def check_room(folder: Path) -> None:
-    """Refuses a folder for results that cannot be one, before the work that would be lost."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+def check_room(file: Path, overwrite: bool) -> None:
+    """Refuses a file that could not be written, or must not be, before the work that would be lost."""
+    there = next(path for path in file.absolute().parents if path.exists())
     if not there.is_dir():
         raise InputError(f"{there}: is a file; name a folder with -o")
+    if file.is_dir():
+        raise InputError(f"{file}: is a folder; give the name of a file")
+    if file.exists() and not overwrite:
+        raise InputError(f"{file}: exists already; choose another file or pass --overwrite")
 
 
 def one_line(error: BaseException) -> str:

@@ -73,9 +73,7 @@ class Request:
             raise InputError("--cache is for the table of steps: leave --numerics away")
         if self.store:
             config_file(self.model)
-        check_room(self.out)
-        if self.result.exists() and not self.overwrite:
-            raise InputError(f"{self.result}: exists already; choose another folder or pass --overwrite")
+        check_room(self.result, self.overwrite)
         if self.numerics and self.plan not in ("auto", "baseline") and torch.device(self.device).type != "cuda":
             raise InputError(
                 f"--plan {self.plan}: on a CPU --numerics compares FP32 and BF16 autocast; leave --plan away"
@@ -106,7 +104,7 @@ def run(request: Request, say: Say) -> Table:
     subjects = _subjects(request, model)
     about = {"model_sha256": weights_sha256(request.model), "plan": request.plan}
 
-    def finished(table: Table) -> Table:
+    def traced(table: Table) -> Table:
         return replace(table, about={**table.about, **about})
 
     if request.numerics:
@@ -120,9 +118,9 @@ def run(request: Request, say: Say) -> Table:
         choices: dict[str, Any] = {"steps": numbers, "caches": caches} | (
             {} if samplers is None else {"samplers": samplers}
         )
-        choices["keep"] = lambda so_far: write(finished(so_far), request.unfinished, request.model.name)
+        choices["keep"] = lambda so_far: write(traced(so_far), request.unfinished, request.model.name)
         table = step_table(by_plan(model, request.plan, say), subjects, segmenter, options=options, say=say, **choices)
-    table = finished(table)
+    table = traced(table)
     digest = write(table, request.result, request.model.name)
     if not request.numerics:
         for left in (request.unfinished, request.unfinished.with_suffix(".md")):

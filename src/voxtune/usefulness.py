@@ -67,9 +67,7 @@ class Request:
             )
         if self.held_out is not None and self.held_out < 2:
             raise InputError(f"--held-out {self.held_out}: at least 2 subjects are needed, and {ENOUGH} for a result")
-        check_room(self.out)
-        if self.result.exists() and not self.overwrite:
-            raise InputError(f"{self.result}: exists already; choose another folder or pass --overwrite")
+        check_room(self.result, self.overwrite)
 
     @property
     def result(self) -> Path:

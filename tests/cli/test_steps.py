@@ -41,7 +41,7 @@ def folders(tmp_path_factory):
     without_zeros(model.network)
     save(model, root / "model", card="")
     save_segmenter(made.segmenter(), root / "segmenter", card="")
-    train, held_out = cohort_sources(made.SIZE, 0, 1, 3)
+    train, held_out = cohort_sources(made.CONTRACT, 0, 1, 3)
     return root / "model", root / "segmenter", pack(train, held_out, root / "subjects.npz")
 
 

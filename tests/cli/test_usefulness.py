@@ -32,7 +32,7 @@ def folders(tmp_path_factory):
     model = Model(made.model(4).config)
     without_zeros(model.network)
     save(model, root / "model", card="")
-    learn, held_out = cohort_sources(made.SIZE, 0, 4, 3)
+    learn, held_out = cohort_sources(made.CONTRACT, 0, 4, 3)
     return root / "model", pack(learn, held_out, root / "subjects.npz", origin="made for tests")
 
 

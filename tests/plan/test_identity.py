@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.plan.networks import NETWORKS, make
 from voxtune.plan.api import optimize
-from voxtune.plan.identity import identity, weights_hash
+from voxtune.plan.identity import identity, network_hash
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ def test_settings_buffers_and_code_tell_networks_apart():
     nets = [Scaled(), Scaled(scale=2.0), Scaled(power=2), Scaled(table=3.0), Doubled()]
     for net in nets[1:]:
         net.load_state_dict(nets[0].state_dict())
-    assert len({weights_hash(net) for net in nets}) == len(nets)
+    assert len({network_hash(net) for net in nets}) == len(nets)
     again = Scaled()
     again.load_state_dict(nets[0].state_dict())
-    assert weights_hash(again) == weights_hash(nets[0])
+    assert network_hash(again) == network_hash(nets[0])
 
 
 def test_the_code_of_forward_counts_and_its_place_in_the_file_does_not():
     def made(forward):
         kind = type("Made", (Scaled,), {"forward": forward})
         torch.manual_seed(0)
-        return weights_hash(kind())
+        return network_hash(kind())
 
     found = []
     for start, added in (("", 1), ("\n\n", 1), ("", 2)):
@@ -74,13 +74,13 @@ def test_a_cached_graph_is_not_used_for_a_network_of_other_settings(tmp_path, mo
 def test_how_inputs_are_named_counts():
     net = Scaled()
     x = torch.randn(1, 1, 2, 2)
-    assert identity(net, ((), {"a": x}))["inputs"] != identity(net, ((), {"b": x}))["inputs"]
+    assert identity(net, ((), {"a": x})) != identity(net, ((), {"b": x}))
 
 
 SAME = """
 from tests.plan.networks import make
-from voxtune.plan.identity import weights_hash
-print(weights_hash(make({name!r})[0]))
+from voxtune.plan.identity import network_hash
+print(network_hash(make({name!r})[0]))
 """
 
 
@@ -91,4 +91,4 @@ def test_another_process_finds_the_same():
             [sys.executable, "-c", SAME.format(name=name)], capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
-        assert done.stdout.strip() == weights_hash(make(name)[0]), name
+        assert done.stdout.strip() == network_hash(make(name)[0]), name

@@ -1,4 +1,4 @@
-"""A headless Chromium that opens local files only and reports every request, error and message of the page."""
+"""Volumes to show; and a headless Chromium that opens local files only and reports what the page says and asks for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+from voxtune.data.nifti import Volume, write_volume
 
 FLAGS = [
     "--no-sandbox",
@@ -126,3 +129,19 @@ def large_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from sessions import make
 
     return _page(tmp_path_factory.mktemp("large"), [make(launches=5000)])
+
+
+def put(path: Path, array: np.ndarray, affine: np.ndarray | None = None) -> Path:
+    return write_volume(path, array, Volume(array=array, affine=np.diag([2.0, 2, 3, 1]) if affine is None else affine))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A drawn volume, its real one and its mask, with a label far beyond any palette."""
+    rng = np.random.default_rng(0)
+    mask = np.zeros((6, 7, 8), np.int32)
+    mask[2:5, 2:5, 2:5], mask[3, 3, 3] = 1, 4000
+    put(tmp_path / "in" / "sub-1_desc-synth01_T1w.nii.gz", rng.random((6, 7, 8), dtype=np.float32))
+    put(tmp_path / "in" / "sub-1_T1w.nii.gz", rng.integers(0, 1000, (6, 7, 8)))
+    put(tmp_path / "in" / "sub-1_dseg.nii.gz", mask)
+    return tmp_path / "in"

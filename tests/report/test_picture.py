@@ -8,12 +8,13 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
+from tests.report.conftest import put
 
 from voxtune.cli.main import main
 from voxtune.cli.sample import _picture
 from voxtune.data.contract import generic_contract
 from voxtune.data.grid import fit
-from voxtune.data.nifti import Volume, write_volume
+from voxtune.data.nifti import Volume
 from voxtune.errors import InputError
 from voxtune.report.casesheet import MOST, case_sheet
 from voxtune.report.picture import CAPTION, GAP, PALETTE, Panel, contact_sheet, label_colour
@@ -21,21 +22,6 @@ from voxtune.runtime.generate import Drawn, Request
 
 SIDE, STEP = 150, 150 + GAP
 GRID = np.diag([2.0, 2, 3, 1])
-
-
-def put(path, array, affine=GRID):
-    return write_volume(path, array, Volume(array=array, affine=affine))
-
-
-@pytest.fixture
-def folder(tmp_path):
-    rng = np.random.default_rng(0)
-    mask = np.zeros((6, 7, 8), np.int32)
-    mask[2:5, 2:5, 2:5], mask[3, 3, 3] = 1, 4000
-    put(tmp_path / "in" / "sub-1_desc-synth01_T1w.nii.gz", rng.random((6, 7, 8), dtype=np.float32))
-    put(tmp_path / "in" / "sub-1_T1w.nii.gz", rng.integers(0, 1000, (6, 7, 8)))
-    put(tmp_path / "in" / "sub-1_dseg.nii.gz", mask)
-    return tmp_path / "in"
 
 
 def tile(path, row, column):

@@ -12,33 +12,19 @@ from importlib import resources
 import nibabel as nib
 import numpy as np
 import pytest
+from tests.report.conftest import put
 
 from voxtune.cli.main import main
 from voxtune.data.legend import LabelName
-from voxtune.data.nifti import Volume, write_volume
 from voxtune.errors import InputError
 from voxtune.report import view
-from voxtune.report.embedding import Embedding, label_colour
+from voxtune.report.embedding import Embedding
 from voxtune.report.measured import read_metrics
+from voxtune.report.picture import label_colour
 from voxtune.report.view import view_page
 
 # Of the file as it is published: see assets/niivue/README.md.
 LIBRARY = "47b896b77ec4a5be3ef1949c33ad393b6f45629921f326c279000bcf51bdb4af"
-
-
-def put(path, array, affine=None):
-    return write_volume(path, array, Volume(array=array, affine=np.diag([2.0, 2, 3, 1]) if affine is None else affine))
-
-
-@pytest.fixture
-def folder(tmp_path):
-    rng = np.random.default_rng(0)
-    mask = np.zeros((6, 7, 8), np.int32)
-    mask[2:5, 2:5, 2:5], mask[3, 3, 3] = 1, 4000
-    put(tmp_path / "in" / "sub-1_desc-synth01_T1w.nii.gz", rng.random((6, 7, 8), dtype=np.float32))
-    put(tmp_path / "in" / "sub-1_T1w.nii.gz", rng.integers(0, 1000, (6, 7, 8)))
-    put(tmp_path / "in" / "sub-1_dseg.nii.gz", mask)
-    return tmp_path / "in"
 
 
 def embedded(page, key):

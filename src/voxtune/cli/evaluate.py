@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, ResamplesOption, choose_device
-from voxtune.errors import InputError
 from voxtune.files import check_room
 
 if TYPE_CHECKING:
@@ -37,12 +36,13 @@ def command(
     quiet: QuietOption = False,
 ) -> None:
     """Measure synthetic volumes against real ones: likeness, distribution, mask adherence, memorisation."""
-    from voxtune.evaluating import evaluate, find_sets, write_result
+    from voxtune.describing import find_sets
+    from voxtune.evaluating import evaluate, write_result
     from voxtune.quality.bootstrap import Bootstrap
 
     output = Output(json=json, quiet=quiet)
     settings = Bootstrap(resamples=resamples, seed=seed)
-    _check_room(out, overwrite)
+    check_room(out / "metrics.json", overwrite)
     sets = find_sets(real, synth, masks, training, image)
     describing, labelling = _networks(features, segmenter, choose_device(device))
     output.say(f"{len(sets.real)} real, {len(sets.synth)} synthetic volumes, {len(sets.pairs)} pairs")
@@ -64,13 +64,6 @@ def command(
     _print(result, output)
     output.say(f"wrote {files[0]}, {files[1]} in {time.perf_counter() - started:.1f} s")
     output.result(result.to_json(**about))
-
-
-def _check_room(out: Path, overwrite: bool) -> None:
-    """Refuses a place for the result before the work that would be lost."""
-    check_room(out)
-    if (out / "metrics.json").exists() and not overwrite:
-        raise InputError(f"{out / 'metrics.json'}: exists already; choose another folder or pass --overwrite")
 
 
 def _networks(features: Path | None, segmenter: Path | None, device: str) -> tuple[Segmenter | None, Segmenter | None]:

@@ -35,11 +35,7 @@ def command(
     from voxtune.runtime.storage import load
     from voxtune.runtime.subjects import open_sources, pack
 
-    check_room(out.absolute().parent)
-    if out.is_dir():
-        raise InputError(f"{out}: is a folder; name a file with -o, as {out / 'subjects.npz'}")
-    if out.exists() and not overwrite:
-        raise InputError(f"{out}: exists already; choose another file or pass --overwrite")
+    check_room(out, overwrite)
     if model is not None and (size is not None or labels is not None):
         raise InputError("--model has a size and labels: leave --size and --labels away")
     output = Output(json=json, quiet=quiet)

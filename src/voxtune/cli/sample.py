@@ -176,14 +176,12 @@ def _masks(paths: list[Path]) -> list[Path]:
 
 
 def _picture(drawn: Any) -> Path:
-    from voxtune.data.grid import upright
-    from voxtune.data.nifti import Volume
     from voxtune.report.picture import Panel, contact_sheet
 
     # The model's grid has an orientation and a spacing of its own; pictures are in RAS.
-    affine = drawn.request.placement.model_affine
-    labels, spacing = upright(Volume(array=drawn.request.labels_DHW.T, affine=affine))
-    images = [upright(Volume(array=image_DHW.T, affine=affine))[0] for image_DHW in drawn.images_CDHW]
+    turn = drawn.request.placement.upright
+    labels, spacing = turn(drawn.request.labels_DHW)
+    images = [turn(image_DHW)[0] for image_DHW in drawn.images_CDHW]
     panels = [Panel(title="mask", volume_DHW=labels, labels=True, spacing_DHW=spacing)]
     panels += [
         Panel(title=file.name, volume_DHW=image, spacing_DHW=spacing)

@@ -9,6 +9,7 @@ import typer
 
 from voxtune.cli.common import JsonOption, Output, QuietOption
 from voxtune.errors import InputError
+from voxtune.files import check_room
 
 
 def command(
@@ -63,7 +64,4 @@ def _check_place(path: Path, ending: str, overwrite: bool) -> None:
     """Refuses a file that must not be written, before any work."""
     if not path.name.lower().endswith(ending):
         raise InputError(f"{path}: the name does not end in {ending}; give one that does, such as view{ending}")
-    if path.is_dir():
-        raise InputError(f"{path}: is a folder; give the name of a file")
-    if path.exists() and not overwrite:
-        raise InputError(f"{path}: exists already; choose another file or pass --overwrite")
+    check_room(path, overwrite)

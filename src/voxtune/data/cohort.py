@@ -18,6 +18,8 @@ from voxtune.data.contract import DataContract, Label, Shape, check_size
 from voxtune.data.nifti import Volume
 from voxtune.errors import InputError
 
+# Subjects from here on are never trained on.
+HELD_OUT = 100_000
 BRAIN, TUMOUR = 1, 2
 LABELS = (Label(name="brain", value=BRAIN, channel=0), Label(name="tumour", value=TUMOUR, channel=1))
 # Millimetres (Z, Y, X) that hold any subject's brain; a cubic grid covers 192 mm, as 128 voxels of 1.5 mm do.

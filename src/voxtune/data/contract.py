@@ -15,8 +15,6 @@ from voxtune.errors import InputError
 
 Shape = tuple[int, int, int]
 AXIS_PAIRS = ("RL", "AP", "SI")
-# Subjects of the embedded cohort from here on are never trained on.
-HELD_OUT = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ Legend: XYZ the file's axes, xyz the same axes turned to the contract's orientat
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -57,14 +57,13 @@ class Placement:
     @property
     def model_affine(self) -> np.ndarray:
         """World coordinates of the model's grid, for (x, y, z) = tensor (W, H, D) indices."""
-        turn = np.zeros((4, 4))
-        turn[3, 3] = 1
-        for new, (old, flip) in enumerate(zip(self.axes, self.flips, strict=True)):
-            turn[old, new] = -1 if flip else 1
-            turn[old, 3] = self.shape[old] - 1 if flip else 0
         step = np.diag([*self.scale, 1.0])
         step[:3, 3] = self.origin
-        return np.array(self.source_affine) @ turn @ step
+        return np.array(self.source_affine) @ _turning(self.shape, self.axes, self.flips) @ step
+
+    def upright(self, array_DHW: np.ndarray) -> tuple[np.ndarray, tuple[float, float, float]]:
+        """An array on the model's grid, in RAS for a picture, and its millimetres a voxel."""
+        return upright(Volume(array=array_DHW.transpose(2, 1, 0), affine=self.model_affine))
 
     def describe(self) -> str:
         """One line: what is done and why."""
@@ -122,11 +121,18 @@ def fit(
     )
 
 
-def upright(volume: Volume) -> tuple[np.ndarray, tuple[float, float, float]]:
-    """The array as (D, H, W) in RAS, and its millimetres a voxel; turned, not resampled."""
+def turned(volume: Volume) -> Volume:
+    """The same voxels with their axes in RAS; nothing is resampled."""
     axes, flips, _ = _turn(volume.affine, "RAS")
-    x, y, z = (volume.spacing[axis] for axis in axes)
-    return volume.array.transpose(axes)[_flip(flips)].transpose(2, 1, 0), (z, y, x)
+    affine = volume.affine @ _turning(_triple(volume.shape), axes, flips)
+    return replace(volume, array=volume.array.transpose(axes)[_flip(flips)], affine=affine)
+
+
+def upright(volume: Volume) -> tuple[np.ndarray, tuple[float, float, float]]:
+    """The array as (D, H, W) in RAS, and its millimetres a voxel."""
+    found = turned(volume)
+    x, y, z = found.spacing
+    return found.array.transpose(2, 1, 0), (z, y, x)
 
 
 def _choose(
@@ -183,6 +189,16 @@ def _turn(affine: np.ndarray, orientation: str) -> tuple[Shape, tuple[bool, bool
     axes = np.argsort(change[:, 0]).astype(int)
     flips = tuple(bool(change[axis, 1] < 0) for axis in axes)
     return _triple(axes), (flips[0], flips[1], flips[2]), "".join(orientations.ornt2axcodes(source))
+
+
+def _turning(shape: Shape, axes: Shape, flips: tuple[bool, bool, bool]) -> np.ndarray:
+    """From voxels of the turned array to those of the source."""
+    turn = np.zeros((4, 4))
+    turn[3, 3] = 1
+    for new, (old, flip) in enumerate(zip(axes, flips, strict=True)):
+        turn[old, new] = -1 if flip else 1
+        turn[old, 3] = shape[old] - 1 if flip else 0
+    return turn
 
 
 def _sample(array: np.ndarray, coords: list[np.ndarray], label: bool, fill: float) -> np.ndarray:

@@ -15,6 +15,7 @@ from voxtune.data.nifti import Volume, check_affine, exact_labels, read_labels
 from voxtune.errors import InputError
 
 log = logging.getLogger("voxtune")
+# Warnings that are shown; the rest are counted.
 SHOWN_WARNINGS = 5
 
 # Headers store affines in float32, and tools recompute them from quaternions: differences below this are the same grid.

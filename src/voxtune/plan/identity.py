@@ -18,17 +18,15 @@ from voxtune.plan.run import Inputs, Signature
 def identity(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
     signature = Signature.of(*inputs)
     return {
-        "model": weights_hash(model),
-        "inputs": [
-            *(list(map(str, leaf)) if isinstance(leaf, tuple) else leaf for leaf in signature.leaves),
-            signature.structure,
-        ],
+        "model": network_hash(model),
+        "inputs": [list(map(str, leaf)) if isinstance(leaf, tuple) else leaf for leaf in signature.leaves],
+        "arrangement": signature.structure,
         "device": device_name(signature.device),
         "versions": versions(),
     }
 
 
-def weights_hash(model: nn.Module) -> str:
+def network_hash(model: nn.Module) -> str:
     """Of what decides a network's answer, as far as it can be seen: classes, their code, settings, weights and buffers."""
     digest = hashlib.blake2b(digest_size=16)
     for name, module in model.named_modules():
@@ -101,7 +99,13 @@ def versions() -> dict[str, str | None]:
 
 def unlike(made_for: dict[str, Any], here: dict[str, Any]) -> str | None:
     """Why a plan's evidence does not count here, or None."""
-    for key, words in (("model", "another model"), ("inputs", "other shapes"), ("device", "another device")):
+    others = {
+        "model": "another model",
+        "inputs": "other shapes",
+        "arrangement": "arguments arranged otherwise",
+        "device": "another device",
+    }
+    for key, words in others.items():
         if made_for.get(key) != here[key]:
             return f"it was gated on {words}"
     theirs, ours = made_for.get("versions") or {}, here["versions"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from voxtune.data.cases import Case, find_cases
-from voxtune.data.grid import upright
+from voxtune.data.grid import turned, upright
 from voxtune.data.nifti import Volume, read_labels, read_volume
 from voxtune.data.preflight import check_pair
 from voxtune.report.embedding import finite
@@ -69,19 +69,11 @@ def _image(path: Path, warnings: list[str]) -> Volume:
 
 def _on_its_grid(partner: Volume, volume: Volume, warnings: list[str]) -> Volume | None:
     """The partner where its voxels lie on the volume's; a sheet compares voxel by voxel, and moves none."""
-    if check_pair(_turned(partner), _turned(volume)).ok:
+    # In RAS: files of one grid may be stored in another order.
+    if check_pair(turned(partner), turned(volume)).ok:
         return partner
     warnings.append(f"{partner.name}: lies on another grid than {volume.name}; the contact sheet leaves it out")
     return None
-
-
-def _turned(volume: Volume) -> Volume:
-    """With its axes in RAS: files of one grid may be stored in another order."""
-    from nibabel import orientations
-
-    turn = orientations.io_orientation(volume.affine)
-    array = orientations.apply_orientation(volume.array, turn)
-    return Volume(array=array, affine=volume.affine @ orientations.inv_ornt_aff(turn, volume.shape), path=volume.path)
 
 
 def _panel(title: str, volume: Volume, *, labels: bool = False) -> Panel:

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from voxtune.data.contract import HELD_OUT, DataContract
+from voxtune.data.cohort import HELD_OUT
+from voxtune.data.contract import DataContract
 from voxtune.errors import InputError
 from voxtune.runtime.model import Model
 from voxtune.runtime.segmenter import Segmenter

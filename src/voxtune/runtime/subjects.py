@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from voxtune.config import from_mapping, to_mapping
-from voxtune.data.contract import HELD_OUT, WHOLE_HEAD, DataContract, Label, Shape, encode_mask
+from voxtune.data.cohort import HELD_OUT, cohort_contract
+from voxtune.data.contract import WHOLE_HEAD, DataContract, Label, Shape, encode_mask
 from voxtune.errors import InputError
 from voxtune.files import one_line, write_whole
 from voxtune.runtime.loader import Source
@@ -57,16 +58,12 @@ class Packed:
         return Packed(self.contract, self.images_NCDHW[span], self.labels_NDHW[span], self.origin)
 
 
-def cohort_sources(
-    size: Shape, seed: int, count: int, held_out: int, contract: DataContract | None = None
-) -> tuple[Source, Source]:
+def cohort_sources(contract: DataContract, seed: int, count: int, held_out: int) -> tuple[Source, Source]:
     """Subjects 0 .. count-1 of cohort `seed` to learn from, and `held_out` that nothing learns from."""
-    from voxtune.data.cohort import cohort_contract
     from voxtune.data.dataset import CohortSource
 
     if count > HELD_OUT:
         raise InputError(f"--cohort {count}: subjects from {HELD_OUT} on are held out; give {HELD_OUT} at most")
-    contract = contract or cohort_contract(size)
     unseen = Shifted(CohortSource(contract, seed, HELD_OUT + held_out, healthy_fraction=0.0), HELD_OUT, held_out)
     return CohortSource(contract, seed, count), unseen
 
@@ -129,7 +126,8 @@ def open_sources(
         if labels is not None:
             raise InputError("--labels are those of your own masks: leave them away with --cohort, which has its own")
         unseen, number = COHORT_HELD_OUT if held_out is None else held_out, seed or 0
-        return *cohort_sources(side, number, cohort, unseen, contract), cohort_origin(number, cohort, unseen)
+        found = cohort_sources(contract or cohort_contract(side), number, cohort, unseen)
+        return *found, cohort_origin(number, cohort, unseen)
     if seed is not None:
         raise InputError("a seed is the cohort's: leave it away with --images and --masks")
     assert images is not None and masks is not None

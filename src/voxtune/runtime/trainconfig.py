@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from voxtune.config import from_mapping, to_mapping
-from voxtune.data.contract import HELD_OUT, Label, check_orientation
+from voxtune.data.cohort import HELD_OUT
+from voxtune.data.contract import Label, check_orientation
 from voxtune.diffusion.noise import check_seed
 from voxtune.errors import InputError
 from voxtune.files import reporting_os_errors

@@ -10,8 +10,6 @@ from voxtune.runtime.model import ModelConfig
 from voxtune.runtime.packed import PackedSource
 from voxtune.runtime.trainconfig import TrainConfig
 
-# Findings of the pre-flight that are shown; the rest are counted.
-
 Warn = Callable[[str], None]
 
 
