@@ -176,24 +176,24 @@ def top(batches: list[int], *, overlapped: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def rungs(text: str | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Every rung at full size, with its tables."""
+def rungs(text: str | None, keep: Callable[[list[dict[str, Any]], dict[str, Any]], None]) -> list[dict[str, Any]]:
+    """Every rung at full size; `keep` is given rows and tables after each."""
     net = network()
     wanted = Setting(network=net, size=SIZE, schedule=schedule(), timesteps=spaced_steps(STEPS, STEPS))
-    found = climb(wanted, rungs_of(text), say=lambda line: print(line, flush=True)) | {"seeds": all_figures()}
-    rows = []
-    for one in found["rows"]:
-        made = row(
-            f"rung_{one['number']:02d}_{one['name'].replace(' ', '_')}",
-            [1, 3, *SIZE],
-            one["totals_ms"],
-            one["peak_gib"],
-            one["error"],
-        )
-        rows.append(
-            made | {k: one[k] for k in ("launches", "transfers", "measured_steps", "alone_ms")} | {"steps": STEPS}
-        )
-    return rows, found
+    seeds = {"seeds": all_figures()}
+    found = climb(
+        wanted,
+        rungs_of(text),
+        say=lambda line: print(line, flush=True),
+        keep=lambda so_far: keep([rung_row(one) for one in so_far["rows"]], seeds | so_far),
+    )
+    return [rung_row(one) for one in found["rows"]]
+
+
+def rung_row(one: dict[str, Any]) -> dict[str, Any]:
+    name = f"rung_{one['number']:02d}_{one['name'].replace(' ', '_')}"
+    made = row(name, [1, 3, *SIZE], one["totals_ms"], one["peak_gib"], one["error"])
+    return made | {k: one[k] for k in ("launches", "transfers", "measured_steps", "alone_ms")} | {"steps": STEPS}
 
 
 def launches_cost() -> None:
@@ -228,12 +228,16 @@ def main() -> None:
     batches = [int(b) for b in asked.batch.split(",")]
     rows: list[dict[str, Any]] = []
     more: dict[str, Any] = {}
+
+    def keep(climbed: list[dict[str, Any]], tables: dict[str, Any]) -> None:
+        more["ladder"] = tables
+        write(asked.out, rows + climbed, **more)
+
     for part in asked.part.split(","):
         if part == "top":
             rows += top(batches, overlapped=asked.overlapped)
         elif part == "rungs":
-            more_rows, more["ladder"] = rungs(asked.rungs)
-            rows += more_rows
+            rows += rungs(asked.rungs, keep)
         elif part == "launches":
             launches_cost()
         elif part == "tiles":

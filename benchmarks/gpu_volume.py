@@ -107,14 +107,13 @@ class Bench:
         return call
 
     def warm(self, model: Model, way: Way, numbers: list[int], *, tf32: bool | None = False) -> float:
-        """Two steps of the row's own sampler: cuDNN, kernels and plans are made ready. Seconds of the first call."""
-        short = {k: v for k, v in way.items() if k != "cache"} | {"steps": 2}
+        """Two steps of the row's own sampler, or all of them where features are kept: those steps run other networks, with
+        plans of their own. Twice, so that cuDNN, kernels and plans are ready. Seconds of the first call."""
+        short = way if "cache" in way else way | {"steps": 2}
         began = time.perf_counter()
         self.draw(model, short, numbers, tf32=tf32)()
         first = time.perf_counter() - began
         self.draw(model, short, numbers, tf32=tf32)()
-        if "cache" in way:  # a cached step runs parts of the network that have plans of their own
-            self.draw(model, way, numbers, tf32=tf32)()
         return first
 
     def timed(self, call: Callable[[], Tensor], runs: int) -> tuple[Tensor, list[float], float]:

@@ -65,8 +65,9 @@ def test_a_rung_that_fails_takes_no_other_with_it():
     rungs = [
         Rung(number=n, name=make.__name__, does="", kernels=(), make=make) for n, make in ((6, broken), (10, Plain))
     ]
-    said = []
-    found = climb(setting, rungs, say=said.append)
+    said, kept = [], []
+    found = climb(setting, rungs, say=said.append, keep=lambda so_far: kept.append(len(so_far["rows"])))
+    assert kept == [1], "after every rung that ran, what there is so far"
     assert [row["number"] for row in found["rows"]] == [10]
     assert found["failed"] == [
         {"number": 6, "name": "broken", "reason": "RuntimeError: out of shared memory: 376 KiB of 227 KiB"}

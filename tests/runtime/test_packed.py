@@ -8,15 +8,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from tests.bare import voxtune_bare
 
 from voxtune.cli.main import main
 from voxtune.data.contract import DataContract, Label, encode_mask
 from voxtune.errors import InputError
+from voxtune.runtime.loader import Loader
 from voxtune.runtime.packed import PackedSource, packed_contract
+from voxtune.runtime.split import Volumes
 from voxtune.runtime.storage import load
-from voxtune.runtime.subjects import pack, unpack
-from voxtune.runtime.train import read_run
+from voxtune.runtime.subjects import classes_of, pack, unpack
+from voxtune.runtime.train import read_run, train
 from voxtune.runtime.trainconfig import DataSettings, ModelSettings, TrainConfig, make_config
 from voxtune.runtime.trainmodel import model_config
 
@@ -66,6 +69,59 @@ def test_subjects_are_those_that_were_packed_and_no_held_out_one(file):
     assert max(source[i][0].max() for i in range(len(source))) < 0.1, "90 and 91 are held out"
 
 
+@pytest.mark.parametrize("mask_range", ["signed", "unit"])
+def test_a_batch_as_it_travels_unfolds_to_the_subjects_bit_for_bit(file, mask_range):
+    source = PackedSource(file, replace(CONTRACT, mask_range=mask_range))
+    images, masks = source.stored((4, 1, 4))
+    assert (images.element_size(), masks.element_size()) == (2, 1), "six times fewer bytes than float32 of both labels"
+    volumes = Volumes(
+        contract=source.contract,
+        images_NDHW=torch.from_numpy(np.stack([source[i][0][0] for i in range(6)])),
+        classes_NDHW=torch.from_numpy(np.stack([classes_of(source[i][1]) for i in range(6)])),
+    )
+    loader = Loader(source, seed=0, batch=3, start=0, workers=1, pin=False)
+    batch = next(iter(loader))
+    loader.close()
+    for (found, conds), wanted in (
+        (source.unfold(images, masks), (4, 1, 4)),
+        (volumes.unfold(*volumes.stored((4, 1, 4))), (4, 1, 4)),
+        (batch.on(torch.device("cpu")), batch.indices),
+    ):
+        assert found.dtype == conds.dtype == torch.float32
+        for row, index in enumerate(wanted):
+            np.testing.assert_array_equal(found[row].numpy(), source[index][0])
+            np.testing.assert_array_equal(conds[row].numpy(), source[index][1])
+
+
+def test_training_on_packed_subjects_is_training_on_these_subjects(file, tmp_path):
+    class Plain:
+        """The same subjects, one by one."""
+
+        def __init__(self):
+            self.packed = PackedSource(file, CONTRACT)
+
+        def __len__(self):
+            return len(self.packed)
+
+        def __getitem__(self, index):
+            return self.packed[index]
+
+    config = TrainConfig(
+        data=DataSettings(subjects=str(file)),
+        model=ModelSettings(base=32, multipliers=(1,), attention=(), diffusion_steps=10),
+        steps=3,
+        batch=2,
+        accumulation=1,
+        ema_start=1,
+        sample_every=0,
+        tensorboard=False,
+    )
+    train(config, None, tmp_path / "packed")
+    train(config, Plain(), tmp_path / "plain")
+    one, other = (load(tmp_path / name).network.state_dict() for name in ("packed", "plain"))
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
 def test_the_condition_is_in_the_models_own_range(file):
     unit = PackedSource(file, replace(CONTRACT, mask_range="unit"))
     signed = PackedSource(file, CONTRACT)
@@ -104,9 +160,17 @@ def test_a_file_that_is_none_is_named(tmp_path, file):
             packed_contract(tmp_path / name)
     with np.load(file) as good:
         parts = {**good, "labels": good["labels"] + 7}
-    np.savez(tmp_path / "labels.npz", **parts)
-    with pytest.raises(InputError, match="labels that its own contract does not name"):
-        PackedSource(tmp_path / "labels.npz", CONTRACT)
+        bright = {**good, "images": good["images"] + np.uint16(9000)}
+        wide = {**good, "images": good["images"].astype(np.float32)}
+    for name, broken, said in (
+        ("labels.npz", parts, "labels that its own contract does not name"),
+        ("bright.npz", bright, "not whole numbers from 0 to 4095"),
+        ("wide.npz", wide, "not whole numbers from 0 to 4095"),
+    ):
+        np.savez(tmp_path / name, **broken)
+        for read in (unpack, lambda path: PackedSource(path, CONTRACT)):
+            with pytest.raises(InputError, match=said):
+                read(tmp_path / name)
 
 
 def test_one_way_of_naming_the_data_goes_over_the_others_of_a_file():

@@ -61,7 +61,10 @@ def command(
         batch=batch,
         dtype=torch.bfloat16 if on_gpu else torch.float32,
     )
-    found = climb(setting, chosen, runs=20 if on_gpu else 1, say=output.say) | {"seeds": all_figures()}
+    seeds = {"seeds": all_figures()}
+    found = seeds | climb(
+        setting, chosen, runs=20 if on_gpu else 1, say=output.say, keep=lambda rows: write(seeds | rows, out)
+    )
     failed = "; ".join(f"rung {one['number']}: {one['reason']}" for one in found["failed"])
     if not found["rows"]:
         raise InputError(f"no rung ran on {place}: {failed}")
@@ -78,7 +81,7 @@ def command(
 
 
 def write(found: dict[str, Any], folder: Path) -> list[Path]:
-    """The tables, the page and the picture."""
+    """The tables, the page and the picture; after every rung, so that a climb cut short leaves those it did."""
     import json
 
     from voxtune.files import reporting_os_errors, write_whole

@@ -36,31 +36,48 @@ PATIENCE_S = 2.0
 IN_A_ROW = 10
 CONVOLUTIONS = ("conv2d", "conv2d_pad", "block")
 UNKNOWN = "a plan's"
+# The rung whose first step is measured with each way of bringing the weights.
+OVERLAP = 9
 
 
 def climb(
-    setting: Setting, rungs: Sequence[Rung], *, runs: int = 20, say: Callable[[str], None] = lambda _: None
+    setting: Setting,
+    rungs: Sequence[Rung],
+    *,
+    runs: int = 20,
+    say: Callable[[str], None] = lambda _: None,
+    keep: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """All tables, as plain JSON. A rung that this device cannot run stands under "failed" with its reason."""
+    """All tables, as plain JSON. A rung that this device cannot run stands under "failed" with its reason.
+
+    `keep` is given the tables after every rung: what was measured is not lost with a climb that does not end.
+    """
     device = next(setting.network.parameters()).device
     x, t, truth = reference(setting)
-    rows, failed = [], []
+    found = about(setting, device)
     with compiling() if device.type == "cuda" else nullcontext():
         for rung in rungs:
             try:
-                rows.append(told := row(rung, setting, device, x, t, truth))
+                found["rows"].append(told := row(rung, setting, device, x, t, truth))
             except InputError:
                 raise
             except Exception as problem:  # a compiler's, a driver's or an allocator's: the other rungs are not lost
                 reason = f"{type(problem).__name__}: {one_line(problem)}"
-                failed.append({"number": rung.number, "name": rung.name, "reason": reason})
+                found["failed"].append({"number": rung.number, "name": rung.name, "reason": reason})
                 say(f"{rung.number:2d} {rung.name:16} failed: {reason}")
                 continue
+            if rung.number == OVERLAP:
+                found["first_step"] = first_steps(setting, device, runs)
+            keep(found)
             say(
                 f"{rung.number:2d} {rung.name:16} {told['total_ms']:12.2f} ms  error {told['error']:.1e}  "
                 f"{told['launches']} launches"
             )
-    first = first_steps(setting, device, runs) if any(one["number"] == 9 for one in rows) else None
+    return found
+
+
+def about(setting: Setting, device: torch.device) -> dict[str, Any]:
+    """Where and of what the tables are, before any rung."""
     return {
         "size": list(setting.size),
         "batch": setting.batch,
@@ -69,9 +86,9 @@ def climb(
         "multipliers": list(setting.network.config.multipliers),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, Triton's interpreter",
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton_version()},
-        "rows": rows,
-        "failed": failed,
-        "first_step": first,
+        "rows": [],
+        "failed": [],
+        "first_step": None,
     }
 
 

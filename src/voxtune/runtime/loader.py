@@ -7,10 +7,10 @@ batch may span two. So the position of a run is one number, whatever was loaded 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -32,14 +32,34 @@ class Source(Protocol):
     def __getitem__(self, index: int) -> tuple[Any, Any]: ...
 
 
+@runtime_checkable
+class Compact(Protocol):
+    """A source that holds its subjects in memory, in fewer bytes than the network takes.
+
+    `unfold(*stored(indices))` are images and conditions of these subjects, on whichever device the tensors are: a GPU makes
+    them in microseconds, where threads of the host would take the time that the loop needs to feed it.
+    """
+
+    def stored(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]: ...
+
+    def unfold(self, images: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """`indices` are the subjects, `numbers` the samples of the run they are seen as."""
+    """`indices` are the subjects, `numbers` the samples of the run they are seen as; `images` and `masks` as they travel."""
 
     numbers: tuple[int, ...]
     indices: tuple[int, ...]
     images: Tensor
-    conds: Tensor | None
+    masks: Tensor | None
+    unfold: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Images and conditions on `device`, float32."""
+        images = self.images.to(device, non_blocking=True)
+        masks = None if self.masks is None else self.masks.to(device, non_blocking=True)
+        return (images, masks) if self.unfold is None or masks is None else self.unfold(images, masks)
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> list[int]:
@@ -106,13 +126,21 @@ class Loader:
         return self._order[1][place]
 
     def _load(self, numbers: tuple[int, ...], indices: tuple[int, ...]) -> Batch:
-        items = [read_item(self.source, index) for index in indices]
-        images = torch.stack([image for image, _ in items])
-        masks = [cond for _, cond in items if cond is not None]
-        conds = torch.stack(masks) if masks else None
+        unfold = None
+        masks: Tensor | None
+        if isinstance(self.source, Compact):
+            images, masks = self.source.stored(indices)
+            unfold = self.source.unfold
+        else:
+            images, masks = _stacked([read_item(self.source, index) for index in indices])
         if self.pin:
-            images, conds = images.pin_memory(), None if conds is None else conds.pin_memory()
-        return Batch(numbers=numbers, indices=indices, images=images, conds=conds)
+            images, masks = images.pin_memory(), None if masks is None else masks.pin_memory()
+        return Batch(numbers=numbers, indices=indices, images=images, masks=masks, unfold=unfold)
+
+
+def _stacked(items: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    masks = [cond for _, cond in items if cond is not None]
+    return torch.stack([image for image, _ in items]), torch.stack(masks) if masks else None
 
 
 def read_item(source: Source, index: int) -> tuple[Tensor, Tensor | None]:

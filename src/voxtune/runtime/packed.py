@@ -16,39 +16,17 @@ from voxtune.data.contract import DataContract
 from voxtune.errors import InputError
 from voxtune.files import one_line
 from voxtune.runtime.heldout import unlike
-from voxtune.runtime.subjects import STEPS, unpack
+from voxtune.runtime.subjects import Packed, unpack
 
 
-class PackedSource:
+class PackedSource(Packed):
     """The subjects to learn from of a file that `voxtune pack` wrote; never its held-out ones."""
 
     def __init__(self, path: str | Path, contract: DataContract):
         packed, held_out = unpack(path)
-        self.name, self.contract, self.origin, self.held_out = Path(path).name, contract, packed.origin, len(held_out)
         _check_contract(path, packed.contract, contract)
-        self._images_NCDHW, self._labels_NDHW = packed.images_NCDHW, packed.labels_NDHW
-        known = np.isin(np.arange(256), (0, *contract.values))
-        # One look at all of them here spares each subject's reading the search.
-        if not known[self._labels_NDHW].all():
-            raise InputError(
-                f"{path}: a mask holds labels that its own contract does not name; pack the subjects again"
-            )
-
-    def __len__(self) -> int:
-        return len(self._labels_NDHW)
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        labels_DHW = self._labels_NDHW[index]
-        image_CDHW = self._images_NCDHW[index].astype(np.float32)
-        image_CDHW *= np.float32(2.0 / STEPS)
-        image_CDHW -= 1
-        cond_LDHW = np.empty((len(self.contract.labels), *labels_DHW.shape), dtype=np.float32)
-        for channel, value in enumerate(self.contract.values):
-            cond_LDHW[channel] = labels_DHW == value
-        if self.contract.mask_range == "signed":
-            cond_LDHW *= 2
-            cond_LDHW -= 1
-        return image_CDHW, cond_LDHW
+        super().__init__(contract, packed.images_NCDHW, packed.labels_NDHW, packed.origin)
+        self.name, self.held_out = Path(path).name, len(held_out)
 
 
 def packed_contract(path: str | Path) -> DataContract:

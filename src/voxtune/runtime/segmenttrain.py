@@ -87,9 +87,9 @@ def _fit(
                 break
             for group in optimizer.param_groups:
                 group["lr"] = training.learning_rate * one_cycle(done)
-            assert batch.conds is not None
-            images = vary(batch.images.to(device, non_blocking=True), random)
-            loss = _step(model, images, classes(batch.conds.to(device, non_blocking=True)), training, optimizer)
+            images, conds = batch.on(device)
+            assert conds is not None
+            loss = _step(model, vary(images, random), classes(conds), training, optimizer)
             if not math.isfinite(loss):
                 raise InputError(f"the loss is not finite at step {step + 1}: lower the learning rate")
             if progress is not None:

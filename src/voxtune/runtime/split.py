@@ -3,6 +3,7 @@ or of one packed file."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,13 @@ class Volumes:
     def first(self, count: int) -> Volumes:
         images, classes = self.images_NDHW[:count], self.classes_NDHW[:count]
         return Volumes(contract=self.contract, images_NDHW=images, classes_NDHW=classes)
+
+    def stored(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Images and classes of these subjects, (N, 1, D, H, W) and (N, D, H, W)."""
+        return self.images_NDHW[list(indices)][:, None], self.classes_NDHW[list(indices)]
+
+    def unfold(self, images: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
+        return images, condition_of(masks, self.contract)
 
     def condition(self, numbers: list[int]) -> Tensor:
         """The masks of these subjects as the model takes them, (N, L, D, H, W)."""

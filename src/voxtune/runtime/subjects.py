@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from voxtune.config import from_mapping, to_mapping
 from voxtune.data.cohort import HELD_OUT, cohort_contract
@@ -52,6 +54,18 @@ class Packed:
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         image_CDHW = self.images_NCDHW[index].astype(np.float32) * (2.0 / STEPS) - 1.0
         return image_CDHW, encode_mask(self.labels_NDHW[index], self.contract)
+
+    def stored(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Images and labels of these subjects as they are held: 16 and 8 bits a voxel."""
+        # 0 .. 4095 has the same bits with a sign, for which torch has all operations.
+        images = torch.from_numpy(self.images_NCDHW[list(indices)].view(np.int16))
+        return images, torch.from_numpy(self.labels_NDHW[list(indices)])
+
+    def unfold(self, images: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
+        """`stored` to what `[index]` gives, bit for bit."""
+        inside = torch.stack([masks == value for value in self.contract.values], dim=1).float()
+        cond = inside * 2 - 1 if self.contract.mask_range == "signed" else inside
+        return images.float() * (2.0 / STEPS) - 1.0, cond
 
     def part(self, first: int, count: int) -> Packed:
         span = slice(first, first + count)
@@ -186,6 +200,10 @@ def unpack(path: str | Path) -> tuple[Packed, Packed]:
     wanted = (len(labels), len(contract.images), *contract.size)
     if images.shape != wanted or labels.shape != (len(images), *contract.size):
         raise InputError(f"{path}: images of shape {images.shape} do not fit its own contract; pack the subjects again")
+    if images.dtype != np.uint16 or images.max() > STEPS:
+        raise InputError(f"{path}: its images are not whole numbers from 0 to {STEPS}; pack the subjects again")
+    if labels.dtype != np.uint8 or not np.isin(np.arange(256), (0, *contract.values))[labels].all():
+        raise InputError(f"{path}: a mask holds labels that its own contract does not name; pack the subjects again")
     everything = Packed(contract, images, labels, str(header.get("origin", "")))
     return everything.part(0, len(images) - held_out), everything.part(len(images) - held_out, held_out)
 

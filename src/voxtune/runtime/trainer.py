@@ -76,8 +76,7 @@ class Trainer:
         return loss_value
 
     def _loss(self, batch: Batch) -> Tensor:
-        images = batch.images.to(self.device, non_blocking=True)
-        conds = None if batch.conds is None else batch.conds.to(self.device, non_blocking=True)
+        images, conds = batch.on(self.device)
         if self.config.channels_last:
             images = images.contiguous(memory_format=_channels_last(images.dim() - 2))
         t_N = timesteps(self.config.seed, batch.numbers, len(self.model.schedule)).to(self.device)
