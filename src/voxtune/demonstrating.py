@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
+
+from torch import nn
 
 from voxtune.data import cohort
 from voxtune.data.nifti import write_volume
@@ -20,8 +22,10 @@ from voxtune.report.picture import Panel, contact_sheet
 from voxtune.report.view import view_page
 from voxtune.runtime.generate import Drawn, generate, mask_contract, prepare
 from voxtune.runtime.model import Model
+from voxtune.runtime.sampling import Drawing
 from voxtune.runtime.segmenter import load_segmenter, shipped_segmenter
 from voxtune.runtime.storage import load, provenance
+from voxtune.workloads import split
 
 # Of the gate on a CPU, where a step takes seconds: two inputs, and a sampling of four steps.
 CHECKS, WALK = 2, 4
@@ -94,9 +98,10 @@ def demonstrate(
     shown.files["real"] = write_volume(folder / f"{person.id}_T1w.nii.gz", real.array, real)
     size = "x".join(map(str, contract.size))
     voice.say(f"subject  {person.id} of the embedded cohort (never trained on), {size} voxels")
-    fast = _planned(model, folder / "plan.json", shown, voice, minutes)
+    how = model.check_request(sampler=None, steps="auto" if steps is None else steps, seed=seed)
+    fast = _planned(model, how, folder / "plan.json", shown, voice, minutes)
     shown.seconds["plan"] = clock.lap()
-    drawn = _draw(fast, folder, shown, voice, seed, steps, provenance(path, model))
+    drawn = _draw(fast, how, folder, shown, voice, seed, provenance(path, model))
     shown.seconds["drawing"] = clock.lap()
     panels = [
         Panel(title="mask", volume_DHW=person.labels_DHW, labels=True),
@@ -124,9 +129,9 @@ class Clock:
         return round(took, 2)
 
 
-def _planned(model: Model, path: Path, shown: Shown, voice: Voice, minutes: float) -> Model:
+def _planned(model: Model, how: Drawing, path: Path, shown: Shown, voice: Voice, minutes: float) -> Model:
     from voxtune.plan.cache import remember
-    from voxtune.plan.tuner import CPU_IN_SHORT, tune
+    from voxtune.plan.tuner import CPU_IN_SHORT, Rung, Tuned, tune
 
     if minutes <= 0:
         return model
@@ -137,36 +142,64 @@ def _planned(model: Model, path: Path, shown: Shown, voice: Voice, minutes: floa
         f"plan     passes measured on this machine and held against the network itself, {minutes:g} minutes at most"
     )
     args = example_inputs(model)
-    tuned = tune(
-        model.network,
-        args,
-        ladder=CPU_IN_SHORT,
-        trajectory=walk(model, args, steps=WALK),
-        checks=CHECKS,
-        seconds=60 * minutes,
-        say=lambda line: voice.say(f"         {line}"),
-    )
-    remember(tuned.plan)
-    tuned.plan.save(path)
-    shown.files["plan"], shown.plan = path, tuned.plan.names
-    # The network that was tuned and gated, as it stands: nothing is compiled twice.
-    return Model(model.config, tuned.network or model.network)
+
+    def tuned(network: nn.Module, args: tuple[Any, ...], ladder: Sequence[Rung]) -> Tuned:
+        found = tune(
+            network,
+            args,
+            ladder=ladder,
+            trajectory=walk(model, args, steps=WALK),
+            checks=CHECKS,
+            seconds=60 * minutes,
+            say=lambda line: voice.say(f"         {line}"),
+        )
+        remember(found.plan)
+        return found
+
+    network: nn.Module
+    if how.cache is None:
+        whole = tuned(model.network, args, CPU_IN_SHORT)
+        network = whole.network
+    else:
+        full, between = split(model.network, how.cache.depth)
+        whole = tuned(full, args, CPU_IN_SHORT)
+        voice.say("plan     the same passes for the outer levels, which alone run on steps that keep the deep feature")
+        again = Rung("all of these", tuple(name for name in whole.plan.names if name != "strict"), apart=True)
+        inner = (*args, whole.network(*args)[1])
+        network = Parts(model.network, how.cache.depth, whole.network, tuned(between, inner, (again,)).network)
+    whole.plan.save(path)
+    shown.files["plan"], shown.plan = path, whole.plan.names
+    # The networks that were tuned and gated, as they stand: nothing is compiled twice.
+    return Model(model.config, network)
+
+
+class Parts(nn.Module):
+    """A network whose two parts (see `workloads.split`) were tuned apart."""
+
+    def __init__(self, original: nn.Module, depth: int, full: nn.Module, between: nn.Module):
+        super().__init__()
+        self.original, self.depth, self.full, self.between = original, depth, full, between
+
+    def forward(self, *args: Any) -> Any:
+        return self.original(*args)
+
+    def split(self, depth: int) -> tuple[nn.Module, nn.Module]:
+        return (self.full, self.between) if depth == self.depth else split(self.original, depth)
 
 
 def _draw(
-    model: Model, folder: Path, shown: Shown, voice: Voice, seed: int, steps: int | None, made_by: dict[str, Any]
+    model: Model, how: Drawing, folder: Path, shown: Shown, voice: Voice, seed: int, made_by: dict[str, Any]
 ) -> Drawn:
-    asked: int | Literal["auto"] = "auto" if steps is None else steps
-    drawing = model.check_request(sampler=None, steps=asked, seed=seed)
     [request] = prepare(model, [shown.files["mask"]])
-    voice.say(f"drawing  {drawing.sampler}, {drawing.steps} steps, seed {seed}, on {model.device}")
-    with voice.progress("sampling", drawing.steps) as update:
+    kept = "" if how.cache is None else f", deep features kept for {how.cache.interval} steps"
+    voice.say(f"drawing  {how.sampler}, {how.steps} steps{kept}, seed {seed}, on {model.device}")
+    with voice.progress("sampling", how.steps) as update:
         [drawn] = generate(
             model,
             [request],
             folder,
             seed=seed,
-            steps=asked,
+            steps=how.steps if how.auto is None else "auto",
             overwrite=True,
             provenance=made_by,
             progress=lambda done, _n: update(done),

@@ -141,12 +141,14 @@ def example_inputs(model: Model, size: Sequence[int] | None = None, batch: int =
 
 def walk(model: Model, args: tuple[Any, ...], steps: int = STEPS) -> Callable[[Callable[..., Any], int], Tensor]:
     """The model's own schedule and sampler in a few steps, with the noise of a seed."""
+    from voxtune.plan.gate import volume_of
+
     timesteps = spaced_steps(model.available_steps, min(steps, model.available_steps))
     sampler = find_sampler(model.config.sampling.sampler)
-    x, _, mask = args
+    x, _, *rest = args
 
     def follow(call: Callable[..., Any], seed: int) -> Tensor:
         noise = noise_source(seed, list(range(x.shape[0])), tuple(x.shape[1:]), x.device)
-        return sampler(lambda y, t_N: call(y, t_N, mask), noise(0), model.schedule, timesteps, noise=noise)
+        return sampler(lambda y, t_N: volume_of(call(y, t_N, *rest)), noise(0), model.schedule, timesteps, noise=noise)
 
     return follow

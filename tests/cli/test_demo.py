@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import nibabel
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +15,8 @@ from voxtune.cli.main import main
 from voxtune.plan import tuner
 from voxtune.plan.plan import Plan
 from voxtune.runtime.model import Model
-from voxtune.runtime.storage import save
+from voxtune.runtime.sampling import AutoSampling, Cache, Evidence
+from voxtune.runtime.storage import save, store_auto
 from voxtune.workloads import without_zeros
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -48,6 +51,27 @@ def test_the_whole_product_on_one_subject(capsys, folder, tmp_path, monkeypatch)
     assert metrics["segmenter"]["sha256"]
     assert "niivue" in (tmp_path / found["view"]).read_text().lower()
     assert "H200" in (tmp_path / found["study"]).read_text()
+
+
+def test_a_model_that_keeps_features_is_tuned_in_both_its_parts(capsys, folder, tmp_path, monkeypatch):
+    evidence = Evidence(file="steps.json", sha256="0" * 64, subjects=64, summary="made up")
+    store_auto(folder, AutoSampling(sampler="ddim", steps=3, cache=Cache(interval=2, depth=0), evidence=evidence))
+    monkeypatch.setattr(tuner, "CPU_IN_SHORT", tuner.CPU_IN_SHORT[1:2])
+    monkeypatch.setattr(tuner, "_faster", lambda *_: True)
+    code, out, err = run(capsys, "--model", folder, "-o", tmp_path / "out", "--json")
+    assert code == 0, err
+    assert "deep features kept for 2 steps" in err
+    assert "the outer levels" in err and "all of these" in err
+    assert err.count("kept\n") == 4, "baseline and plan of either part"
+    found = json.loads(out)
+    side = json.loads(next((tmp_path / "out").rglob("*synth*.json")).read_text())
+    assert side["cache"] == {"interval": 2, "depth": 0}
+    plain = tmp_path / "plain"
+    assert main(["sample", str(folder), "--mask", found["mask"], "-o", str(plain), "--device", "cpu", "--quiet"]) == 0
+    [by_itself] = plain.rglob("*.nii.gz")
+    np.testing.assert_allclose(
+        nibabel.load(found["synthetic"]).get_fdata(), nibabel.load(by_itself).get_fdata(), atol=1e-3
+    )
 
 
 def test_places_that_cannot_be_written_are_told(capsys, folder, tmp_path):

@@ -62,9 +62,11 @@ def command(
         dtype=torch.bfloat16 if on_gpu else torch.float32,
     )
     seeds = {"seeds": all_figures()}
-    found = seeds | climb(
-        setting, chosen, runs=20 if on_gpu else 1, say=output.say, keep=lambda rows: write(seeds | rows, out)
-    )
+
+    def keep(rows: dict[str, Any]) -> None:
+        write(seeds | rows, out)
+
+    found = seeds | climb(setting, chosen, runs=20 if on_gpu else 1, say=output.say, keep=keep)
     failed = "; ".join(f"rung {one['number']}: {one['reason']}" for one in found["failed"])
     if not found["rows"]:
         raise InputError(f"no rung ran on {place}: {failed}")

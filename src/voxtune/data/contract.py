@@ -173,8 +173,8 @@ def encode_mask(labels_DHW: np.ndarray, contract: DataContract) -> np.ndarray:
 
 def unknown_labels(labels: np.ndarray, contract: DataContract) -> list[int]:
     """Values in `labels` that are neither background nor in the contract."""
-    known = {0, *contract.values}
-    return [int(value) for value in np.unique(labels) if int(value) not in known]
+    strange = ~np.isin(labels, (0, *contract.values))
+    return [int(value) for value in np.unique(labels[strange])] if strange.any() else []
 
 
 def scale_image(image_DHW: np.ndarray, contract: DataContract) -> np.ndarray:

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from voxtune.data.deflate import gzip_bytes
 from voxtune.errors import InputError
 from voxtune.files import one_line, write_whole
 
@@ -124,8 +125,7 @@ def volume_bytes(array: np.ndarray, like: Volume, dtype: Any = None, *, compress
     """The file that `write_volume` writes, in memory."""
     assert array.shape == like.shape, f"{array.shape} is not the grid of {like.name}, {like.shape}"
     data = _image_bytes(array, like, np.dtype(dtype) if dtype is not None else _storage_dtype(array))
-    # A fixed time stamp: the same volume gives the same bytes.
-    return gzip.compress(data, compresslevel=4, mtime=0) if compressed else data
+    return gzip_bytes(data) if compressed else data
 
 
 def check_affine(affine: np.ndarray, name: str) -> None:

@@ -162,7 +162,6 @@ def _known(subject: Subject, plan: Plan) -> Optimized:
 
 def _tuned(model: nn.Module, inputs: Inputs, trajectory: Trajectory | None, say: Callable[[str], None]) -> Optimized:
     found: Tuned = tune(model, *inputs, trajectory=trajectory, say=say)
-    assert found.network is not None
     found.network.plan = found.plan
     return found.network
 

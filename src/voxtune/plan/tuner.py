@@ -101,8 +101,8 @@ class Tuned:
     """The best plan with its evidence, and every row that was measured, the losers too."""
 
     plan: Plan
+    network: Optimized
     rows: list[Row] = field(default_factory=list)
-    network: Optimized | None = None
 
 
 def precision_of(plan: Plan) -> str:
@@ -199,11 +199,10 @@ def tune(
         plan = Plan((*clean, *(Step(n) for n in rung.add if n not in names)))
         if not rung.apart and set(plan.names) <= set(best.plan.names):
             continue  # it is part of the best already
-        assert best.network is not None
         row, network = _try(subject, rung, plan, gate, best.network)
         best.rows.append(row)
         say(_line(row))
-        if row.kept:
+        if network is not None:
             best.plan, best.network = plan, network
         del network
         gc.collect()
@@ -220,7 +219,7 @@ def _baseline(subject: Subject, gate: Gate) -> Tuned:
     verdict = Verdict(math.isfinite(error), None, {"precision": "fp32", "relative": error})
     if not verdict.passed:
         raise InputError("the network's own answer in float32 is not finite: give other inputs, or other weights")
-    return Tuned(plan, [Row("baseline", plan.names, timing, verdict, kept=True)], network)
+    return Tuned(plan, network, [Row("baseline", plan.names, timing, verdict, kept=True)])
 
 
 def _try(subject: Subject, rung: Rung, plan: Plan, gate: Gate, best: Optimized) -> tuple[Row, Optimized | None]:
