@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import platform
 import statistics
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from voxtune.versions import commit
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -69,7 +69,7 @@ def write(path: Path, rows: list[dict[str, Any]], **more: Any) -> None:
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
         },
-        "commit": _commit(),
+        "commit": commit(),
         **more,
         "rows": rows,
     }
@@ -87,15 +87,3 @@ def show(rows: list[dict[str, Any]]) -> None:
 def _cpu() -> str:
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return f"{names[0].split(':')[1].strip()}, {len(names)} cores" if names else platform.processor()
-
-
-def _commit() -> str:
-    """The commit measured; a machine that has the files without their history is told it by VOXTUNE_COMMIT."""
-    if "VOXTUNE_COMMIT" in os.environ:
-        return os.environ["VOXTUNE_COMMIT"]
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-
-    dirty = "-dirty" if git("status", "--porcelain", "--", "src") else ""
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + dirty

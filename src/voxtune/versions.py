@@ -1,6 +1,32 @@
-"""Known defects of versions (issue numbers of pytorch/pytorch), for whoever has to warn of them or to keep clear of them."""
+"""Which code this is; and known defects of versions of others (issue numbers of pytorch/pytorch), for whoever has to warn
+of them or to keep clear of them."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+
+def commit() -> str:
+    """The checkout's commit, marked if files differ from it; outside a checkout, VOXTUNE_COMMIT or the version."""
+    if os.environ.get("VOXTUNE_COMMIT"):
+        return os.environ["VOXTUNE_COMMIT"]
+    root = Path(__file__).resolve().parents[2]
+    try:
+        if not (root / ".git").exists():
+            raise OSError
+        head = _git(root, "rev-parse", "HEAD")
+        return head + ("+changes" if _git(root, "status", "--porcelain", "--untracked-files=no", "--", "src") else "")
+    except (OSError, subprocess.SubprocessError):
+        from voxtune import __version__
+
+        return f"voxtune {__version__}"
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
 
 def cudnn_parts(version: int) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import platform
 import shlex
 import subprocess
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from voxtune.versions import commit
 
 _QUERY = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")
 
@@ -70,31 +71,12 @@ def smi(device: torch.device) -> dict[str, str]:
     return dict(zip(_QUERY, (v.strip() for v in told.strip().split(",")), strict=False))
 
 
-def commit() -> str:
-    """The checkout's commit, marked if files differ from it; outside a checkout, VOXTUNE_COMMIT or the version."""
-    if os.environ.get("VOXTUNE_COMMIT"):
-        return os.environ["VOXTUNE_COMMIT"]
-    root = Path(__file__).resolve().parents[3]
-    try:
-        if not (root / ".git").exists():
-            raise OSError
-        head = _git(root, "rev-parse", "HEAD")
-        return head + ("+changes" if _git(root, "status", "--porcelain", "--untracked-files=no", "--", "src") else "")
-    except (OSError, subprocess.SubprocessError):
-        return f"voxtune {_version('voxtune') or 'unknown'}"
-
-
 def provenance() -> dict[str, Any]:
     return {
         "commit": commit(),
         "command": _command(),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-
-
-def _git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
 
 def _version(package: str) -> str | None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from voxtune.quality.bootstrap import Figure
+from voxtune.versions import commit
 
 FORMAT = "voxtune-metrics/1"
 HEADER = ("figure", "value", "interval", "n", "better", "note")
@@ -95,6 +96,7 @@ def versions() -> dict[str, str]:
 
     return {
         "voxtune": __version__,
+        "commit": commit(),
         "torch": torch.__version__,
         "numpy": np.__version__,
         "python": platform.python_version(),

@@ -1,0 +1,149 @@
+"""The tables of docs/quality.md, made from the results they speak of: `python benchmarks/quality_tables.py` writes them anew.
+
+A table stands between `<!-- NAME -->` and `<!-- end of NAME -->`. A test holds the page against the files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "quality.md"
+RESULTS = ROOT / "benchmarks" / "results" / "h200"
+FIGURES = ("dice_brain", "dice_tumour", "fid", "mmd", "histogram_w1", "histogram_js", "psnr", "ms_ssim", "diversity")
+FIGURES = (*FIGURES, "detail")
+Data = dict[str, Any]
+
+
+def read(name: str) -> Data:
+    found: Data = json.loads((RESULTS / name).read_text())
+    return found
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def number(value: float) -> str:
+    return f"{value:.3f}" if 0.1 <= abs(value) < 10 else f"{value:.3g}"
+
+
+def span(figure: Data) -> str:
+    return f"{number(figure['value'])} ({number(figure['low'])} to {number(figure['high'])})"
+
+
+def tightest(row: Data) -> tuple[str, float]:
+    """The figure that comes nearest to its margin, or goes furthest beyond it, and the share of the margin."""
+    shares = {name: max(0.0, one["high"]) / one["margin"] for name, one in row["worsening"].items()}
+    name = max(shares, key=lambda n: shares[n])
+    return name, shares[name]
+
+
+def told(row: Data) -> str:
+    name, share = tightest(row)
+    text = f"{share:.2f} {name}"
+    return f"**{text}**" if row["verdict"] == "not worse" else text
+
+
+def steps_grid(data: Data) -> str:
+    plain = [r for r in data["rows"] if r.get("worsening") and r["clip"] and r["spacing"] == "trailing"]
+    plain = [r for r in plain if not r.get("cache") and "seed 1" not in r["name"]]
+    numbers = sorted({r["steps"] for r in plain})
+    rows = []
+    for sampler in dict.fromkeys(r["sampler"] for r in plain):
+        by_steps = {r["steps"]: r for r in plain if r["sampler"] == sampler}
+        rows.append([sampler, *(told(by_steps[n]) if n in by_steps else "" for n in numbers)])
+    return table(["sampler", *(f"{n} steps" for n in numbers)], rows)
+
+
+def steps_varied(data: Data) -> str:
+    rows = []
+    for r in data["rows"]:
+        varied = not r["clip"] or r["spacing"] != "trailing" or r.get("cache")
+        if varied or "seed 1" in r["name"]:
+            chosen = r["name"] == data["chosen"]
+            name = f"**{r['name']}**, chosen" if chosen else r["name"]
+            rows.append([name, f"{r['seconds_per_volume'] * 1e3:.1f}", told(r), r["verdict"]])
+    return table(["row", "ms a volume", "nearest to its margin", "verdict"], rows)
+
+
+def steps_figures(data: Data) -> str:
+    rows = {r["name"]: r for r in data["rows"]}
+    first = next(r for r in data["rows"] if r["verdict"] == "reference")
+    chosen = rows[data["chosen"]]
+    lines = [
+        [f"`{n}`", span(first["figures"][n]), span(chosen["figures"][n]), number(data["margins"][n]["margin"])]
+        for n in FIGURES
+    ]
+    lines.append(["ms a volume", *(f"{r['seconds_per_volume'] * 1e3:.1f}" for r in (first, chosen)), ""])
+    return table(["figure", first["name"], chosen["name"], "margin"], lines)
+
+
+def numerics(data: Data) -> str:
+    rows = []
+    for r in data["rows"]:
+        far = r.get("distance")
+        rows.append(
+            [
+                r["name"],
+                f"{r['seconds_per_volume'] * 1e3:.1f}",
+                told(r) if r.get("worsening") else "",
+                "" if far is None else f"{far['relative']:.1e} (worst {far['relative_worst']:.1e})",
+                "" if far is None else f"{far['psnr']:.1f} (worst {far['psnr_worst']:.1f})",
+                r["verdict"],
+            ]
+        )
+    return table(["", "ms a volume", "nearest to its margin", "relative error of volumes", "PSNR, dB", "verdict"], rows)
+
+
+def usefulness(data: Data) -> str:
+    rows = []
+    for arm in data["arms"]:
+        learned = " + ".join(f"{arm[kind]} {kind}" for kind in ("real", "synthetic") if arm[kind])
+        seeds = ", ".join(f"{v:.3f}" for v in arm["dice"]["tumour"]["by_seed"])
+        gain = next((g for g in arm["gains"] if g["label"] == "tumour"), None)
+        against = "" if gain is None else f"{gain['value']:+.3f} ({gain['low']:+.3f} to {gain['high']:+.3f})"
+        dice = [span(arm["dice"][label]) for label in ("brain", "tumour")]
+        rows.append([f"`{arm['name']}`", learned, *dice, seeds, against, "" if gain is None else gain["verdict"]])
+    head = ["arm", "learned from", "Dice of brain", "Dice of tumour", "by seed", "tumour against `real`", "verdict"]
+    return table(head, rows)
+
+
+def volume(data: Data) -> str:
+    rows = []
+    for r in data["rows"]:
+        first = next(x for x in data["rows"] if x["name"] == "published_fp32_250")
+        kept = f", cache {r['cache']}" if "cache" in r else ""
+        times = "" if r["name"].endswith("first_volume") else f"{first['p50_ms'] / r['p50_ms']:.1f} x"
+        error = "" if r["error"] in (None, 0.0) else f"{r['error']:.1e}"
+        how = f"{r['sampler']} {r['steps']}{kept}"
+        rows.append([f"`{r['name']}`", how, f"{r['p50_ms']:,.0f}", times, f"{r['peak_gib']:.1f}", error])
+    return table(["row", "sampling", "ms a volume", "", "GiB", "error"], rows)
+
+
+def blocks() -> dict[str, str]:
+    steps = read("demo/steps.json")
+    return {
+        "steps": steps_grid(steps),
+        "steps, varied": steps_varied(steps),
+        "steps, figures": steps_figures(steps),
+        "numerics": numerics(read("demo/numerics.json")),
+        "usefulness": usefulness(read("demo/usefulness.json")),
+        "volume": volume(read("volume.json")),
+    }
+
+
+def filled(page: str) -> str:
+    for name, text in blocks().items():
+        start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        assert page.count(start) == page.count(end) == 1, f"{PAGE}: the table {name} has no place"
+        page = re.sub(f"{re.escape(start)}.*?{re.escape(end)}", lambda _: f"{start}\n{text}\n{end}", page, flags=re.S)  # noqa: B023
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text()))

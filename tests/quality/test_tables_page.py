@@ -1,0 +1,53 @@
+"""What docs/quality.md says of the shipped model is what its results say, and these are of the model that ships."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from voxtune.runtime.storage import demo_model, load, weights_sha256
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "h200" / "demo"
+
+
+@pytest.fixture
+def tables():
+    spec = importlib.util.spec_from_file_location("quality_tables", ROOT / "benchmarks" / "quality_tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_holds_the_tables_of_the_files(tables):
+    page = tables.PAGE.read_text()
+    assert tables.filled(page) == page, "python benchmarks/quality_tables.py writes them anew"
+    assert tables.filled(page.replace("not worse", "worse")) != page.replace("not worse", "worse")
+
+
+@pytest.mark.parametrize("name", ["steps", "numerics", "usefulness"])
+def test_results_are_of_the_model_that_ships(name):
+    found = json.loads((RESULTS / f"{name}.json").read_text())
+    assert found["model_sha256"] == weights_sha256(demo_model())
+    assert found["subjects"] >= 64
+
+
+def test_the_stored_choice_is_the_tables():
+    auto = load(demo_model()).config.sampling.auto
+    data = (RESULTS / "steps.json").read_bytes()
+    table = json.loads(data)
+    assert hashlib.sha256(data).hexdigest() == auto.evidence.sha256
+    chosen = next(row for row in table["rows"] if row["name"] == table["chosen"])
+    cache = None if auto.cache is None else {"interval": auto.cache.interval, "depth": auto.cache.depth}
+    assert chosen["verdict"] == "not worse"
+    assert [chosen[k] for k in ("sampler", "steps", "spacing", "clip")] == [
+        auto.sampler,
+        auto.steps,
+        auto.spacing,
+        auto.clip,
+    ]
+    assert chosen.get("cache") == cache
