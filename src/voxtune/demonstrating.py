@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
-
-from torch import nn
 
 from voxtune.data import cohort
 from voxtune.data.nifti import write_volume
 from voxtune.describing import find_sets
 from voxtune.errors import InputError
 from voxtune.evaluating import evaluate, write_result
-from voxtune.optimizing import example_inputs, optimize, walk
+from voxtune.optimizing import example_inputs, optimize, tune_model
 from voxtune.quality.result import Evaluation
 from voxtune.report.picture import Panel, contact_sheet
 from voxtune.report.view import view_page
@@ -25,7 +23,6 @@ from voxtune.runtime.model import Model
 from voxtune.runtime.sampling import Drawing
 from voxtune.runtime.segmenter import load_segmenter, shipped_segmenter
 from voxtune.runtime.storage import load, provenance
-from voxtune.workloads import split
 
 # Of the gate on a CPU, where a step takes seconds: two inputs, and a sampling of four steps.
 CHECKS, WALK = 2, 4
@@ -130,8 +127,7 @@ class Clock:
 
 
 def _planned(model: Model, how: Drawing, path: Path, shown: Shown, voice: Voice, minutes: float) -> Model:
-    from voxtune.plan.cache import remember
-    from voxtune.plan.tuner import CPU_IN_SHORT, Rung, Tuned, tune
+    from voxtune.plan.tuner import CPU_IN_SHORT
 
     if minutes <= 0:
         return model
@@ -141,50 +137,19 @@ def _planned(model: Model, how: Drawing, path: Path, shown: Shown, voice: Voice,
     voice.say(
         f"plan     passes measured on this machine and held against the network itself, {minutes:g} minutes at most"
     )
-    args = example_inputs(model)
-
-    def tuned(network: nn.Module, args: tuple[Any, ...], ladder: Sequence[Rung]) -> Tuned:
-        found = tune(
-            network,
-            args,
-            ladder=ladder,
-            trajectory=walk(model, args, steps=WALK),
-            checks=CHECKS,
-            seconds=60 * minutes,
-            say=lambda line: voice.say(f"         {line}"),
-        )
-        remember(found.plan)
-        return found
-
-    network: nn.Module
-    if how.cache is None:
-        whole = tuned(model.network, args, CPU_IN_SHORT)
-        network = whole.network
-    else:
-        full, between = split(model.network, how.cache.depth)
-        whole = tuned(full, args, CPU_IN_SHORT)
-        voice.say("plan     the same passes for the outer levels, which alone run on steps that keep the deep feature")
-        again = Rung("all of these", tuple(name for name in whole.plan.names if name != "strict"), apart=True)
-        inner = (*args, whole.network(*args)[1])
-        network = Parts(model.network, how.cache.depth, whole.network, tuned(between, inner, (again,)).network)
-    whole.plan.save(path)
-    shown.files["plan"], shown.plan = path, whole.plan.names
-    # The networks that were tuned and gated, as they stand: nothing is compiled twice.
-    return Model(model.config, network)
-
-
-class Parts(nn.Module):
-    """A network whose two parts (see `workloads.split`) were tuned apart."""
-
-    def __init__(self, original: nn.Module, depth: int, full: nn.Module, between: nn.Module):
-        super().__init__()
-        self.original, self.depth, self.full, self.between = original, depth, full, between
-
-    def forward(self, *args: Any) -> Any:
-        return self.original(*args)
-
-    def split(self, depth: int) -> tuple[nn.Module, nn.Module]:
-        return (self.full, self.between) if depth == self.depth else split(self.original, depth)
+    fast, plan = tune_model(
+        model,
+        example_inputs(model),
+        cache=how.cache,
+        ladder=CPU_IN_SHORT,
+        steps=WALK,
+        checks=CHECKS,
+        seconds=60 * minutes,
+        say=lambda line: voice.say(f"         {line}"),
+    )
+    plan.save(path)
+    shown.files["plan"], shown.plan = path, plan.names
+    return fast
 
 
 def _draw(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -15,11 +16,13 @@ from voxtune.diffusion import noise_source, spaced_steps
 from voxtune.diffusion import sampler as find_sampler
 from voxtune.errors import InputError
 from voxtune.runtime.model import Model, check_size, workload_config
+from voxtune.runtime.sampling import Cache
 from voxtune.runtime.storage import load
 from voxtune.workloads import WORKLOADS, split, without_zeros
 
 if TYPE_CHECKING:
     from voxtune.plan import Optimized, Plan
+    from voxtune.plan.tuner import Rung
 
 Say = Callable[[str], None]
 
@@ -152,3 +155,56 @@ def walk(model: Model, args: tuple[Any, ...], steps: int = STEPS) -> Callable[[C
         return sampler(lambda y, t_N: volume_of(call(y, t_N, *rest)), noise(0), model.schedule, timesteps, noise=noise)
 
     return follow
+
+
+class Parts(nn.Module):
+    """A network whose two parts (see `workloads.split`) were tuned apart."""
+
+    def __init__(self, original: nn.Module, depth: int, full: nn.Module, between: nn.Module):
+        super().__init__()
+        self.original, self.depth, self.full, self.between = original, depth, full, between
+        self.eval()
+
+    def forward(self, *args: Any) -> Any:
+        return self.original(*args)
+
+    def split(self, depth: int) -> tuple[nn.Module, nn.Module]:
+        return (self.full, self.between) if depth == self.depth else split(self.original, depth)
+
+
+def tune_model(
+    model: Model,
+    args: tuple[Any, ...],
+    *,
+    cache: Cache | None = None,
+    ladder: Sequence[Rung] | None = None,
+    steps: int = STEPS,
+    checks: int = 3,
+    seconds: float = math.inf,
+    say: Say = lambda _line: None,
+) -> tuple[Model, Plan]:
+    """The model by the fastest networks that pass the gate, and their plan; kept for `plan="auto"`, too.
+
+    With `cache`, what is tuned are the parts that a sampling runs which keeps features between steps: the whole network with
+    the deep feature beside its answer, then by the same passes, whatever time that takes, the outer levels alone.
+    """
+    from voxtune.plan.cache import remember
+    from voxtune.plan.tuner import Rung, Tuned, tune
+
+    def found(network: nn.Module, args: tuple[Any, ...], ladder: Sequence[Rung] | None, seconds: float) -> Tuned:
+        follow = walk(model, args, steps)
+        tuned = tune(network, args, ladder=ladder, trajectory=follow, checks=checks, seconds=seconds, say=say)
+        remember(tuned.plan)
+        return tuned
+
+    if cache is None:
+        whole = found(model.network, args, ladder, seconds)
+        return Model(model.config, whole.network, model.noise), whole.plan
+    full, between = split(model.network, cache.depth)
+    whole = found(full, args, ladder, seconds)
+    say("the outer levels, which run alone where the deep feature is kept:")
+    again = Rung("all of these", tuple(name for name in whole.plan.names if name != "strict"), apart=True)
+    with torch.no_grad():
+        deep = whole.network(*args)[1].clone()
+    outer = found(between, (*args, deep), (again,), math.inf)
+    return Model(model.config, Parts(model.network, cache.depth, whole.network, outer.network), model.noise), whole.plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import nibabel as nib
@@ -12,6 +13,8 @@ import pytest
 from tests.cli.test_commands import CHECKPOINT, model, run  # noqa: F401  `model` is a fixture
 from tests.runtime.test_generate import write_mask
 from voxtune.plan import tuner
+from voxtune.runtime.sampling import AutoSampling, Cache, Evidence
+from voxtune.runtime.storage import store_auto
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +55,23 @@ def test_tune_prints_the_waterfall_and_sample_uses_it(capsys, model, tmp_path): 
     base = volume_of(tmp_path / "base")
     for name in ("auto", "given"):
         assert np.abs(volume_of(tmp_path / name) - base).max() < 1e-3
+
+
+def test_a_model_that_keeps_features_is_tuned_as_it_is_sampled(capsys, model, tmp_path, monkeypatch):  # noqa: F811
+    evidence = Evidence(file="steps.json", sha256="0" * 64, subjects=64, summary="made up")
+    folder = shutil.copytree(model, tmp_path / "model")
+    store_auto(folder, AutoSampling(sampler="ddim", steps=3, cache=Cache(interval=2, depth=0), evidence=evidence))
+    monkeypatch.setattr(tuner, "_faster", lambda *_: True)
+    code, out, err = run(capsys, "tune", folder, "--shape", "16,16,16")
+    assert code == 0, err
+    assert "the outer levels" in out
+    assert sum(line.endswith("kept") for line in out.splitlines()) == 4, "baseline and plan, of each part"
+    mask = write_mask(tmp_path / "sub-9_dseg.nii.gz")
+    code, out, err = run(capsys, "sample", folder, "--mask", mask, "--size", "16,16,16", "-o", tmp_path / "out")
+    assert code == 0, err
+    assert "voxtune tune" not in out, "both plans are found"
+    sidecar = json.loads(next((tmp_path / "out").glob("*T1w.json")).read_text())
+    assert "channels_last" in sidecar["passes"] and sidecar["cache"] == {"interval": 2, "depth": 0}
 
 
 def test_sampling_without_a_tuned_plan_says_how_to_get_one(capsys, model, tmp_path):  # noqa: F811

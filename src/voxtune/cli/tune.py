@@ -24,9 +24,7 @@ def command(
     quiet: QuietOption = False,
 ) -> None:
     """Measure passes on this machine, gate each against the network itself, keep what is faster and the same."""
-    from voxtune.optimizing import example_inputs, tuning_target, walk
-    from voxtune.plan.cache import remember
-    from voxtune.plan.tuner import tune
+    from voxtune.optimizing import example_inputs, tune_model, tuning_target
 
     output = Output(json=json, quiet=quiet)
     loaded = tuning_target(model, choose_device(device))
@@ -34,10 +32,9 @@ def command(
     args = example_inputs(loaded, sides, batch)
     output.say(f"tuning {model} at {'x'.join(map(str, args[0].shape[2:]))}, batch {batch}, on {loaded.device}")
     seconds = math.inf if minutes is None else 60 * minutes
-    found = tune(loaded.network, args, trajectory=walk(loaded, args), seconds=seconds, say=output.say)
-    remember(found.plan)
+    _, plan = tune_model(loaded, args, cache=loaded.drawing().cache, seconds=seconds, say=output.say)
     if out is not None:
-        found.plan.save(out)
+        plan.save(out)
         output.say(f"wrote {out}")
-    output.say("best: " + (" + ".join(found.plan.names) or "nothing rewritten"))
-    output.result(found.plan.to_json())
+    output.say("best: " + (" + ".join(plan.names) or "nothing rewritten"))
+    output.result(plan.to_json())
