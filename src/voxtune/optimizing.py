@@ -186,25 +186,25 @@ def tune_model(
     """The model by the fastest networks that pass the gate, and their plan; kept for `plan="auto"`, too.
 
     With `cache`, what is tuned are the parts that a sampling runs which keeps features between steps: the whole network with
-    the deep feature beside its answer, then by the same passes, whatever time that takes, the outer levels alone.
+    the deep feature beside its answer, then by the same passes, whatever time that takes, the outer levels alone; these on one
+    input, since the passes have been judged on the whole network by then.
     """
     from voxtune.plan.cache import remember
     from voxtune.plan.tuner import Rung, Tuned, tune
 
-    def found(network: nn.Module, args: tuple[Any, ...], ladder: Sequence[Rung] | None, seconds: float) -> Tuned:
-        follow = walk(model, args, steps)
-        tuned = tune(network, args, ladder=ladder, trajectory=follow, checks=checks, seconds=seconds, say=say)
+    def found(network: nn.Module, args: tuple[Any, ...], **options: Any) -> Tuned:
+        tuned = tune(network, args, trajectory=walk(model, args, steps), say=say, **options)
         remember(tuned.plan)
         return tuned
 
     if cache is None:
-        whole = found(model.network, args, ladder, seconds)
+        whole = found(model.network, args, ladder=ladder, checks=checks, seconds=seconds)
         return Model(model.config, whole.network, model.noise), whole.plan
     full, between = split(model.network, cache.depth)
-    whole = found(full, args, ladder, seconds)
+    whole = found(full, args, ladder=ladder, checks=checks, seconds=seconds)
     say("the outer levels, which run alone where the deep feature is kept:")
     again = Rung("all of these", tuple(name for name in whole.plan.names if name != "strict"), apart=True)
     with torch.no_grad():
         deep = whole.network(*args)[1].clone()
-    outer = found(between, (*args, deep), (again,), math.inf)
+    outer = found(between, (*args, deep), ladder=(again,), checks=1)
     return Model(model.config, Parts(model.network, cache.depth, whole.network, outer.network), model.noise), whole.plan

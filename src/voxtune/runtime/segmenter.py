@@ -20,6 +20,7 @@ from voxtune.runtime.storage import CARD, CONFIG, WEIGHTS, check_state, read_jso
 from voxtune.workloads.segment import SegmentConfig, SegmentUNet
 
 FORMAT = "voxtune-segment/1"
+PACKAGE = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ class Segmenter:
         """What a result must say of the network that it rests on."""
         contract = self.config.data
         return {
-            "file": None if self.path is None else str(self.path),
+            "file": None if self.path is None else _told(self.path),
             "sha256": self.sha256,
             "features": self.config.network.features,
             "size": list(contract.size),
@@ -100,7 +101,12 @@ class Segmenter:
 
 def shipped_segmenter() -> Path:
     """The folder of the segmenter that ships with the package."""
-    return Path(__file__).parent.parent / "models" / "segment"
+    return PACKAGE / "models" / "segment"
+
+
+def _told(path: Path) -> str:
+    """A user's file as it was given; a shipped one by its place in the package, which is the same on every machine."""
+    return str(Path("voxtune") / path.relative_to(PACKAGE)) if path.is_relative_to(PACKAGE) else str(path)
 
 
 def load_segmenter(path: str | Path, *, device: torch.device | str = "cpu") -> Segmenter:
