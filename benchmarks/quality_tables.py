@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "quality.md"
-RESULTS = ROOT / "benchmarks" / "results" / "h200"
+RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ("dice_brain", "dice_tumour", "fid", "mmd", "histogram_w1", "histogram_js", "psnr", "ms_ssim", "diversity")
 FIGURES = (*FIGURES, "detail")
 Data = dict[str, Any]
@@ -125,15 +125,27 @@ def volume(data: Data) -> str:
     return table(["row", "sampling", "ms a volume", "", "GiB", "error"], rows)
 
 
+def evaluation(data: Data) -> str:
+    """Each figure beside its yardstick, what the same is for real volumes."""
+    found = {f["name"]: f for f in data["figures"]}
+    pairs = [("dice_brain", "dice_brain_real"), ("dice_tumour", "dice_tumour_real"), ("diversity", "diversity_real")]
+    pairs += [("nearest_voxel", "nearest_voxel_real"), ("nearest_feature", "nearest_feature_real")]
+    rows = [[f"`{a}`", span(found[a]), span(found[b])] for a, b in pairs]
+    rows += [[f"`{n}`", span(found[n]), ""] for n in ("nearest_voxel_ratio", "nearest_feature_ratio")]
+    rows += [[f"`{n}`", number(found[n]["value"]), ""] for n in ("nearest_voxel_copies", "nearest_feature_copies")]
+    return table(["figure", "drawn", "real"], rows)
+
+
 def blocks() -> dict[str, str]:
-    steps = read("demo/steps.json")
+    steps = read("h200/demo/steps.json")
     return {
         "steps": steps_grid(steps),
         "steps, varied": steps_varied(steps),
         "steps, figures": steps_figures(steps),
-        "numerics": numerics(read("demo/numerics.json")),
-        "usefulness": usefulness(read("demo/usefulness.json")),
-        "volume": volume(read("volume.json")),
+        "numerics": numerics(read("h200/demo/numerics.json")),
+        "usefulness": usefulness(read("h200/demo/usefulness.json")),
+        "evaluation": evaluation(read("cpu/demo_metrics.json")),
+        "volume": volume(read("h200/volume.json")),
     }
 
 
