@@ -68,7 +68,9 @@ def test_a_cached_graph_is_not_used_for_a_network_of_other_settings(tmp_path, mo
     for net in nets:
         fast = optimize(net, (x,))
         with torch.no_grad():
-            torch.testing.assert_close(fast(x), net(x))
+            found, wanted = fast(x), net(x)
+        # A processor with BF16 may choose it; the other network's answer lies far beyond that.
+        assert (found - wanted).norm() < 0.02 * wanted.norm()
 
 
 def test_how_inputs_are_named_counts():

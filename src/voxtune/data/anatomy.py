@@ -7,6 +7,7 @@ installed package: importing nilearn itself would take seconds and is not needed
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -101,18 +102,27 @@ class SmoothField:
         return SmoothField(controls=rng.normal(0.0, sd * 0.5**-1.5, (components, n, n, n)), step_mm=step_mm)
 
     def at(self, x_mm: np.ndarray, y_mm: np.ndarray, z_mm: np.ndarray) -> np.ndarray:
-        """Values (components, X, Y, Z) on the product of three lists of coordinates."""
+        """Values (components, X, Y, Z) on the product of three lists of coordinates.
+
+        By sums of a fixed order: a library's matrix product gives other last digits with another number of threads.
+        """
         values = self.controls.astype(np.float32)
         for coords in (x_mm, y_mm, z_mm):
             # Contracts the first control axis and puts the coordinates last: after three rounds the order is X, Y, Z.
-            values = np.tensordot(values, self._weights(coords, self.controls.shape[1]), axes=([1], [1]))
+            values = np.moveaxis(values, 1, -1)
+            values = sum(values[..., index] * weight for index, weight in self._taps(coords, self.controls.shape[1]))
         return values
 
-    def _weights(self, coords_mm: np.ndarray, n: int) -> np.ndarray:
-        distance = np.abs(coords_mm[:, None] / self.step_mm - (np.arange(n) - n // 2)[None, :])
-        near = 2.0 / 3.0 - distance**2 + distance**3 / 2.0
-        far = np.clip(2.0 - distance, 0.0, None) ** 3 / 6.0
-        return np.where(distance < 1.0, near, far).astype(np.float32)
+    def _taps(self, coords_mm: np.ndarray, n: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The four control points whose splines reach a coordinate, and their weights; none beyond the last point."""
+        place = coords_mm / self.step_mm + n // 2
+        first = np.floor(place).astype(np.int64) - 1
+        for index in (first, first + 1, first + 2, first + 3):
+            distance = np.abs(place - index)
+            near = 2.0 / 3.0 - distance**2 + distance**3 / 2.0
+            far = np.clip(2.0 - distance, 0.0, None) ** 3 / 6.0
+            weight = np.where(distance < 1.0, near, far) * ((index >= 0) & (index < n))
+            yield np.clip(index, 0, n - 1), weight.astype(np.float32)
 
 
 def _template_folder() -> Path:

@@ -179,8 +179,10 @@ def _warp(traits: Traits, coords: tuple[np.ndarray, ...]) -> np.ndarray:
 def _lesion_level(lesion: Lesion, points: np.ndarray, coords: tuple[np.ndarray, ...]) -> np.ndarray:
     """0 at the lesion's centre, 1 on its irregular surface."""
     away = points - lesion.centre.astype(np.float32).reshape(3, 1, 1, 1)
-    stretched = np.tensordot(lesion.stretch.astype(np.float32), away, axes=1)
-    distance = np.sqrt((stretched**2).sum(axis=0)) / np.float32(lesion.radius_mm)
+    stretched = (
+        sum(factor * part for factor, part in zip(row, away, strict=True)) for row in lesion.stretch.astype("f4")
+    )
+    distance = np.sqrt(sum(part**2 for part in stretched)) / np.float32(lesion.radius_mm)
     return distance * (1.0 + lesion.shape.at(*coords)[0])
 
 
