@@ -172,10 +172,15 @@ def caches_of(text: str | None) -> list[Cache]:
 
 def precisions(model: Model, plan: str, say: Say = lambda _line: None) -> list[tuple[str, Model]]:
     """The model in float32 first, then in the other ways that this device has."""
-    if model.device.type != "cuda":
-        return [("FP32", model), ("BF16 autocast", Model(model.config, Autocast(model.network)))]
     from voxtune.plan import Plan
+    from voxtune.plan.hazards import slow_half
 
+    if model.device.type != "cuda":
+        slow = slow_half(model.device.type)
+        if slow is not None:
+            say(f"BF16 autocast: left out: {slow}")
+            return [("FP32", model)]
+        return [("FP32", model), ("BF16 autocast", Model(model.config, Autocast(model.network)))]
     ways: list[tuple[str, Any]] = [("FP32", "baseline"), ("TF32", Plan.of("tf32")), ("BF16 plan", plan)]
     return [(name, optimize(model, plan=way, search=False, say=say)) for name, way in ways]
 

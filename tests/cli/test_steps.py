@@ -19,6 +19,7 @@ from voxtune.cli.main import main
 from voxtune.comparing import Bench
 from voxtune.data.bids import write_cohort
 from voxtune.data.cohort import cohort_contract
+from voxtune.plan.hazards import slow_half
 from voxtune.runtime.model import Model, SamplingConfig
 from voxtune.runtime.segmenter import Segmenter, SegmenterConfig, save_segmenter
 from voxtune.runtime.storage import load, save, weights_sha256
@@ -210,7 +211,10 @@ def test_folders_and_numerics(capsys, folders, tmp_path):
     assert code == 0, err
     assert "BF16 autocast" in out and "a result needs 64" in err
     stored = json.loads((tmp_path / "out" / "numerics.json").read_text())
-    assert stored["rows"][2]["distance"]["relative"] > 0
+    if slow_half("cpu") is None:
+        assert stored["rows"][2]["distance"]["relative"] > 0
+    else:
+        assert "left out" in out and len(stored["rows"]) == 2
     code, _, err = run(capsys, "steps", folders[0], "-o", tmp_path / "out", *options)
     assert code == 2 and "--overwrite" in err
 

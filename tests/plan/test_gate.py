@@ -10,6 +10,7 @@ import torch
 from tests.plan.networks import REWRITING, make
 from voxtune.plan.build import Subject, build
 from voxtune.plan.gate import Gate, vary
+from voxtune.plan.hazards import slow_half
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import Optimized
 from voxtune.plan.trajectory import trajectory_of
@@ -34,6 +35,7 @@ def norms_of(network):
     return [n for n in graph.nodes if n.op == "call_function" and NORM in str(n.target)]
 
 
+@pytest.mark.skipif(slow_half("cpu") is not None, reason=str(slow_half("cpu")))
 def test_a_sound_plan_passes_with_its_figures(subject):
     net, args, gate = subject
     verdict = judge(Subject(net, (args, {})), rewritten(net, args, "bf16"), gate)

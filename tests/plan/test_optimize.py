@@ -13,12 +13,14 @@ from torch import nn
 
 import voxtune
 from tests.plan.networks import make
+from tests.steps import made
 from voxtune.errors import InputError
 from voxtune.plan import Plan
 from voxtune.plan import build as building
 from voxtune.plan import tuner as tuning
-from voxtune.plan.hazards import hazards, refuses_half, why_no_compiler
+from voxtune.plan.hazards import hazards, refuses_half, slow_half, why_no_compiler
 from voxtune.plan.passes import Outcome
+from voxtune.steps import precisions
 
 QUICK = (
     tuning.Rung("sharing and sdpa", ("cleanup", "sdpa", "time")),
@@ -30,6 +32,8 @@ QUICK = (
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("VOXTUNE_CACHE", str(tmp_path / "cache"))
+    # Every rung is tried, whatever the processor.
+    monkeypatch.setattr(tuning, "slow_half", lambda _type: None)
 
 
 @pytest.fixture
@@ -229,6 +233,26 @@ def test_torch_compile_sees_that_weights_have_changed(caplog):
         net.load_state_dict({name: value * 1.25 for name, value in net.state_dict().items()})
         torch.testing.assert_close(fast(*args), net(*args))
     assert "weights have changed" in caplog.text
+
+
+@pytest.mark.parametrize(("half", "slow"), [(0.9, False), (7.9, False), (19.0, True)])
+def test_a_processor_that_is_slow_in_half_precision_does_not_try_it(monkeypatch, half, slow):
+    slow_half.cache_clear()
+    monkeypatch.setattr(tuning, "slow_half", slow_half)
+    monkeypatch.setattr("voxtune.plan.hazards._seconds", lambda _, x: half if x.dtype == torch.bfloat16 else 1.0)
+    net, args = make("convnext")
+    bf16 = tuning.Rung("bf16", ("bf16",), apart=True)
+    monkeypatch.setattr(tuning, "_faster", lambda *_: False)
+    found = tuning.tune(net, args, ladder=(bf16,))
+    ways = [name for name, _ in precisions(made.model(4), "auto")]
+    slow_half.cache_clear()
+    if slow:
+        assert found.rows[1].why == "BF16 convolutions take 19 times as long as float32's on this processor"
+        assert found.rows[1].timing is None
+        assert ways == ["FP32"]
+    else:
+        assert found.rows[1].timing is not None
+        assert ways == ["FP32", "BF16 autocast"]
 
 
 def test_hazards_are_looked_at_first(monkeypatch):

@@ -11,6 +11,7 @@ from torch import nn
 from tests.steps import made
 from voxtune.choosing import TableOptions, _cached_ways, numerics_table, step_table
 from voxtune.errors import InputError
+from voxtune.plan.hazards import slow_half
 from voxtune.quality.bootstrap import Bootstrap
 from voxtune.quality.table import Row
 from voxtune.runtime.describe import shallow_share
@@ -120,6 +121,7 @@ def test_more_steps_are_tried_where_arithmetic_leaves_them_less_to_do():
     assert _cached_ways(model, Cache(interval=2), Row(**{**vars(row), "how": {**how, "steps": 2}}), (2,)) == []
 
 
+@pytest.mark.skipif(slow_half("cpu") is not None, reason=str(slow_half("cpu")))
 def test_numerics_draw_with_what_is_kept():
     torch.manual_seed(0)
     model = Model(made.model(4).config)

@@ -12,6 +12,7 @@ from torch import nn
 from tests.steps import made
 from voxtune.choosing import TableOptions, distances, numerics_table, step_table
 from voxtune.errors import InputError
+from voxtune.plan.hazards import slow_half
 from voxtune.quality.bootstrap import Bootstrap
 from voxtune.runtime.model import Model
 from voxtune.steps import precisions
@@ -157,7 +158,8 @@ def test_numerics_from_the_same_noise():
     ways = [*precisions(model, "auto"), ("the same", model)]
     found = numerics_table(ways, made.subjects(2), made.segmenter(), sampler="ddim", steps=2, options=QUICK)
     rows = {row.name: row for row in found.rows}
-    assert 0 < rows["BF16 autocast"].distance["relative"] <= rows["BF16 autocast"].distance["relative_worst"] < 0.2
+    if slow_half("cpu") is None:
+        assert 0 < rows["BF16 autocast"].distance["relative"] <= rows["BF16 autocast"].distance["relative_worst"] < 0.2
     assert rows["the same"].distance["relative"] == rows["the same"].distance["worst_voxel"] == 0
     assert not rows["the same"].worse
     assert rows["the same"].how["steps"] == 2

@@ -22,7 +22,7 @@ from voxtune.errors import InputError
 from voxtune.files import one_line
 from voxtune.plan.build import Subject
 from voxtune.plan.gate import Gate, Trajectory, Verdict, vary, volume_of
-from voxtune.plan.hazards import refuses_half
+from voxtune.plan.hazards import refuses_half, slow_half
 from voxtune.plan.identity import identity
 from voxtune.plan.measure import Timing, clocked, measure
 from voxtune.plan.passes.base import HALF
@@ -224,7 +224,7 @@ def _baseline(subject: Subject, gate: Gate) -> Tuned:
 
 def _try(subject: Subject, rung: Rung, plan: Plan, gate: Gate, best: Optimized) -> tuple[Row, Optimized | None]:
     row = Row(rung.name, plan.names)
-    half = refuses_half(subject.device) if precision_of(plan) in HALF else None
+    half = _why_not_half(subject.device) if precision_of(plan) in HALF else None
     if half is not None:
         row.why = half
         return row, None
@@ -247,6 +247,10 @@ def _try(subject: Subject, rung: Rung, plan: Plan, gate: Gate, best: Optimized) 
     row.kept = row.verdict.passed
     row.why = "" if row.kept else f"refused: {row.verdict.reason}"
     return row, network if row.kept else None
+
+
+def _why_not_half(device: torch.device) -> str | None:
+    return refuses_half(device) or slow_half(device.type)
 
 
 def _time(network: Optimized, subject: Subject, **options: Any) -> Timing:
