@@ -10,9 +10,10 @@ from voxtune.errors import InputError
 from voxtune.optimizing import Planned
 from voxtune.plan.api import CPU_READY, optimize
 from voxtune.plan.build import Subject, build
-from voxtune.plan.hazards import slow_half
+from voxtune.plan.gate import volume_of
 from voxtune.plan.kept import keep, kept
 from voxtune.plan.plan import Plan
+from voxtune.plan.trajectory import trajectory_of
 from voxtune.plan.tuner import gate_for, judge
 from voxtune.workloads import split
 
@@ -49,12 +50,13 @@ def test_every_pass_leaves_every_output_the_same(parts, which, names):
         assert 0 < float((a - b).norm() / b.norm()) < 1e-5
 
 
-@pytest.mark.skipif(slow_half("cpu") is not None, reason=str(slow_half("cpu")))
 @pytest.mark.parametrize("which", [0, 1])
 def test_the_gate_admits_half_precision(parts, which):
     part, inputs = parts[which]
     subject = Subject(part, (inputs, {}))
-    verdict = judge(subject, subject.build(Plan.of("bf16", *REWRITING), twin=True), gate_for(subject))
+    with torch.no_grad():
+        walk = trajectory_of((inputs, {}), volume_of(part(*inputs)), steps=2)
+    verdict = judge(subject, subject.build(Plan.of("bf16", *REWRITING), twin=True), gate_for(subject, walk))
     assert verdict.passed, verdict
     assert verdict.figures["relative"] > 1e-4 and "trajectory" in verdict.figures
 
