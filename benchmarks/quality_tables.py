@@ -10,11 +10,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from voxtune.quality.paired import Comparison, Span
+
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "quality.md"
 RESULTS = ROOT / "benchmarks" / "results"
-FIGURES = ("dice_brain", "dice_tumour", "fid", "mmd", "histogram_w1", "histogram_js", "psnr", "ms_ssim", "diversity")
-FIGURES = (*FIGURES, "detail")
 Data = dict[str, Any]
 
 
@@ -36,22 +36,20 @@ def span(figure: Data) -> str:
     return f"{number(figure['value'])} ({number(figure['low'])} to {number(figure['high'])})"
 
 
-def tightest(row: Data) -> tuple[str, float]:
-    """The figure that comes nearest to its margin, or goes furthest beyond it, and the share of the margin."""
-    shares = {name: max(0.0, one["high"]) / one["margin"] for name, one in row["worsening"].items()}
-    name = max(shares, key=lambda n: shares[n])
-    return name, shares[name]
-
-
 def told(row: Data) -> str:
-    name, share = tightest(row)
-    text = f"{share:.2f} {name}"
+    """The figure that comes nearest to its margin, or goes furthest beyond it, and the share of the margin."""
+    compared = {
+        name: Comparison(worsening=Span(**{k: one[k] for k in ("value", "low", "high")}), margin=one["margin"])
+        for name, one in row["worsening"].items()
+    }
+    name = max(compared, key=lambda n: compared[n].of_margin)
+    text = f"{max(0.0, compared[name].of_margin):.2f} {name}"
     return f"**{text}**" if row["verdict"] == "not worse" else text
 
 
 def steps_grid(data: Data) -> str:
     plain = [r for r in data["rows"] if r.get("worsening") and r["clip"] and r["spacing"] == "trailing"]
-    plain = [r for r in plain if not r.get("cache") and "seed 1" not in r["name"]]
+    plain = [r for r in plain if not r.get("cache") and r["seed"] == data["seed"]]
     numbers = sorted({r["steps"] for r in plain})
     rows = []
     for sampler in dict.fromkeys(r["sampler"] for r in plain):
@@ -64,7 +62,7 @@ def steps_varied(data: Data) -> str:
     rows = []
     for r in data["rows"]:
         varied = not r["clip"] or r["spacing"] != "trailing" or r.get("cache")
-        if varied or "seed 1" in r["name"]:
+        if varied or (r.get("worsening") and r["seed"] != data["seed"]):
             chosen = r["name"] == data["chosen"]
             name = f"**{r['name']}**, chosen" if chosen else r["name"]
             rows.append([name, f"{r['seconds_per_volume'] * 1e3:.1f}", told(r), r["verdict"]])
@@ -77,7 +75,7 @@ def steps_figures(data: Data) -> str:
     chosen = rows[data["chosen"]]
     lines = [
         [f"`{n}`", span(first["figures"][n]), span(chosen["figures"][n]), number(data["margins"][n]["margin"])]
-        for n in FIGURES
+        for n in data["margins"]
     ]
     lines.append(["ms a volume", *(f"{r['seconds_per_volume'] * 1e3:.1f}" for r in (first, chosen)), ""])
     return table(["figure", first["name"], chosen["name"], "margin"], lines)
@@ -115,8 +113,8 @@ def usefulness(data: Data) -> str:
 
 def volume(data: Data) -> str:
     rows = []
+    first = next(r for r in data["rows"] if r["name"] == "published_fp32_250")
     for r in data["rows"]:
-        first = next(x for x in data["rows"] if x["name"] == "published_fp32_250")
         kept = f", cache {r['cache']}" if "cache" in r else ""
         times = "" if r["name"].endswith("first_volume") else f"{first['p50_ms'] / r['p50_ms']:.1f} x"
         error = "" if r["error"] in (None, 0.0) else f"{r['error']:.1e}"

@@ -239,7 +239,7 @@ def test_torch_compile_sees_that_weights_have_changed(caplog):
 def test_a_processor_that_is_slow_in_half_precision_does_not_try_it(monkeypatch, half, slow):
     slow_half.cache_clear()
     monkeypatch.setattr(tuning, "slow_half", slow_half)
-    monkeypatch.setattr("voxtune.plan.hazards._seconds", lambda _, x: half if x.dtype == torch.bfloat16 else 1.0)
+    monkeypatch.setattr("voxtune.plan.hazards._convolution_ms", lambda x, _: half if x.dtype == torch.bfloat16 else 1.0)
     net, args = make("convnext")
     bf16 = tuning.Rung("bf16", ("bf16",), apart=True)
     monkeypatch.setattr(tuning, "_faster", lambda *_: False)

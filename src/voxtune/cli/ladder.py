@@ -64,6 +64,7 @@ def command(
     seeds = {"seeds": all_figures()}
 
     def keep(rows: dict[str, Any]) -> None:
+        """After every rung, so that a climb cut short leaves those it did."""
         write(seeds | rows, out)
 
     found = seeds | climb(setting, chosen, runs=20 if on_gpu else 1, say=output.say, keep=keep)
@@ -83,7 +84,7 @@ def command(
 
 
 def write(found: dict[str, Any], folder: Path) -> list[Path]:
-    """The tables, the page and the picture; after every rung, so that a climb cut short leaves those it did."""
+    """The tables, the page and the picture."""
     import json
 
     from voxtune.files import reporting_os_errors, write_whole

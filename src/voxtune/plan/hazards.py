@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from voxtune.plan.measure import measure
 from voxtune.versions import conv3d_without_cudnn, wrong_half_conv3d
 
 
@@ -73,22 +72,14 @@ def slow_half(device_type: str) -> str | None:
     """Why half precision is not worth trying on this processor, or None."""
     if device_type != "cpu":
         return None
-    convolution, x = torch.nn.Conv3d(32, 32, 3, padding=1), torch.zeros(1, 32, 8, 8, 8)
+    x, w = torch.zeros(1, 32, 8, 8, 8), torch.zeros(32, 32, 3, 3, 3)
+    half = _convolution_ms(x.bfloat16(), w.bfloat16()) / _convolution_ms(x, w)
+    return None if half < SLOW else f"BF16 convolutions take {half:.0f} times as long as float32's on this processor"
+
+
+def _convolution_ms(x: Tensor, w: Tensor) -> float:
     with torch.no_grad():
-        plain, half = (_seconds(convolution.to(dtype), x.to(dtype)) for dtype in (torch.float32, torch.bfloat16))
-    if half < SLOW * plain:
-        return None
-    return f"BF16 convolutions take {half / plain:.0f} times as long as float32's on this processor"
-
-
-def _seconds(run: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    run(x)
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        run(x)
-        times.append(time.perf_counter() - began)
-    return min(times)
+        return measure(lambda: F.conv3d(x, w, padding=1), x.device, seconds=0.1).p20_ms
 
 
 def _wrong_convolution(device_type: str) -> float | None:

@@ -224,7 +224,8 @@ def _baseline(subject: Subject, gate: Gate) -> Tuned:
 
 def _try(subject: Subject, rung: Rung, plan: Plan, gate: Gate, best: Optimized) -> tuple[Row, Optimized | None]:
     row = Row(rung.name, plan.names)
-    half = _why_not_half(subject.device) if precision_of(plan) in HALF else None
+    device = subject.device
+    half = (refuses_half(device) or slow_half(device.type)) if precision_of(plan) in HALF else None
     if half is not None:
         row.why = half
         return row, None
@@ -247,10 +248,6 @@ def _try(subject: Subject, rung: Rung, plan: Plan, gate: Gate, best: Optimized) 
     row.kept = row.verdict.passed
     row.why = "" if row.kept else f"refused: {row.verdict.reason}"
     return row, network if row.kept else None
-
-
-def _why_not_half(device: torch.device) -> str | None:
-    return refuses_half(device) or slow_half(device.type)
 
 
 def _time(network: Optimized, subject: Subject, **options: Any) -> Timing:

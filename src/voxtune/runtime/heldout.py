@@ -16,7 +16,7 @@ from voxtune.data.contract import DataContract
 from voxtune.errors import InputError
 from voxtune.runtime.model import Model
 from voxtune.runtime.segmenter import Segmenter
-from voxtune.runtime.subjects import Packed, Shifted, classes_of, unpack
+from voxtune.runtime.subjects import Packed, Shifted, classes_of, encoded, unpack
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,9 +42,7 @@ class HeldOut:
 
 def condition_of(classes_NDHW: Tensor, contract: DataContract) -> Tensor:
     """Classes as the model takes a mask, (N, L, D, H, W)."""
-    channels = range(len(contract.labels))
-    inside = torch.stack([classes_NDHW == 1 + channel for channel in channels], dim=1).float()
-    return inside * 2 - 1 if contract.mask_range == "signed" else inside
+    return encoded(classes_NDHW, range(1, 1 + len(contract.labels)), contract)
 
 
 def held_out_cohort(model: Model, count: int, seed: int = 0) -> HeldOut:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,13 +63,17 @@ class Packed:
 
     def unfold(self, images: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
         """`stored` to what `[index]` gives, bit for bit."""
-        inside = torch.stack([masks == value for value in self.contract.values], dim=1).float()
-        cond = inside * 2 - 1 if self.contract.mask_range == "signed" else inside
-        return images.float() * (2.0 / STEPS) - 1.0, cond
+        return images.float() * (2.0 / STEPS) - 1.0, encoded(masks, self.contract.values, self.contract)
 
     def part(self, first: int, count: int) -> Packed:
         span = slice(first, first + count)
         return Packed(self.contract, self.images_NCDHW[span], self.labels_NDHW[span], self.origin)
+
+
+def encoded(masks_NDHW: Tensor, values: Iterable[int], contract: DataContract) -> Tensor:
+    """The condition of the model (N, L, D, H, W), as `encode_mask` makes it: a channel for each of `values`, in their order."""
+    inside = torch.stack([masks_NDHW == value for value in values], dim=1).float()
+    return inside * 2 - 1 if contract.mask_range == "signed" else inside
 
 
 def cohort_sources(contract: DataContract, seed: int, count: int, held_out: int) -> tuple[Source, Source]:
