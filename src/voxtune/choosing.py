@@ -13,7 +13,7 @@ from torch import Tensor
 from voxtune.comparing import Bench, Judge, Say, TableOptions
 from voxtune.diffusion import full_steps
 from voxtune.diffusion.samplers import SAMPLERS
-from voxtune.diffusion.schedule import Spacing
+from voxtune.diffusion.schedule import SPACINGS
 from voxtune.errors import InputError
 from voxtune.quality.compare import difference
 from voxtune.quality.table import Row, Table, fewest, nearest_row, quicker
@@ -24,7 +24,6 @@ from voxtune.runtime.sampling import Cache, Drawing, Steps
 from voxtune.runtime.segmenter import Segmenter
 
 STEPS = (5, 8, 10, 15, 20, 25, 50)
-SPACINGS: tuple[Spacing, ...] = ("trailing", "linspace", "leading")
 # Fewer subjects make a table, but not a result.
 ENOUGH = 64
 
@@ -152,19 +151,25 @@ def _ways(model: Model, samplers: Sequence[str], steps: Sequence[int] | None) ->
 def _vary(
     bench: Bench, model: Model, plain: Sequence[Row], numbers: Sequence[int], add: Callable[[Drawing], Row]
 ) -> None:
-    """Other spacings of the best row, and every sampler's best without clamping; what is not worse, in fewer steps too."""
-    best = fewest(plain) or nearest_row(plain)
-    ways = [_changed(model, best, spacing=s) for s in SPACINGS if s != best.how["spacing"]]
-    of_each = [[row for row in plain if row.how["sampler"] == name] for name in _names(plain)]
-    ways += [_changed(model, fewest(rows) or nearest_row(rows), clip=False) for rows in of_each]
-    bench.total += len(bench.subjects) * sum(way.steps for way in ways)
-    for way in ways:
-        row = add(way)
-        for steps in sorted((n for n in numbers if n < way.steps), reverse=True):
-            if row.worse:
-                break
+    """Every sampler's best row with other spacings, then what is best of these without clamping.
+
+    What is not worse goes on in fewer steps, until it is.
+    """
+    rows = list(plain)
+
+    def descend(way: Drawing) -> None:
+        for steps in [way.steps, *sorted((n for n in numbers if n < way.steps), reverse=True)]:
             bench.total += len(bench.subjects) * steps
-            row = add(replace(way, steps=steps))
+            rows.append(add(replace(way, steps=steps)))
+            if rows[-1].worse:
+                break
+
+    for name in _names(plain):
+        for change in [{"spacing": s} for s in SPACINGS] + [{"clip": False}]:
+            own = [row for row in rows if row.how["sampler"] == name]
+            best = fewest(own) or nearest_row(own)
+            if any(best.how[what] != value for what, value in change.items()):
+                descend(_changed(model, best, **change))
 
 
 def _names(rows: Sequence[Row]) -> list[str]:

@@ -6,7 +6,7 @@ import diffusers
 import pytest
 import torch
 
-from voxtune.diffusion import SAMPLERS, DiffusionConfig, make_schedule, sampler, spaced_steps
+from voxtune.diffusion import SAMPLERS, DiffusionConfig, Schedule, make_schedule, sampler, spaced_steps
 from voxtune.diffusion.samplers import ddim
 from voxtune.errors import InputError
 
@@ -90,6 +90,18 @@ def test_exponential_integrators(name, steps, spacing):
     assert scheduler.timesteps.tolist() == spaced_steps(T, steps, spacing)
     theirs = follow(scheduler, scheduler.timesteps, start())
     same(sampler(name)(denoiser, start(), SCHEDULE, spaced_steps(T, steps, spacing)), theirs)
+
+
+@pytest.mark.parametrize("steps", [5, 10, 20])
+def test_steps_even_in_log_snr(steps):
+    linear = Schedule(0.9 * make_schedule(DiffusionConfig(schedule="linear", steps=T)).betas)
+    scheduler = diffusers.DPMSolverMultistepScheduler(
+        num_train_timesteps=T, trained_betas=linear.betas.numpy(), use_lu_lambdas=True, final_sigmas_type="zero"
+    )
+    scheduler.set_timesteps(steps)
+    ours = spaced_steps(T, steps, "logsnr", linear)
+    # They round between steps, and both may round near a step that was taken already.
+    assert max(abs(a - b) for a, b in zip(ours, scheduler.timesteps.tolist(), strict=True)) <= 1
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 20])

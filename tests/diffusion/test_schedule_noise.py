@@ -40,13 +40,29 @@ def test_other_betas_are_kept_as_they_are():
     assert torch.equal(make_schedule(config).betas.float(), betas)
 
 
-@pytest.mark.parametrize("spacing", ["trailing", "linspace", "leading"])
-@pytest.mark.parametrize("steps", [1, 7, 50, 250])
-def test_spaced_steps_fall_and_stay_inside(spacing, steps):
-    timesteps = spaced_steps(250, steps, spacing)
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+@pytest.mark.parametrize("spacing", ["trailing", "linspace", "leading", "logsnr"])
+@pytest.mark.parametrize("steps", [1, 2, 7, 50, 249, 250])
+def test_spaced_steps_fall_and_stay_inside(spacing, steps, schedule):
+    timesteps = spaced_steps(250, steps, spacing, make_schedule(DiffusionConfig(schedule=schedule, steps=250)))
     assert len(timesteps) == steps
     assert all(a > b for a, b in itertools.pairwise(timesteps))
     assert 0 <= timesteps[-1] <= timesteps[0] < 250
+
+
+@pytest.mark.parametrize("total", [250, 236])
+def test_even_steps_of_log_snr(total):
+    schedule = make_schedule(DiffusionConfig(schedule="cosine", steps=250))
+    timesteps = spaced_steps(total, 15, "logsnr", schedule)
+    assert timesteps[0] == total - 1 and timesteps[-1] == 0
+    # The schedule's very end, where next to nothing is signal, has few steps: evenly, six would lie above 243.
+    assert sum(t > 243 for t in timesteps) <= 3
+    gaps = schedule.log_snr[timesteps].diff()[1:]
+    even = (schedule.log_snr[0] - max(schedule.log_snr[total - 1], torch.tensor(-5.1))) / 14
+    # As even as whole steps allow: at both ends one step is already much of it.
+    assert (gaps - even).abs().max() < 0.2 * even
+    with pytest.raises(InputError, match="unknown spacing"):
+        spaced_steps(total, 15, "karras")
 
 
 def test_philox_known_answers():

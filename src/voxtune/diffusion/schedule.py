@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -59,6 +59,12 @@ class Schedule:
         a_prev = torch.cat([a.new_ones(1), a[:-1]])
         return self.betas * (1 - a_prev) / (1 - a)
 
+    @cached_property
+    def log_snr(self) -> Tensor:
+        """log(alpha / sigma) of every step: half the log of the signal-to-noise ratio; falls with the step."""
+        a = self.alphas_cumprod
+        return 0.5 * (a.log() - (1 - a).log())
+
     def __len__(self) -> int:
         return len(self.betas)
 
@@ -106,11 +112,14 @@ def recognise(betas: Tensor, loss: Literal["l1", "l2"] = "l1") -> DiffusionConfi
     return DiffusionConfig(schedule="custom", steps=steps, loss=loss, betas=tuple(stored.tolist()))
 
 
-Spacing = Literal["trailing", "linspace", "leading"]
+Spacing = Literal["trailing", "linspace", "leading", "logsnr"]
+SPACINGS: tuple[Spacing, ...] = get_args(Spacing)
+# Half the log of the signal-to-noise ratio below which `logsnr` spends no step: the cosine schedule ends far beneath it.
+LEAST_LOG_SNR = -5.1
 
 
-def spaced_steps(total: int, steps: int, spacing: Spacing = "trailing") -> list[int]:
-    """`steps` of the `total` training steps, from the noisiest down."""
+def spaced_steps(total: int, steps: int, spacing: Spacing = "trailing", schedule: Schedule | None = None) -> list[int]:
+    """`steps` of the `total` training steps, from the noisiest down. `logsnr` asks for the schedule."""
     if not isinstance(steps, int) or not 1 <= steps <= total:
         raise InputError(f"sampling steps must lie in 1 to {total} (the model's diffusion steps), found {steps}")
     if spacing == "trailing":
@@ -119,4 +128,18 @@ def spaced_steps(total: int, steps: int, spacing: Spacing = "trailing") -> list[
         return [round((total - 1) * (1 - i / steps)) for i in range(steps)] if steps < total else [*range(total)][::-1]
     if spacing == "leading":
         return [(steps - 1 - i) * (total // steps) for i in range(steps)]
-    raise InputError(f"unknown spacing {spacing!r}: known are trailing, linspace, leading")
+    if spacing == "logsnr" and schedule is not None:
+        return _even_in_log_snr(schedule.log_snr[:total], steps)
+    raise InputError(f"unknown spacing {spacing!r}: known are {', '.join(SPACINGS)}")
+
+
+def _even_in_log_snr(log_snr: Tensor, steps: int) -> list[int]:
+    """From the noisiest step to the cleanest in equal parts of log(alpha / sigma) (Lu et al. 2022, section 4.1)."""
+    total = len(log_snr)
+    wanted = torch.linspace(max(float(log_snr[-1]), LEAST_LOG_SNR), float(log_snr[0]), steps, dtype=log_snr.dtype)
+    nearest = (log_snr[None] - wanted[:, None]).abs().argmin(dim=1).tolist()
+    found = [total - 1]
+    for i, t in enumerate(nearest[1:], start=1):
+        # Each below the one before, and room for those that follow.
+        found.append(max(min(t, found[-1] - 1), steps - 1 - i))
+    return found

@@ -169,7 +169,7 @@ class Model:
         if drawing.note:
             log.warning(drawing.note)
         cond, indices, sides = self._request(cond, indices, size)
-        timesteps = spaced_steps(self.available_steps, drawing.steps, drawing.spacing)
+        timesteps = self._timesteps(drawing)
         noise = self.noise(check_seed(seed), indices, (network.out_channels, *sides), self.device)
         return find_sampler(drawing.sampler)(
             self._denoiser(cond, drawing),
@@ -201,10 +201,13 @@ class Model:
         check_seed(seed)
         drawing = self.drawing(sampler=sampler, steps=steps, cache=cache)
         find_sampler(drawing.sampler)
-        spaced_steps(self.available_steps, drawing.steps, drawing.spacing)
+        self._timesteps(drawing)
         if drawing.cache is not None:
             split(self.network, drawing.cache.depth)
         return drawing
+
+    def _timesteps(self, drawing: Drawing) -> list[int]:
+        return spaced_steps(self.available_steps, drawing.steps, drawing.spacing, self.schedule)
 
     def _denoiser(self, cond: Tensor | None, drawing: Drawing) -> Denoise:
         """The network for one sampling; in its two parts where features are kept between steps."""
