@@ -11,9 +11,9 @@ import numpy as np
 from torch import Tensor
 
 from voxtune.comparing import Bench, Judge, Say, TableOptions
-from voxtune.diffusion import full_steps
+from voxtune.diffusion import full_steps, spaced_steps
 from voxtune.diffusion.samplers import SAMPLERS
-from voxtune.diffusion.schedule import SPACINGS
+from voxtune.diffusion.schedule import SPACINGS, Spacing
 from voxtune.errors import InputError
 from voxtune.quality.compare import difference
 from voxtune.quality.table import Row, Table, fewest, nearest_row, quicker
@@ -35,6 +35,7 @@ def step_table(
     *,
     samplers: Sequence[str] = tuple(SAMPLERS),
     steps: Sequence[int] | None = None,
+    spacings: Sequence[Spacing] = SPACINGS,
     caches: Sequence[Cache] = (),
     options: TableOptions | None = None,
     say: Say = lambda _line: None,
@@ -42,10 +43,11 @@ def step_table(
 ) -> Table:
     """DDPM with all steps against every sampler and number of steps; then spacing and clamping around the best of them.
 
+    The first of `spacings` is that of every sampler and number, the others are tried around the best rows.
     `caches` are tried on the row that these leave, and taken if they are not worse either, and faster. `keep` is given the
     table after every row: what was measured is not lost with a run that does not end.
     """
-    ways = _ways(model, samplers, steps)
+    ways = _ways(model, samplers, steps, spacings)
     numbers = sorted({way.steps for way in ways})
     _check_caches(model, caches, numbers)
     bench = Bench(model, subjects, segmenter, options or TableOptions(), say)
@@ -73,7 +75,7 @@ def step_table(
 
     for way in ways:
         add(way)
-    _vary(bench, model, rows.copy(), numbers, add)
+    _vary(bench, model, rows.copy(), numbers, spacings[1:], add)
     chosen, notes = fewest(rows), list[str]()
     if chosen is not None and caches:
         cached, notes = _cached_rows(bench, model, caches, chosen, numbers, add)
@@ -137,19 +139,28 @@ def name_of(way: Drawing) -> str:
     return " ".join([*parts, *([f"cache {way.cache}"] if way.cache else [])])
 
 
-def _ways(model: Model, samplers: Sequence[str], steps: Sequence[int] | None) -> list[Drawing]:
+def _ways(
+    model: Model, samplers: Sequence[str], steps: Sequence[int] | None, spacings: Sequence[Spacing]
+) -> list[Drawing]:
     """Every sampler with every number of steps; refuses what the model cannot do."""
     available = model.available_steps
     numbers = [n for n in STEPS if n < available] if steps is None else list(steps)
-    if not samplers or not numbers:
-        raise InputError(f"no sampler or no steps to compare; the model has {available} steps")
+    if not samplers or not numbers or not spacings:
+        raise InputError(f"no sampler, spacing or steps to compare; the model has {available} steps")
+    for spacing in spacings:
+        spaced_steps(available, 1, spacing, model.schedule)
     for sampler, number in itertools.product(samplers, numbers):
         model.check_request(sampler=sampler, steps=number, seed=0)
-    return [model.drawing(sampler=s, steps=n) for s, n in itertools.product(samplers, numbers)]
+    return [model.drawing(sampler=s, steps=n, spacing=spacings[0]) for s, n in itertools.product(samplers, numbers)]
 
 
 def _vary(
-    bench: Bench, model: Model, plain: Sequence[Row], numbers: Sequence[int], add: Callable[[Drawing], Row]
+    bench: Bench,
+    model: Model,
+    plain: Sequence[Row],
+    numbers: Sequence[int],
+    spacings: Sequence[Spacing],
+    add: Callable[[Drawing], Row],
 ) -> None:
     """Every sampler's best row with other spacings, then what is best of these without clamping.
 
@@ -165,11 +176,10 @@ def _vary(
                 break
 
     for name in _names(plain):
-        for change in [{"spacing": s} for s in SPACINGS] + [{"clip": False}]:
+        changes: list[dict[str, Any]] = [*({"spacing": s} for s in spacings), {"clip": False}]
+        for change in changes:
             own = [row for row in rows if row.how["sampler"] == name]
-            best = fewest(own) or nearest_row(own)
-            if any(best.how[what] != value for what, value in change.items()):
-                descend(_changed(model, best, **change))
+            descend(_changed(model, fewest(own) or nearest_row(own), **change))
 
 
 def _names(rows: Sequence[Row]) -> list[str]:

@@ -40,7 +40,7 @@ class TableOptions:
 
     seed: int = 0
     batch: int = 8
-    margin: float = 1.0
+    margin: float = 0.5
     max_pairs: int = 128
     bootstrap: Bootstrap = field(default_factory=Bootstrap)
 

@@ -46,16 +46,18 @@ class Request:
     out: Path
     segmenter: Path | None = None
     held_out: int | None = None
+    skip: int = 0
     subjects: Path | None = None
     real: Path | None = None
     masks: Path | None = None
     samplers: str | None = None
     steps: str | None = None
+    spacings: str | None = None
     cache: str | None = None
     plan: str = "auto"
     seed: int = 0
     batch: int = 8
-    margin: float = 1.0
+    margin: float = 0.5
     resamples: int = 1000
     numerics: bool = False
     store: bool = False
@@ -69,8 +71,10 @@ class Request:
             raise InputError("--real: leave --subjects and --held-out away, subjects come from one place")
         if self.store and self.numerics:
             raise InputError("--store keeps the choice of steps: leave --numerics away")
-        if self.cache is not None and self.numerics:
-            raise InputError("--cache is for the table of steps: leave --numerics away")
+        if (self.cache is not None or self.spacings is not None) and self.numerics:
+            raise InputError("--cache and --spacings are for the table of steps: leave --numerics away")
+        if self.skip < 0:
+            raise InputError(f"--skip {self.skip}: give how many subjects to leave out, 0 or more")
         if self.store:
             config_file(self.model)
         check_room(self.result, self.overwrite)
@@ -96,7 +100,7 @@ class Request:
 def run(request: Request, say: Say) -> Table:
     """Measures, writes the table, stores the choice where that was asked for."""
     options = request.options()
-    samplers = samplers_of(request.samplers)
+    samplers, spacings = names_of(request.samplers, "--samplers"), names_of(request.spacings, "--spacings")
     numbers, caches = numbers_of(request.steps), caches_of(request.cache)
     model = load(request.model, device=request.device)
     segmenter = _segmenter(request.segmenter)
@@ -115,9 +119,9 @@ def run(request: Request, say: Say) -> Table:
     else:
         if numbers is not None and "auto" in numbers:
             raise InputError("--steps auto is what this command finds: give numbers, or leave it away")
-        choices: dict[str, Any] = {"steps": numbers, "caches": caches} | (
-            {} if samplers is None else {"samplers": samplers}
-        )
+        choices: dict[str, Any] = {"steps": numbers, "caches": caches}
+        choices |= {} if samplers is None else {"samplers": samplers}
+        choices |= {} if spacings is None else {"spacings": spacings}
         choices["keep"] = lambda so_far: write(traced(so_far), request.unfinished, request.model.name)
         table = step_table(by_plan(model, request.plan, say), subjects, segmenter, options=options, say=say, **choices)
     table = traced(table)
@@ -154,13 +158,13 @@ def numbers_of(text: str | None) -> list[Any] | None:
     return list(dict.fromkeys(p if p == "auto" else int(p) for p in parts))
 
 
-def samplers_of(text: str | None) -> list[str] | None:
-    """--samplers: names with commas between."""
+def names_of(text: str | None, option: str) -> list[str] | None:
+    """--samplers, --spacings: names with commas between."""
     if text is None:
         return None
     names = [name.strip() for name in text.split(",")]
     if not all(names):
-        raise InputError(f"--samplers {text[:40]}: give names with one comma between, such as ddim,unipc")
+        raise InputError(f"{option} {text[:40]}: give names with one comma between")
     return list(dict.fromkeys(names))
 
 
@@ -212,10 +216,10 @@ def _segmenter(path: Path | None) -> Segmenter:
 
 def _subjects(request: Request, model: Model) -> HeldOut:
     if request.subjects is not None:
-        return held_out_packed(model, request.subjects, request.held_out)
+        return held_out_packed(model, request.subjects, request.held_out, skip=request.skip)
     if request.real is not None and request.masks is not None:
-        return held_out_folders(model, request.real, request.masks)
-    return held_out_cohort(model, HELD_OUT if request.held_out is None else request.held_out)
+        return held_out_folders(model, request.real, request.masks, skip=request.skip)
+    return held_out_cohort(model, HELD_OUT if request.held_out is None else request.held_out, skip=request.skip)
 
 
 def _one(values: Sequence[Any] | None, option: str) -> Any:

@@ -98,6 +98,36 @@ def test_a_choice_is_stored_with_its_evidence_and_sampled_with(capsys, folders, 
     assert code == 2 and "leave sampler out" in err
 
 
+def test_other_subjects_confirm_a_choice(capsys, folders, tmp_path):
+    """The first subjects are left out, of a file, of the cohort and of folders alike; what is left must do."""
+    model, segmenter, subjects = folders
+    asked = (
+        "steps",
+        model,
+        "--segmenter",
+        segmenter,
+        "--samplers",
+        "ddim",
+        "--steps",
+        "2",
+        "--spacings",
+        "logsnr",
+        *QUICK,
+    )
+    write_cohort(tmp_path / "real", 3, 0, made.SIZE, healthy_fraction=0.0, first=100_000)
+    folder = ("--real", tmp_path / "real", "--masks", tmp_path / "real" / "derivatives" / "masks")
+    figures = []
+    for name, source in {"file": ("--subjects", subjects), "cohort": ("--held-out", 2), "folder": folder}.items():
+        code, out, err = run(capsys, *asked, *source, "--skip", 1, "-o", tmp_path / name, "--json")
+        assert code == 0, err
+        table = json.loads(out)
+        assert table["subjects"] == 2
+        figures.append(table["rows"][0]["figures"]["psnr"]["value"])
+    assert figures == pytest.approx([figures[0]] * 3, abs=0.01)
+    code, _, err = run(capsys, *asked, "--subjects", subjects, "--skip", 2, "-o", tmp_path / "few")
+    assert code == 2 and "at least 2" in err
+
+
 def test_a_run_that_does_not_end_leaves_its_rows(capsys, folders, tmp_path, monkeypatch):
     """And its folder takes the next run."""
     model, segmenter, subjects = folders
@@ -251,6 +281,9 @@ def test_a_bare_machine_makes_the_table_from_packed_subjects(folders, tmp_path):
         (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--cache", "3"], "only 2"),
         (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--cache", "2:2"], "depth 2"),
         (lambda a, s: ["--segmenter", s, "--numerics", "--cache", "2"], "--numerics"),
+        (lambda a, s: ["--segmenter", s, "--numerics", "--spacings", "logsnr"], "--numerics"),
+        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--spacings", "karras"], "unknown spacing"),
+        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--spacings", "logsnr,"], "one comma"),
     ],
 )
 def test_wrong_requests_end_with_one_line(capsys, folders, tmp_path, change, word):

@@ -20,7 +20,7 @@ from voxtune.runtime.sampling import Cache
 from voxtune.steps import precisions
 from voxtune.workloads import without_zeros
 
-QUICK = TableOptions(batch=16, bootstrap=Bootstrap(resamples=60))
+QUICK = TableOptions(batch=16, margin=1.0, bootstrap=Bootstrap(resamples=60))
 SLOW = 0.01
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -19,7 +19,7 @@ from voxtune.runtime.model import Model
 from voxtune.steps import precisions
 from voxtune.workloads import without_zeros
 
-QUICK = TableOptions(batch=8, bootstrap=Bootstrap(resamples=60))
+QUICK = TableOptions(batch=8, margin=1.0, bootstrap=Bootstrap(resamples=60))
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -86,6 +86,21 @@ def test_every_sampler_is_tried_without_clamping_and_what_is_fine_in_fewer_steps
             assert (fewer in rows) == (not row.worse), row.name
     names = [row.name for row in found.rows]
     assert len(names) == len(set(names))
+
+
+def test_one_spacing_is_compared_alone():
+    found = step_table(
+        made.model(),
+        made.subjects(4),
+        made.segmenter(),
+        samplers=("ddim",),
+        steps=(3, 20),
+        spacings=("logsnr",),
+        options=QUICK,
+    )
+    assert [row.how["spacing"] for row in found.rows] == ["trailing"] * 2 + ["logsnr"] * (len(found.rows) - 2)
+    assert [row.name for row in found.rows[2:4]] == ["ddim 3 logsnr", "ddim 20 logsnr"]
+    assert found.rows[4].name in ("ddim 3 logsnr no clip", "ddim 20 logsnr no clip")
 
 
 def test_the_table_is_kept_after_every_row(table):
@@ -186,7 +201,7 @@ def test_distances_are_those_of_the_worst_volume():
     [
         ({"samplers": ("euler",)}, "unknown sampler"),
         ({"steps": (99,)}, "1 to 24"),
-        ({"steps": ()}, "no steps"),
+        ({"steps": ()}, "no sampler, spacing or steps"),
         ({"options": {"batch": 0}}, "batch"),
         ({"options": {"margin": -1.0}}, "margin"),
     ],

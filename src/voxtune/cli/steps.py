@@ -28,12 +28,18 @@ def command(
     held_out: Annotated[
         int | None, typer.Option(help="Subjects of the embedded cohort, or of --subjects; default 64, or all.")
     ] = None,
+    skip: Annotated[
+        int, typer.Option(min=0, help="Leave the first subjects out: those that an earlier table chose from.")
+    ] = 0,
     subjects: SubjectsOption = None,
     real: RealOption = None,
     masks: MasksOption = None,
     segmenter: Annotated[Path | None, typer.Option(help="Another segmenter than the shipped one.")] = None,
     samplers: Annotated[str | None, typer.Option(help="Samplers to compare, such as ddim,unipc; default: all.")] = None,
     steps: Annotated[str | None, typer.Option(help="Steps to compare; default: 5,8,10,15,20,25,50.")] = None,
+    spacings: Annotated[
+        str | None, typer.Option(help="Spacings to compare, such as logsnr; default: trailing,linspace,leading,logsnr.")
+    ] = None,
     cache: Annotated[
         str | None,
         typer.Option(help="Also try features kept between steps: a full step every 2,3; 2:0 runs the least."),
@@ -41,7 +47,7 @@ def command(
     plan: PlanOption = "auto",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise and of the bootstrap.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Volumes computed together.")] = 8,
-    margin: Annotated[float, typer.Option(help="What is still not worse, in seed-to-seed spreads of a volume.")] = 1.0,
+    margin: Annotated[float, typer.Option(help="What is still not worse, in seed-to-seed spreads of a volume.")] = 0.5,
     resamples: ResamplesOption = 1000,
     numerics: Annotated[
         bool, typer.Option("--numerics", help="Compare precisions, each from the same noise, in place of steps.")
@@ -60,12 +66,14 @@ def command(
         model=model,
         out=out,
         held_out=held_out,
+        skip=skip,
         subjects=subjects,
         real=real,
         masks=masks,
         segmenter=segmenter,
         samplers=samplers,
         steps=steps,
+        spacings=spacings,
         cache=cache,
         plan=plan,
         seed=seed,

@@ -4,9 +4,10 @@ Every figure is resampled over subjects with the same draws for all sets, so tha
 too, subject by subject: what subjects have in common cancels. "Not worse" is said where the upper end of the interval of
 the worsening lies within a margin; where there are too few subjects to say so, it is not said.
 
-The margin of a figure is what another seed makes of a single volume's figure: the reference is drawn twice, s is the
-standard error of the difference of its two draws, and s * sqrt(n / 2) is that for one volume of one draw. For means it does
-not shrink or grow with the number of subjects. Below the floors in RULES a change means nothing, whatever the seeds say.
+The margin of a figure is half of what another seed makes of a single volume's figure: the reference is drawn twice, s is
+the standard error of the difference of its two draws, and s * sqrt(n / 2) is the deviation of one volume of one draw. For
+means it does not shrink or grow with the number of subjects. Half a deviation is a common measure of the least difference
+that matters (Norman et al. 2003). Below the floors in RULES a change means nothing, whatever the seeds say.
 
 Legend: N subjects, R resamples, P pairs of subjects, F features, B bins.
 """

@@ -45,34 +45,41 @@ def condition_of(classes_NDHW: Tensor, contract: DataContract) -> Tensor:
     return encoded(classes_NDHW, range(1, 1 + len(contract.labels)), contract)
 
 
-def held_out_cohort(model: Model, count: int, seed: int = 0) -> HeldOut:
-    """Subjects 100000, 100001, ... of the embedded cohort, each with a lesion."""
+def held_out_cohort(model: Model, count: int, seed: int = 0, *, skip: int = 0) -> HeldOut:
+    """Subjects 100000, 100001, ... of the embedded cohort, each with a lesion; without the first `skip` of them."""
     from voxtune.data.dataset import CohortSource
 
     if count < 2:
         raise InputError(f"--held-out {count}: at least 2 subjects are needed, and 64 for a result")
     contract = contract_of(model)
-    source = Shifted(CohortSource(contract, seed, HELD_OUT + count, healthy_fraction=0.0), HELD_OUT, count)
-    return gathered(source, contract, f"cohort {seed}, subjects {HELD_OUT} to {HELD_OUT + count - 1}")
+    first = HELD_OUT + skip
+    source = Shifted(CohortSource(contract, seed, first + count, healthy_fraction=0.0), first, count)
+    return gathered(source, contract, f"cohort {seed}, subjects {first} to {first + count - 1}")
 
 
-def held_out_folders(model: Model, real: Path, masks: Path) -> HeldOut:
-    """Real volumes and their masks, paired by name."""
+def held_out_folders(model: Model, real: Path, masks: Path, *, skip: int = 0) -> HeldOut:
+    """Real volumes and their masks, paired by name; without the first `skip` of them."""
     from voxtune.data.dataset import PairedFolders
 
     contract = contract_of(model)
     source = PairedFolders(contract, real, masks)
     source.check().tell()
-    return gathered(source, contract, f"{len(source)} subjects of the folder {real.name}")
+    left = Shifted(source, skip, max(0, len(source) - skip))
+    return gathered(left, contract, f"{len(left)} subjects of the folder {real.name}{_after(skip)}")
 
 
-def held_out_packed(model: Model, path: Path, count: int | None = None) -> HeldOut:
-    """The held-out subjects of a file that `voxtune pack` wrote."""
+def held_out_packed(model: Model, path: Path, count: int | None = None, *, skip: int = 0) -> HeldOut:
+    """The held-out subjects of a file that `voxtune pack` wrote; without the first `skip` of them."""
     contract = contract_of(model)
     _, source = unpack(path)
-    check_packed(path, source, contract, count)
-    source = source.part(0, len(source) if count is None else count)
-    return gathered(source, contract, f"{len(source)} packed subjects")
+    left = source.part(skip, len(source))
+    check_packed(path, left, contract, count)
+    left = left.part(0, len(left) if count is None else count)
+    return gathered(left, contract, f"{len(left)} packed subjects{_after(skip)}")
+
+
+def _after(skip: int) -> str:
+    return f", after the first {skip}" if skip else ""
 
 
 def check_packed(path: Path, held_out: Packed, contract: DataContract, count: int | None) -> None:
