@@ -63,10 +63,27 @@ def steps_varied(data: Data) -> str:
     for r in data["rows"]:
         varied = not r["clip"] or r["spacing"] != "trailing" or r.get("cache")
         if varied or (r.get("worsening") and r["seed"] != data["seed"]):
-            chosen = r["name"] == data["chosen"]
-            name = f"**{r['name']}**, chosen" if chosen else r["name"]
-            rows.append([name, f"{r['seconds_per_volume'] * 1e3:.1f}", told(r), r["verdict"]])
+            rows.append([r["name"], f"{r['seconds_per_volume'] * 1e3:.1f}", told(r), r["verdict"]])
     return table(["row", "ms a volume", "nearest to its margin", "verdict"], rows)
+
+
+def confirmed(data: Data) -> str:
+    """Every row of a table, with the tumour's Dice, which decides here."""
+    rows = []
+    for r in data["rows"]:
+        chosen = r["name"] == data["chosen"]
+        lower = r["worsening"].get("dice_tumour") if r.get("worsening") else None
+        rows.append(
+            [
+                f"**{r['name']}**, chosen" if chosen else r["name"],
+                f"{r['seconds_per_volume'] * 1e3:.1f}",
+                number(r["figures"]["dice_tumour"]["value"]),
+                "" if lower is None else f"{lower['value']:.3f} ({lower['low']:.3f} to {lower['high']:.3f})",
+                told(r) if r.get("worsening") else "",
+                r["verdict"],
+            ]
+        )
+    return table(["row", "ms a volume", "tumour's Dice", "lower by", "nearest to its margin", "verdict"], rows)
 
 
 def steps_figures(data: Data) -> str:
@@ -135,11 +152,12 @@ def evaluation(data: Data) -> str:
 
 
 def blocks() -> dict[str, str]:
-    steps = read("h200/demo/steps.json")
+    search, other = read("h200/demo/steps.json"), read("h200/demo/confirmed.json")
     return {
-        "steps": steps_grid(steps),
-        "steps, varied": steps_varied(steps),
-        "steps, figures": steps_figures(steps),
+        "steps": steps_grid(search),
+        "steps, varied": steps_varied(search),
+        "steps, confirmed": confirmed(other),
+        "steps, figures": steps_figures(other),
         "numerics": numerics(read("h200/demo/numerics.json")),
         "usefulness": usefulness(read("h200/demo/usefulness.json")),
         "evaluation": evaluation(read("cpu/demo_metrics.json")),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from voxtune.diffusion.schedule import Spacing
 from voxtune.errors import InputError
 from voxtune.files import check_room, write_whole
 from voxtune.optimizing import by_plan
@@ -47,6 +48,8 @@ class Request:
     seeds: int = 2
     sampler: str | None = None
     steps: Steps = None
+    spacing: Spacing | None = None
+    clip: bool | None = None
     plan: str = "auto"
     seed: int = 0
     batch: int = 8
@@ -83,8 +86,9 @@ def run(request: Request, say: Say) -> Usefulness:
     settings = Bootstrap(resamples=request.resamples, seed=request.seed)
     model = load(request.model, device=request.device)
     training = request.training()
-    steps: Steps = "auto" if request.steps is None and request.sampler is None else request.steps
-    how = model.check_request(sampler=request.sampler, steps=steps, seed=request.seed)
+    told: dict[str, Any] = {"sampler": request.sampler, "spacing": request.spacing, "clip": request.clip}
+    silent = request.steps is None and all(value is None for value in told.values())
+    how = model.check_request(steps="auto" if silent else request.steps, seed=request.seed, **told)
     subjects = _checked(_split(request, model), request)
     if how.note:
         say(how.note)
@@ -141,8 +145,6 @@ def _about(request: Request, model: Model, subjects: Split, how: Drawing, drawn:
         "size": list(subjects.learn.contract.size),
         "drawing": {
             **how.record(),
-            "spacing": how.spacing,
-            "clip": how.clip,
             "seed": request.seed,
             "plan": request.plan,
             "passes": list(getattr(model.network, "passes", ())),

@@ -29,21 +29,22 @@ def test_the_page_holds_the_tables_of_the_files(tables):
     assert tables.filled(page.replace("not worse", "worse")) != page.replace("not worse", "worse")
 
 
-@pytest.mark.parametrize("name", ["steps", "numerics", "usefulness"])
+@pytest.mark.parametrize("name", ["steps", "confirmed", "numerics", "usefulness"])
 def test_results_are_of_the_model_that_ships(name):
     found = json.loads((RESULTS / f"{name}.json").read_text())
     assert found["model_sha256"] == weights_sha256(demo_model())
     assert found["subjects"] >= 64
 
 
-def test_the_stored_choice_is_the_tables():
+def test_the_stored_choice_is_that_of_the_table_over_other_subjects():
     auto = load(demo_model()).config.sampling.auto
-    data = (RESULTS / "steps.json").read_bytes()
+    data = (RESULTS / "confirmed.json").read_bytes()
     table = json.loads(data)
     assert hashlib.sha256(data).hexdigest() == auto.evidence.sha256
     chosen = next(row for row in table["rows"] if row["name"] == table["chosen"])
     cache = None if auto.cache is None else {"interval": auto.cache.interval, "depth": auto.cache.depth}
     assert chosen["verdict"] == "not worse"
+    assert table["subjects"] >= 128 and table["margin"] == 0.5 and "after the first 64" in table["data"]
     assert [chosen[k] for k in ("sampler", "steps", "spacing", "clip")] == [
         auto.sampler,
         auto.steps,

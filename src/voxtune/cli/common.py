@@ -16,6 +16,16 @@ import typer
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, for machines.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but warnings and errors.")]
 DeviceOption = Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda or cuda:N.")]
+SamplerOption = Annotated[
+    str | None, typer.Option(help="ddpm, ddim, dpm++, sde-dpm++, unipc or ipndm; else the model's.")
+]
+SpacingOption = Annotated[
+    str | None, typer.Option(help="Which steps are taken: trailing, linspace, leading or logsnr; else the model's.")
+]
+ClipOption = Annotated[
+    bool | None,
+    typer.Option("--clip/--no-clip", help="Clamp what each step predicts to the image's range; on by default."),
+]
 PlanOption = Annotated[
     str, typer.Option(help="auto (the fastest known that gives the same answer), baseline, or a plan's file.")
 ]

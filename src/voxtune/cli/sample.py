@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from voxtune.cli.common import (
+    ClipOption,
     DeviceOption,
     JsonOption,
     ModelArgument,
     Output,
     PlanOption,
     QuietOption,
+    SamplerOption,
+    SpacingOption,
     choose_device,
     parse_size,
     parse_steps,
@@ -38,13 +41,13 @@ def command(
         typer.Option("--mask", "-m", help="A mask (NIfTI), or a folder of masks; repeatable. None for images."),
     ] = None,
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="Volumes for each mask; or images.")] = 1,
-    sampler: Annotated[
-        str | None, typer.Option(help="ddpm, ddim, dpm++, sde-dpm++, unipc or ipndm; else the model's.")
-    ] = None,
+    sampler: SamplerOption = None,
     steps: Annotated[
         str | None,
         typer.Option(help="Sampling steps; default: auto, the fewest measured to be enough, else the model's own."),
     ] = None,
+    spacing: SpacingOption = None,
+    clip: ClipOption = None,
     cache: Annotated[
         str | None,
         typer.Option(help="Keep deep features between steps: a full step every 3, say; 3:0 runs the least between."),
@@ -71,14 +74,15 @@ def command(
     loaded = load(model, device=choose_device(device))
     images = loaded.config.network.dimensions == 2
     sides = _sides(size, loaded)
-    drawing = loaded.check_request(sampler=sampler, steps=parse_steps(steps), seed=seed, cache=cache)
+    told: dict[str, Any] = {"sampler": sampler, "spacing": spacing, "clip": clip, "cache": cache}
+    drawing = loaded.check_request(steps=parse_steps(steps), seed=seed, **told)
     if drawing.note:
         output.warn(drawing.note)
     if drawing.cache and drawing.cache.interval > 1 and not drawing.auto:
         output.warn(f"cache {drawing.cache} was not measured for this model; voxtune steps --cache does")
     wanted = "auto" if drawing.auto else drawing.steps
-    options: dict[str, Any] = {"count": count, "seed": seed, "sampler": sampler, "steps": wanted, "batch": batch}
-    options |= {"cache": cache, "overwrite": overwrite, "provenance": provenance(model, loaded)}
+    options: dict[str, Any] = {"count": count, "seed": seed, "steps": wanted, "batch": batch, **told}
+    options |= {"overwrite": overwrite, "provenance": provenance(model, loaded)}
     requests = [] if images else _requests(loaded, mask, fit, sides, output)
     if images:
         if mask or fit != "auto":

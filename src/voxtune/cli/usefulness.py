@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from voxtune.cli.common import (
+    ClipOption,
     DeviceOption,
     JsonOption,
     MasksOption,
@@ -17,6 +18,8 @@ from voxtune.cli.common import (
     QuietOption,
     RealOption,
     ResamplesOption,
+    SamplerOption,
+    SpacingOption,
     SubjectsOption,
     choose_device,
     parse_steps,
@@ -39,10 +42,12 @@ def command(
     segment_steps: Annotated[int, typer.Option(help="Training steps of each segmenter.")] = 2000,
     segment_batch: Annotated[int, typer.Option(help="Volumes in each of them.")] = 8,
     seeds: Annotated[int, typer.Option(help="How often each arm is trained.")] = 2,
-    sampler: Annotated[str | None, typer.Option(help="In place of the model's own.")] = None,
+    sampler: SamplerOption = None,
     steps: Annotated[
         str | None, typer.Option(help="Sampling steps, or auto: those stored with the model; default as in `sample`.")
     ] = None,
+    spacing: SpacingOption = None,
+    clip: ClipOption = None,
     plan: PlanOption = "auto",
     seed: Annotated[int, typer.Option(min=0, help="First seed of noise, training and bootstrap.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Volumes drawn together.")] = 8,
@@ -70,6 +75,8 @@ def command(
         seeds=seeds,
         sampler=sampler,
         steps=parse_steps(steps),
+        spacing=spacing,  # type: ignore[arg-type]
+        clip=clip,
         plan=plan,
         seed=seed,
         batch=batch,

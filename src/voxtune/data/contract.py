@@ -167,13 +167,15 @@ def encode_mask(labels_DHW: np.ndarray, contract: DataContract) -> np.ndarray:
             f"mask holds unknown label {', '.join(map(str, unknown[:8]))}; "
             f"the model knows {contract.describe_labels()}; renumber the mask"
         )
-    onehot_CDHW = np.stack([labels_DHW == value for value in contract.values]).astype(np.float32)
-    return onehot_CDHW * 2.0 - 1.0 if contract.mask_range == "signed" else onehot_CDHW
+    inside, outside = np.float32(1.0), np.float32(-1.0 if contract.mask_range == "signed" else 0.0)
+    return np.stack([np.where(labels_DHW == value, inside, outside) for value in contract.values])
 
 
 def unknown_labels(labels: np.ndarray, contract: DataContract) -> list[int]:
     """Values in `labels` that are neither background nor in the contract."""
-    strange = ~np.isin(labels, (0, *contract.values))
+    strange = labels != 0
+    for value in contract.values:
+        strange &= labels != value
     return [int(value) for value in np.unique(labels[strange])] if strange.any() else []
 
 

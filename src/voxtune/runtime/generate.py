@@ -18,6 +18,7 @@ from voxtune.data.contract import DataContract, Shape, encode_mask, unscale_imag
 from voxtune.data.grid import Mode, Placement, fit
 from voxtune.data.nifti import Volume, read_labels, write_volume
 from voxtune.data.preflight import check_kept, check_mask
+from voxtune.diffusion.schedule import Spacing
 from voxtune.errors import InputError
 from voxtune.files import write_whole
 from voxtune.runtime.model import Model
@@ -91,6 +92,8 @@ def generate(
     seed: int = 0,
     sampler: str | None = None,
     steps: Steps = None,
+    spacing: Spacing | None = None,
+    clip: bool | None = None,
     cache: Cache | str | int | None = None,
     batch: int = 1,
     overwrite: bool = False,
@@ -108,7 +111,7 @@ def generate(
         taken = [n for group in names for n in group if (out / n).exists()]
         if taken:
             raise InputError(f"{out / taken[0]}: exists already; choose another folder or pass --overwrite")
-    drawing = model.check_request(sampler=sampler, steps=steps, seed=seed, cache=cache)
+    drawing = model.check_request(sampler=sampler, steps=steps, seed=seed, spacing=spacing, clip=clip, cache=cache)
     _describe_folder(out)
     done = 0
     while chunk := list(islice(jobs, done, done + batch)):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from voxtune.data.pixels import check_png, png, to_pixels
+from voxtune.diffusion.schedule import Spacing
 from voxtune.errors import InputError
 from voxtune.files import write_whole
 from voxtune.runtime.generate import check_finite, overall
@@ -51,6 +52,8 @@ def generate_images(
     seed: int = 0,
     sampler: str | None = None,
     steps: Steps = None,
+    spacing: Spacing | None = None,
+    clip: bool | None = None,
     cache: Cache | str | int | None = None,
     batch: int = 1,
     size: tuple[int, ...] | None = None,
@@ -63,7 +66,7 @@ def generate_images(
     Image i has the noise of (seed, i), whatever the batch.
     """
     check_image_request(model, out, count, size, overwrite=overwrite)
-    drawing = model.check_request(sampler=sampler, steps=steps, seed=seed, cache=cache)
+    drawing = model.check_request(sampler=sampler, steps=steps, seed=seed, spacing=spacing, clip=clip, cache=cache)
     for first in range(0, count, batch):
         indices = range(first, min(first + batch, count))
         x_NCHW = model.sample(

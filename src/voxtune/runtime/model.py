@@ -195,11 +195,18 @@ class Model:
         return settle(self.config.sampling, self.available_steps, **asked)
 
     def check_request(
-        self, *, sampler: str | None, steps: Steps, seed: int, cache: Cache | str | int | None = None
+        self,
+        *,
+        sampler: str | None,
+        steps: Steps,
+        seed: int,
+        spacing: Spacing | None = None,
+        clip: bool | None = None,
+        cache: Cache | str | int | None = None,
     ) -> Drawing:
         """What `sample` will do; raises for what it would refuse, before any work."""
         check_seed(seed)
-        drawing = self.drawing(sampler=sampler, steps=steps, cache=cache)
+        drawing = self.drawing(sampler=sampler, steps=steps, spacing=spacing, clip=clip, cache=cache)
         find_sampler(drawing.sampler)
         self._timesteps(drawing)
         if drawing.cache is not None:

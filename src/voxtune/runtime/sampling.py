@@ -141,12 +141,9 @@ class Drawing:
 
     def record(self) -> dict[str, Any]:
         """What goes beside a volume."""
-        plain: dict[str, Any] = {"sampler": self.sampler, "steps": self.steps}
-        if self.cache is not None:
-            plain["cache"] = asdict(self.cache)
-        if self.auto is None:
-            return plain
-        return {**plain, "spacing": self.spacing, "clip": self.clip, "steps_auto": asdict(self.auto.evidence)}
+        plain = {"sampler": self.sampler, "steps": self.steps, "spacing": self.spacing, "clip": self.clip}
+        cache = {} if self.cache is None else {"cache": asdict(self.cache)}
+        return {**plain, **cache, **({} if self.auto is None else {"steps_auto": asdict(self.auto.evidence)})}
 
 
 def settle(
