@@ -65,6 +65,24 @@ def test_info_of_a_published_workload(capsys):
     assert 5.5e12 < facts["flop_per_step"] < 5.6e12
 
 
+def test_sample_takes_the_spacing_and_clamping_that_it_is_told(capsys, model, tmp_path):
+    mask = write_mask(tmp_path / "sub-1_dseg.nii.gz")
+    told = ("sample", model, "--mask", mask, "--sampler", "ddim", "--steps", "3", "--plan", "baseline", "--device", "cpu")
+    ways = {"plain": (), "logsnr": ("--spacing", "logsnr"), "free": ("--no-clip",)}
+    drawn = {}
+    for name, more in ways.items():
+        code, _, err = run(capsys, *told, *more, "-o", tmp_path / name)
+        assert code == 0, err
+        [sidecar] = (tmp_path / name).glob("sub-1_*.json")
+        record = json.loads(sidecar.read_text())
+        assert (record["spacing"], record["clip"]) == ("logsnr" if name == "logsnr" else "trailing", name != "free")
+        drawn[name] = nib.load(sidecar.with_suffix(".nii.gz")).get_fdata()
+    assert not np.array_equal(drawn["plain"], drawn["logsnr"])
+    assert not np.array_equal(drawn["plain"], drawn["free"])
+    code, _, err = run(capsys, *told, "--spacing", "karras", "-o", tmp_path / "out")
+    assert code == 2 and "unknown spacing 'karras'" in err and not (tmp_path / "out").exists()
+
+
 def test_sample_writes_on_the_masks_grid(capsys, model, tmp_path):
     mask = write_mask(tmp_path / "sub-9_dseg.nii.gz")
     arguments = ("sample", model, "--mask", mask, "-o", tmp_path / "out", "--steps", "2", "--picture", "--json")
