@@ -67,7 +67,20 @@ def test_info_of_a_published_workload(capsys):
 
 def test_sample_takes_the_spacing_and_clamping_that_it_is_told(capsys, model, tmp_path):
     mask = write_mask(tmp_path / "sub-1_dseg.nii.gz")
-    told = ("sample", model, "--mask", mask, "--sampler", "ddim", "--steps", "3", "--plan", "baseline", "--device", "cpu")
+    told = (
+        "sample",
+        model,
+        "--mask",
+        mask,
+        "--sampler",
+        "ddim",
+        "--steps",
+        "3",
+        "--plan",
+        "baseline",
+        "--device",
+        "cpu",
+    )
     ways = {"plain": (), "logsnr": ("--spacing", "logsnr"), "free": ("--no-clip",)}
     drawn = {}
     for name, more in ways.items():
