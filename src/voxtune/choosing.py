@@ -57,7 +57,7 @@ def step_table(
     bench.warm(model)
     say(f"{len(subjects)} subjects, {len(ways)} rows, {bench.total} volume-steps on {model.device}")
     reference = bench.draw(model, reference_way, seed)
-    judge = Judge(bench, reference, bench.draw(model, reference_way, seed + 1, reference))
+    judge = Judge(bench, reference, bench.draw(model, reference_way, seed + 1, reference), both=True)
     first = judge.reference_rows(name_of(reference_way), _how(reference_way))
     for row in first:
         bench.tell(row)
@@ -266,6 +266,7 @@ def _table(judge: Judge, rows: list[Row], kind: str, chosen: Row | None, more: S
         "data": bench.subjects.origin,
         "seed": options.seed,
         "margin": options.margin,
+        "reference_draws": 2 if judge.both else 1,
         "batch": options.batch,
         "pairs": len(bench.pairs),
         "size": list(bench.subjects.contract.size),

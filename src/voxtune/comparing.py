@@ -171,11 +171,15 @@ class Bench:
 
 @dataclass(eq=False)
 class Judge:
-    """Holds rows against the reference, over the same resamples of subjects."""
+    """Holds rows against the reference, over the same resamples of subjects.
+
+    With `both` it is the mean of its two draws, whose seeds then weigh less; else the first, whose noise the rows share.
+    """
 
     bench: Bench
     reference: Drawn
     again: Drawn
+    both: bool = False
 
     def __post_init__(self) -> None:
         bench, options = self.bench, self.bench.options
@@ -199,18 +203,30 @@ class Judge:
         reference = Row(name=f"{name}, reference", how=how, seconds=self.reference.seconds, figures=figures)
         return [
             reference,
-            self.row(f"{name}, seed {seed + 1}", {**how, "seed": seed + 1}, self.again, self.figures_again),
+            self._row(
+                f"{name}, seed {seed + 1}", {**how, "seed": seed + 1}, self.again, self.figures_again, [self.figures]
+            ),
         ]
 
-    def row(self, name: str, how: dict[str, Any], drawn: Drawn, figures: dict[str, Resampled] | None = None) -> Row:
+    def row(self, name: str, how: dict[str, Any], drawn: Drawn) -> Row:
+        references = [self.figures, self.figures_again] if self.both else [self.figures]
+        return self._row(name, how, drawn, self.resampler.figures(drawn.measured), references)
+
+    def _row(
+        self,
+        name: str,
+        how: dict[str, Any],
+        drawn: Drawn,
+        found: dict[str, Resampled],
+        references: list[dict[str, Resampled]],
+    ) -> Row:
         level = self.bench.options.bootstrap.level
-        found = self.resampler.figures(drawn.measured) if figures is None else figures
         return Row(
             name=name,
             how=how,
             seconds=drawn.seconds,
             figures={n: f.span(level) for n, f in found.items()},
-            compared=compare(found, self.figures, self.margins, level),
+            compared=compare(found, references, self.margins, level),
             broken=drawn.broken,
         )
 

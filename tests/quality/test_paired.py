@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -37,12 +39,29 @@ def judged(candidate, count=40, factor=1.0):
     resampler = Resampler(measured(1, count), pairs, Bootstrap(resamples=300), 1.0)
     first, again = (resampler.figures(measured(seed, count)) for seed in (2, 3))
     limits = margins(first, again, factor)
-    return compare(resampler.figures(candidate), first, limits, LEVEL), limits
+    return compare(resampler.figures(candidate), [first], limits, LEVEL), limits
 
 
 def test_the_same_set_is_exactly_not_worse_even_without_any_margin():
     found, _ = judged(measured(2), factor=0.0)
     assert all(c.not_worse and c.worsening.high == 0 for c in found.values())
+
+
+def test_two_draws_of_the_reference_weigh_less_than_one():
+    """A candidate that is one of them lies half their distance from their mean, and of a third the interval is narrower."""
+    resampler = Resampler(measured(1, 40), [(i, i + 20) for i in range(20)], Bootstrap(resamples=300), 1.0)
+    first, again, third = (resampler.figures(measured(seed, 40)) for seed in (2, 3, 4))
+    limits = margins(first, again)
+    apart = compare(again, [first], limits, LEVEL)["psnr"].worsening.value
+    halved = compare(again, [first, again], limits, LEVEL)["psnr"].worsening.value
+    assert halved == pytest.approx(apart / 2)
+
+    def width(references):
+        span = compare(third, references, limits, LEVEL)["psnr"].worsening
+        return span.high - span.low
+
+    # The deviation of a difference of two draws is 1.41 of one's, of a draw and a mean of two 1.22.
+    assert width([first, again]) == pytest.approx(width([first]) * math.sqrt(1.5 / 2), rel=0.15)
 
 
 def test_what_subjects_have_in_common_cancels():

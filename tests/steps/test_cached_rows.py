@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from voxtune.runtime.sampling import Cache
 from voxtune.steps import precisions
 from voxtune.workloads import without_zeros
 
-QUICK = TableOptions(batch=16, margin=1.0, bootstrap=Bootstrap(resamples=60))
+QUICK = TableOptions(batch=16, margin=1.5, bootstrap=Bootstrap(resamples=60))
 SLOW = 0.01
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -59,11 +60,11 @@ class _Between(_Full):
         return deep if self.whole.stale else self.whole.best(x, t_N, deep)
 
 
-def table(caches, steps=(20,), **network):
+def table(caches, steps=(20,), options=QUICK, **network):
     model = made.model()
     parted = Model(model.config, Parted(model.schedule, **network))
     found = step_table(
-        parted, made.subjects(16), made.segmenter(), samplers=("ddim",), steps=steps, caches=caches, options=QUICK
+        parted, made.subjects(16), made.segmenter(), samplers=("ddim",), steps=steps, caches=caches, options=options
     )
     return found, {row.name: row for row in found.rows}
 
@@ -99,7 +100,7 @@ def test_an_equal_cache_that_is_not_faster_is_refused():
 
 
 def test_where_nothing_is_good_enough_nothing_is_kept():
-    found, rows = table([Cache(interval=2)], steps=(1, 2), full=0.0)
+    found, rows = table([Cache(interval=2)], steps=(1, 2), options=replace(QUICK, margin=0.5), full=0.0)
     assert found.chosen is None and not any("cache" in name for name in rows)
     assert any("caching was not tried" in note for note in found.notes)
 

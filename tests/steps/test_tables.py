@@ -19,7 +19,7 @@ from voxtune.runtime.model import Model
 from voxtune.steps import precisions
 from voxtune.workloads import without_zeros
 
-QUICK = TableOptions(batch=8, margin=1.0, bootstrap=Bootstrap(resamples=60))
+QUICK = TableOptions(batch=8, margin=1.5, bootstrap=Bootstrap(resamples=60))
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,9 +50,11 @@ def test_too_few_steps_are_called_worse(table):
 
 
 def test_the_same_volumes_are_not_worse(table):
-    row = table[1]["ddpm 24"]
+    row, again = table[1]["ddpm 24"], table[0].rows[1]
     assert not row.worse
-    assert all(c.worsening.value == c.worsening.high == 0 for c in row.compared.values())
+    # Held against the mean of the reference's two draws, of which it is one: half of what the other is worse, better.
+    for name, compared in row.compared.items():
+        assert compared.worsening.value == pytest.approx(-again.compared[name].worsening.value / 2, abs=1e-12)
     assert row.figures["ms_ssim_reference"].value == pytest.approx(1)
     assert row.figures["psnr_reference"].value == math.inf
 

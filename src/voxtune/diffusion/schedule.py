@@ -128,7 +128,8 @@ def spaced_steps(total: int, steps: int, spacing: Spacing = "trailing", schedule
         return [round((total - 1) * (1 - i / steps)) for i in range(steps)] if steps < total else [*range(total)][::-1]
     if spacing == "leading":
         return [(steps - 1 - i) * (total // steps) for i in range(steps)]
-    if spacing == "logsnr" and schedule is not None:
+    if spacing == "logsnr":
+        assert schedule is not None, "logsnr is a spacing of a schedule: give it"
         return _even_in_log_snr(schedule.log_snr[:total], steps)
     raise InputError(f"unknown spacing {spacing!r}: known are {', '.join(SPACINGS)}")
 

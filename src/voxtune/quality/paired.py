@@ -217,15 +217,20 @@ def margins(
 
 
 def compare(
-    candidate: Mapping[str, Resampled], reference: Mapping[str, Resampled], limits: Mapping[str, float], level: float
+    candidate: Mapping[str, Resampled],
+    references: Sequence[Mapping[str, Resampled]],
+    limits: Mapping[str, float],
+    level: float,
 ) -> dict[str, Comparison]:
-    """Each figure that decides, against the reference's over the same resamples."""
+    """Each figure that decides, against the mean of the reference's draws over the same resamples."""
     found = {}
     for name, margin in limits.items():
         rule = rule_of(name)
         assert rule is not None
         value, draws = candidate[name].badness(rule)
-        before, draws_before = reference[name].badness(rule)
-        worsening = span_of(value - before, draws - draws_before, level, candidate[name].centred)
+        before = [reference[name].badness(rule) for reference in references]
+        gap = value - sum(b for b, _ in before) / len(before)
+        gap_R = draws - sum(b_R for _, b_R in before) / len(before)
+        worsening = span_of(gap, gap_R, level, candidate[name].centred)
         found[name] = Comparison(worsening=worsening, margin=margin)
     return found
