@@ -145,12 +145,9 @@ class Table:
 
 
 def fewest(rows: Sequence[Row]) -> Row | None:
-    """Of the rows that are not worse: the fewest steps, then the least time, then the most room within the margins."""
+    """Of the rows that are not worse: the fewest steps, then the most room within the margins. No clock decides."""
     fine = [row for row in rows if row.compared and not row.worse]
-    if not fine:
-        return None
-    least = min(row.how["steps"] for row in fine)
-    return _fastest([row for row in fine if row.how["steps"] == least])
+    return min(fine, key=lambda row: (row.how["steps"], row.tightest[1]), default=None)
 
 
 def quicker(plain: Row, others: Sequence[Row]) -> Row:
