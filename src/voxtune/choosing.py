@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from voxtune.comparing import Bench, Judge, Say, TableOptions
-from voxtune.diffusion import full_steps, spaced_steps
+from voxtune.diffusion import full_steps
 from voxtune.diffusion.samplers import SAMPLERS
 from voxtune.diffusion.schedule import SPACINGS, Spacing
 from voxtune.errors import InputError
@@ -147,11 +147,11 @@ def _ways(
     numbers = [n for n in STEPS if n < available] if steps is None else list(steps)
     if not samplers or not numbers or not spacings:
         raise InputError(f"no sampler, spacing or steps to compare; the model has {available} steps")
-    for spacing in spacings:
-        spaced_steps(available, 1, spacing, model.schedule)
-    for sampler, number in itertools.product(samplers, numbers):
-        model.check_request(sampler=sampler, steps=number, seed=0)
-    return [model.drawing(sampler=s, steps=n, spacing=spacings[0]) for s, n in itertools.product(samplers, numbers)]
+    ways = [
+        model.check_request(sampler=s, steps=n, seed=0, spacing=spacing)
+        for spacing, s, n in itertools.product(spacings, samplers, numbers)
+    ]
+    return [way for way in ways if way.spacing == spacings[0]]
 
 
 def _vary(

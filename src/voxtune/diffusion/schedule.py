@@ -135,7 +135,7 @@ def spaced_steps(total: int, steps: int, spacing: Spacing = "trailing", schedule
 
 
 def _even_in_log_snr(log_snr: Tensor, steps: int) -> list[int]:
-    """From the noisiest step to the cleanest in equal parts of log(alpha / sigma) (Lu et al. 2022, section 4.1)."""
+    """From the noisiest step to the cleanest in equal parts of log(alpha / sigma) (Lu et al. 2022)."""
     total = len(log_snr)
     wanted = torch.linspace(max(float(log_snr[-1]), LEAST_LOG_SNR), float(log_snr[0]), steps, dtype=log_snr.dtype)
     nearest = (log_snr[None] - wanted[:, None]).abs().argmin(dim=1).tolist()
