@@ -51,38 +51,69 @@ def step_table(
     numbers = sorted({way.steps for way in ways})
     _check_caches(model, caches, numbers)
     bench = Bench(model, subjects, segmenter, options or TableOptions(), say)
-    reference_way = model.drawing(sampler="ddpm", steps=model.available_steps, clip=True)
-    bench.total = len(subjects) * (2 * reference_way.steps + sum(w.steps for w in ways))
-    seed = bench.options.seed
-    bench.warm(model)
-    say(f"{len(subjects)} subjects, {len(ways)} rows, {bench.total} volume-steps on {model.device}")
-    reference = bench.draw(model, reference_way, seed)
-    judge = Judge(bench, reference, bench.draw(model, reference_way, seed + 1, reference), both=True)
-    first = judge.reference_rows(name_of(reference_way), _how(reference_way))
-    for row in first:
-        bench.tell(row)
-    rows: list[Row] = []
-
-    def so_far() -> Table:
-        return _table(judge, [*first, *rows], "steps", fewest(rows), ["unfinished: the rows so far"])
-
-    def add(way: Drawing) -> Row:
-        rows.append(_row(judge, way, model))
-        keep(so_far())
-        return rows[-1]
-
-    keep(so_far())
-
+    rows = _Rows(bench, model, ways, keep)
     for way in ways:
-        add(way)
-    _vary(bench, model, rows.copy(), numbers, spacings[1:], add)
-    chosen, notes = fewest(rows), list[str]()
+        rows.add(way)
+    _vary(bench, model, rows.drawn.copy(), numbers, spacings[1:], rows.add)
+    chosen, notes = fewest(rows.drawn), list[str]()
     if chosen is not None and caches:
-        cached, notes = _cached_rows(bench, model, caches, chosen, numbers, add)
+        cached, notes = _cached_rows(bench, model, caches, chosen, numbers, rows.add)
         chosen = quicker(chosen, cached)
     elif caches:
         notes = ["caching was not tried: no row without it is not worse"]
-    return _table(judge, [*first, *rows], "steps", chosen, notes)
+    return rows.table(chosen, notes)
+
+
+def confirm_table(
+    model: Model,
+    subjects: HeldOut,
+    segmenter: Segmenter,
+    ways: Sequence[Drawing],
+    *,
+    options: TableOptions | None = None,
+    say: Say = lambda _line: None,
+    keep: Callable[[Table], None] = lambda _table: None,
+) -> Table:
+    """These ways and no others against DDPM with all steps: what an earlier table passed, on subjects it has not seen."""
+    bench = Bench(model, subjects, segmenter, options or TableOptions(), say)
+    rows = _Rows(bench, model, ways, keep)
+    for cache in dict.fromkeys(way.cache for way in ways if way.cache is not None):
+        bench.warm(model, cache)
+    for way in ways:
+        rows.add(way)
+    plain = fewest([row for row in rows.drawn if "cache" not in row.how])
+    cached = [row for row in rows.drawn if "cache" in row.how]
+    return rows.table(fewest(cached) if plain is None else quicker(plain, cached))
+
+
+class _Rows:
+    """A table of steps in the making: the reference's two draws, then row by row; `keep` is given what there is."""
+
+    def __init__(self, bench: Bench, model: Model, ways: Sequence[Drawing], keep: Callable[[Table], None]):
+        way = model.drawing(sampler="ddpm", steps=model.available_steps, clip=True)
+        seed, count = bench.options.seed, len(bench.subjects)
+        bench.total = count * (2 * way.steps + sum(w.steps for w in ways))
+        bench.warm(model)
+        bench.say(f"{count} subjects, {len(ways)} rows, {bench.total} volume-steps on {model.device}")
+        reference = bench.draw(model, way, seed)
+        self.model, self.keep = model, keep
+        self.judge = Judge(bench, reference, bench.draw(model, way, seed + 1, reference), both=True)
+        self.first = self.judge.reference_rows(name_of(way), _how(way))
+        self.drawn: list[Row] = []
+        for row in self.first:
+            bench.tell(row)
+        self._keep()
+
+    def add(self, way: Drawing) -> Row:
+        self.drawn.append(_row(self.judge, way, self.model))
+        self._keep()
+        return self.drawn[-1]
+
+    def table(self, chosen: Row | None, notes: Sequence[str] = ()) -> Table:
+        return _table(self.judge, [*self.first, *self.drawn], "steps", chosen, notes)
+
+    def _keep(self) -> None:
+        self.keep(self.table(fewest(self.drawn), ["unfinished: the rows so far"]))
 
 
 def numerics_table(

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from voxtune.choosing import TableOptions, numerics_table, step_table
+from voxtune.choosing import TableOptions, confirm_table, numerics_table, step_table
+from voxtune.earlier import read_earlier
 from voxtune.errors import InputError
 from voxtune.files import check_room, write_whole
 from voxtune.optimizing import by_plan, optimize
@@ -46,7 +47,8 @@ class Request:
     out: Path
     segmenter: Path | None = None
     held_out: int | None = None
-    skip: int = 0
+    skip: int | None = None
+    confirm: Path | None = None
     subjects: Path | None = None
     real: Path | None = None
     masks: Path | None = None
@@ -73,7 +75,13 @@ class Request:
             raise InputError("--store keeps the choice of steps: leave --numerics away")
         if (self.cache is not None or self.spacings is not None) and self.numerics:
             raise InputError("--cache and --spacings are for the table of steps: leave --numerics away")
-        if self.skip < 0:
+        chosen = (self.samplers, self.steps, self.spacings, self.cache)
+        if self.confirm is not None and (self.numerics or any(asked is not None for asked in chosen)):
+            raise InputError(
+                "--confirm draws what the earlier table passed: leave --samplers, --steps, --spacings, --cache and "
+                "--numerics away"
+            )
+        if self.skip is not None and self.skip < 0:
             raise InputError(f"--skip {self.skip}: give how many subjects to leave out, 0 or more")
         if self.store:
             config_file(self.model)
@@ -105,25 +113,35 @@ def run(request: Request, say: Say) -> Table:
     model = load(request.model, device=request.device)
     segmenter = _segmenter(request.segmenter)
     check_segmenter(segmenter, contract_of(model))
-    subjects = _subjects(request, model)
-    about = {"model_sha256": weights_sha256(request.model), "plan": request.plan}
+    about: dict[str, Any] = {"model_sha256": weights_sha256(request.model), "plan": request.plan}
+    earlier = None if request.confirm is None else read_earlier(request.confirm, model, about["model_sha256"])
+    # Those that an earlier table chose from come first, and are left out.
+    skip = request.skip if request.skip is not None else 0 if earlier is None else earlier.seen
+    subjects = _subjects(request, model, skip)
+    about |= {"skip": skip} | ({} if earlier is None else {"confirms": earlier.to_json()})
 
     def traced(table: Table) -> Table:
         return replace(table, about={**table.about, **about})
+
+    def keep(so_far: Table) -> None:
+        write(traced(so_far), request.unfinished, request.model.name)
 
     if request.numerics:
         how = {"sampler": _one(samplers, "--samplers"), "steps": _one(numbers, "--steps") or "auto"}
         table = numerics_table(
             precisions(model, request.plan, say), subjects, segmenter, options=options, say=say, **how
         )
+    elif earlier is not None:
+        planned = by_plan(model, request.plan, say)
+        table = confirm_table(planned, subjects, segmenter, earlier.ways, options=options, say=say, keep=keep)
     else:
         if numbers is not None and "auto" in numbers:
             raise InputError("--steps auto is what this command finds: give numbers, or leave it away")
         choices: dict[str, Any] = {"steps": numbers, "caches": caches}
         choices |= {} if samplers is None else {"samplers": samplers}
         choices |= {} if spacings is None else {"spacings": spacings}
-        choices["keep"] = lambda so_far: write(traced(so_far), request.unfinished, request.model.name)
-        table = step_table(by_plan(model, request.plan, say), subjects, segmenter, options=options, say=say, **choices)
+        planned = by_plan(model, request.plan, say)
+        table = step_table(planned, subjects, segmenter, options=options, say=say, keep=keep, **choices)
     table = traced(table)
     digest = write(table, request.result, request.model.name)
     if not request.numerics:
@@ -214,12 +232,12 @@ def _segmenter(path: Path | None) -> Segmenter:
     return load_segmenter(chosen)
 
 
-def _subjects(request: Request, model: Model) -> HeldOut:
+def _subjects(request: Request, model: Model, skip: int) -> HeldOut:
     if request.subjects is not None:
-        return held_out_packed(model, request.subjects, request.held_out, skip=request.skip)
+        return held_out_packed(model, request.subjects, request.held_out, skip=skip)
     if request.real is not None and request.masks is not None:
-        return held_out_folders(model, request.real, request.masks, skip=request.skip)
-    return held_out_cohort(model, HELD_OUT if request.held_out is None else request.held_out, skip=request.skip)
+        return held_out_folders(model, request.real, request.masks, skip=skip)
+    return held_out_cohort(model, HELD_OUT if request.held_out is None else request.held_out, skip=skip)
 
 
 def _one(values: Sequence[Any] | None, option: str) -> Any:

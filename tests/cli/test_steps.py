@@ -98,8 +98,8 @@ def test_a_choice_is_stored_with_its_evidence_and_sampled_with(capsys, folders, 
     assert code == 2 and "leave sampler out" in err
 
 
-def test_other_subjects_confirm_a_choice(capsys, folders, tmp_path):
-    """The first subjects are left out, of a file, of the cohort and of folders alike; what is left must do."""
+def test_the_first_subjects_are_left_out(capsys, folders, tmp_path):
+    """Of a file, of the cohort and of folders alike; what is left must do."""
     model, segmenter, subjects = folders
     asked = (
         "steps",
@@ -126,6 +126,67 @@ def test_other_subjects_confirm_a_choice(capsys, folders, tmp_path):
     assert figures == pytest.approx([figures[0]] * 3, abs=0.01)
     code, _, err = run(capsys, *asked, "--subjects", subjects, "--skip", 2, "-o", tmp_path / "few")
     assert code == 2 and "at least 2" in err
+
+
+def test_other_subjects_confirm_what_a_search_passed(capsys, folders, tmp_path):
+    model, segmenter = copied(folders[0], tmp_path), folders[1]
+    asked = ("steps", model, "--segmenter", segmenter, "--held-out", 3, "--margin", 100, *QUICK)
+    found = []
+    ways = ("--samplers", "ddim", "--steps", "1,2,3", "--spacings", "trailing")
+    for name, how in {"a": ways, "b": ("--confirm", tmp_path / "a" / "steps.json", "--store")}.items():
+        code, out, err = run(capsys, *asked, *how, "-o", tmp_path / name, "--json")
+        assert code == 0, err
+        found.append(json.loads(out))
+    search, table = found
+    chosen = next(row for row in search["rows"] if row["name"] == search["chosen"])
+    # The choice, the same in more steps, nothing else; on subjects that the search did not see.
+    more = [n for n in (1, 2, 3) if n > chosen["steps"]]
+    tail = chosen["name"].removeprefix(f"ddim {chosen['steps']}")
+    passed = {row["name"] for row in search["rows"] if row["verdict"] == "not worse"}
+    expected = [chosen["name"], *(n for n in (f"ddim {m}{tail}" for m in more) if n in passed)]
+    assert [row["name"] for row in table["rows"][2:]] == expected
+    assert table["data"] == "cohort 0, subjects 100003 to 100005" and (search["skip"], table["skip"]) == (0, 3)
+    digest = hashlib.sha256((tmp_path / "a" / "steps.json").read_bytes()).hexdigest()
+    assert (table["confirms"]["sha256"], table["confirms"]["subjects"]) == (digest, 3)
+    auto = load(model).config.sampling.auto
+    assert (auto.sampler, auto.steps, auto.clip) == ("ddim", chosen["steps"], chosen["clip"])
+    assert "over 3 subjects and 3 others" in auto.evidence.summary
+    # A third table leaves the subjects of both out.
+    third = ("--confirm", tmp_path / "b" / "steps.json", "-o", tmp_path / "c")
+    assert run(capsys, *asked, *third)[0] == 0
+    assert json.loads((tmp_path / "c" / "steps.json").read_text())["skip"] == 6
+
+
+PASSED = {"name": "x", "sampler": "ddim", "steps": 2, "spacing": "trailing", "clip": True, "seed": 0}
+PASSED |= {"verdict": "not worse"}
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "word"),
+    [
+        ({}, ("--steps", "2"), "leave --samplers"),
+        ({"format": "other"}, (), "not a table"),
+        ({"table": "numerics"}, (), "not a table"),
+        ({"model_sha256": "0" * 64}, (), "other weights"),
+        ({"chosen": None}, (), "chose nothing"),
+        ({"chosen": "no such row"}, (), "damaged"),
+        ({"skip": -1}, (), "damaged"),
+        ({"rows": [7]}, (), "damaged"),
+        ({"rows": [PASSED | {"steps": 99}]}, (), "1 to 4"),
+        ({"rows": [PASSED | {"clip": "no"}]}, (), "damaged"),
+    ],
+)
+def test_a_table_that_cannot_be_confirmed_is_refused(capsys, folders, tmp_path, change, options, word):
+    model, segmenter, subjects = folders
+    good = {"format": "voxtune-steps/1", "table": "steps", "model_sha256": weights_sha256(model), "chosen": "x"}
+    good |= {"rows": [PASSED], "subjects": 1, "skip": 0, "margin": 0.5}
+    (tmp_path / "steps.json").write_text(json.dumps(good | change))
+    asked = ("steps", model, "--subjects", subjects, "--segmenter", segmenter, *QUICK)
+    asked = (*asked, "--confirm", tmp_path / "steps.json", "-o", tmp_path / "out")
+    code, _, err = run(capsys, *asked, *options)
+    assert code == 2 and word in err and len(err.strip().splitlines()) == 1
+    (tmp_path / "steps.json").write_text(json.dumps(good))
+    assert run(capsys, *asked)[0] == 0
 
 
 def test_a_run_that_does_not_end_leaves_its_rows(capsys, folders, tmp_path, monkeypatch):

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from tests.steps import made
-from voxtune.choosing import TableOptions, _cached_ways, numerics_table, step_table
+from voxtune.choosing import TableOptions, _cached_ways, confirm_table, numerics_table, step_table
+from voxtune.earlier import read_earlier
 from voxtune.errors import InputError
 from voxtune.plan.hazards import slow_half
 from voxtune.quality.bootstrap import Bootstrap
@@ -18,7 +19,7 @@ from voxtune.quality.table import Row
 from voxtune.runtime.describe import shallow_share
 from voxtune.runtime.model import Model
 from voxtune.runtime.sampling import Cache
-from voxtune.steps import precisions
+from voxtune.steps import precisions, write
 from voxtune.workloads import without_zeros
 
 QUICK = TableOptions(batch=16, margin=1.5, bootstrap=Bootstrap(resamples=60))
@@ -79,6 +80,22 @@ def test_an_equal_and_faster_cache_is_chosen():
     assert found.choice.verdict == "not worse" and found.refusal() is None
     assert f"{plain.name} cache 2:0" in rows
     assert found.chosen in found.conclusion()
+
+
+def test_a_cache_is_confirmed_beside_the_row_without_it(tmp_path):
+    found, _ = table([Cache(interval=4)])
+    about = {"model_sha256": "a", "skip": 0}
+    write(replace(found, about=found.about | about), tmp_path / "steps.json", "title")
+    model = made.model()
+    parted = Model(model.config, Parted(model.schedule))
+    ways = read_earlier(tmp_path / "steps.json", parted, "a").ways
+    assert [way.cache for way in ways] == [Cache(interval=4), None]
+    again = confirm_table(parted, made.subjects(16), made.segmenter(), ways, options=QUICK)
+    assert [row.name for row in again.rows[2:]] == [found.chosen, found.chosen.removesuffix(" cache 4")]
+    assert again.chosen == found.chosen
+    slower = Model(model.config, Parted(model.schedule, full=0.0, between=SLOW))
+    again = confirm_table(slower, made.subjects(16), made.segmenter(), ways, options=QUICK)
+    assert again.chosen == found.chosen.removesuffix(" cache 4")
 
 
 @pytest.mark.parametrize("interval", [4, 20])

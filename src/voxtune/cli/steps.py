@@ -29,8 +29,13 @@ def command(
         int | None, typer.Option(help="Subjects of the embedded cohort, or of --subjects; default 64, or all.")
     ] = None,
     skip: Annotated[
-        int, typer.Option(min=0, help="Leave the first subjects out: those that an earlier table chose from.")
-    ] = 0,
+        int | None,
+        typer.Option(min=0, help="Leave the first subjects out; default none, with --confirm those of that table."),
+    ] = None,
+    confirm: Annotated[
+        Path | None,
+        typer.Option(help="The steps.json of a search: draw what it chose, and the same in more steps, and no more."),
+    ] = None,
     subjects: SubjectsOption = None,
     real: RealOption = None,
     masks: MasksOption = None,
@@ -67,6 +72,7 @@ def command(
         out=out,
         held_out=held_out,
         skip=skip,
+        confirm=confirm,
         subjects=subjects,
         real=real,
         masks=masks,

@@ -125,7 +125,10 @@ class Table:
         if row is None:
             return f"No row is not worse than {self.rows[0].name} on every figure, over {self.subjects} subjects."
         gain = self.rows[0].seconds / row.seconds if row.seconds else math.nan
-        return f"{row.name}: not worse than {self.rows[0].name} over {self.subjects} subjects, {gain:.3g} x as fast."
+        earlier = self.about.get("confirms")
+        others = "" if earlier is None else f" and {earlier['subjects']} others"
+        name = self.rows[0].name
+        return f"{row.name}: not worse than {name} over {self.subjects} subjects{others}, {gain:.3g} x as fast."
 
     def refusal(self) -> str | None:
         """Why no row with features kept between steps was taken, where some were tried."""
