@@ -262,11 +262,13 @@ class Model:
         cond = torch.as_tensor(cond)
         if cond.dim() != network.dimensions + 2 or cond.shape[1] != network.mask_channels or cond.shape[0] < 1:
             raise InputError(f"cond has shape {tuple(cond.shape)}, expected (batch, {network.mask_channels}, *size)")
-        if not torch.isfinite(cond).all():
-            raise InputError("cond holds NaN or infinity")
         if size is not None and tuple(size) != tuple(cond.shape[2:]):
             raise InputError(f"size {tuple(size)} differs from the mask's {tuple(cond.shape[2:])}")
         chosen = list(range(cond.shape[0])) if indices is None else list(indices)
         if len(chosen) != cond.shape[0]:
             raise InputError(f"{len(chosen)} indices for {cond.shape[0]} masks")
-        return cond.to(self.device, torch.float32), chosen, tuple(cond.shape[2:])
+        cond = cond.to(self.device, torch.float32)
+        # There, not here: a large mask takes a host longer to look through than a GPU to take a step.
+        if not torch.isfinite(cond).all():
+            raise InputError("cond holds NaN or infinity")
+        return cond, chosen, tuple(cond.shape[2:])
