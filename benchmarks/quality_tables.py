@@ -36,6 +36,10 @@ def span(figure: Data) -> str:
     return f"{number(figure['value'])} ({number(figure['low'])} to {number(figure['high'])})"
 
 
+def signed(figure: Data) -> str:
+    return f"{figure['value']:+.2g} ({figure['low']:+.2g} to {figure['high']:+.2g})"
+
+
 def told(row: Data) -> str:
     """The figure that comes nearest to its margin, or goes furthest beyond it, and the share of the margin."""
     compared = {
@@ -87,15 +91,15 @@ def confirmed(data: Data) -> str:
 
 
 def steps_figures(data: Data) -> str:
-    rows = {r["name"]: r for r in data["rows"]}
-    first = next(r for r in data["rows"] if r["verdict"] == "reference")
-    chosen = rows[data["chosen"]]
-    lines = [
-        [f"`{n}`", span(first["figures"][n]), span(chosen["figures"][n]), number(data["margins"][n]["margin"])]
-        for n in data["margins"]
-    ]
-    lines.append(["ms a volume", *(f"{r['seconds_per_volume'] * 1e3:.1f}" for r in (first, chosen)), ""])
-    return table(["figure", first["name"], chosen["name"], "margin"], lines)
+    """The choice beside the reference's two draws, and how much worse than their mean it is."""
+    first, again = data["rows"][:2]
+    chosen = next(r for r in data["rows"] if r["name"] == data["chosen"])
+    lines = []
+    for name, rule in data["margins"].items():
+        ways = [span(r["figures"][name]) for r in (first, again, chosen)]
+        lines.append([f"`{name}`", *ways, signed(chosen["worsening"][name]), number(rule["margin"])])
+    lines.append(["ms a volume", *(f"{r['seconds_per_volume'] * 1e3:.1f}" for r in (first, again, chosen)), "", ""])
+    return table(["figure", first["name"], again["name"], chosen["name"], "worse by", "margin"], lines)
 
 
 def numerics(data: Data) -> str:
@@ -115,17 +119,21 @@ def numerics(data: Data) -> str:
     return table(["", "ms a volume", "nearest to its margin", "relative error of volumes", "PSNR, dB", "verdict"], rows)
 
 
-def usefulness(data: Data) -> str:
+def usefulness(data: Data, whole: Data) -> str:
+    """`whole` is the same with volumes that were drawn by the reference, in all steps."""
     rows = []
-    for arm in data["arms"]:
+    for arm, other in zip(data["arms"], whole["arms"], strict=True):
         learned = " + ".join(f"{arm[kind]} {kind}" for kind in ("real", "synthetic") if arm[kind])
         seeds = ", ".join(f"{v:.3f}" for v in arm["dice"]["tumour"]["by_seed"])
         gain = next((g for g in arm["gains"] if g["label"] == "tumour"), None)
         against = "" if gain is None else f"{gain['value']:+.3f} ({gain['low']:+.3f} to {gain['high']:+.3f})"
         dice = [span(arm["dice"][label]) for label in ("brain", "tumour")]
-        rows.append([f"`{arm['name']}`", learned, *dice, seeds, against, "" if gain is None else gain["verdict"]])
+        verdict = "" if gain is None else gain["verdict"]
+        all_steps = number(other["dice"]["tumour"]["value"]) if arm["synthetic"] else ""
+        rows.append([f"`{arm['name']}`", learned, *dice, seeds, against, verdict, all_steps])
     head = ["arm", "learned from", "Dice of brain", "Dice of tumour", "by seed", "tumour against `real`", "verdict"]
-    return table(head, rows)
+    how = whole["drawing"]
+    return table([*head, f"tumour, drawn by {how['sampler']} {how['steps']}"], rows)
 
 
 def volume(data: Data) -> str:
@@ -159,7 +167,7 @@ def blocks() -> dict[str, str]:
         "steps, confirmed": confirmed(other),
         "steps, figures": steps_figures(other),
         "numerics": numerics(read("h200/demo/numerics.json")),
-        "usefulness": usefulness(read("h200/demo/usefulness.json")),
+        "usefulness": usefulness(read("h200/demo/usefulness.json"), read("h200/demo/usefulness_ddpm.json")),
         "evaluation": evaluation(read("cpu/demo_metrics.json")),
         "volume": volume(read("h200/volume.json")),
     }

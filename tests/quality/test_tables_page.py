@@ -29,7 +29,7 @@ def test_the_page_holds_the_tables_of_the_files(tables):
     assert tables.filled(page.replace("not worse", "worse")) != page.replace("not worse", "worse")
 
 
-@pytest.mark.parametrize("name", ["steps", "confirmed", "numerics", "usefulness"])
+@pytest.mark.parametrize("name", ["steps", "confirmed", "numerics", "usefulness", "usefulness_ddpm"])
 def test_results_are_of_the_model_that_ships(name):
     found = json.loads((RESULTS / f"{name}.json").read_text())
     assert found["model_sha256"] == weights_sha256(demo_model())
@@ -52,3 +52,9 @@ def test_the_stored_choice_is_that_of_the_table_over_other_subjects():
         auto.clip,
     ]
     assert chosen.get("cache") == cache
+    # And what the search passed, on other subjects, at the same margin, against both draws of the reference.
+    search = (RESULTS / "steps.json").read_bytes()
+    assert table["confirms"]["sha256"] == hashlib.sha256(search).hexdigest()
+    for one in (table, json.loads(search)):
+        assert one["margin"] == 0.5 and one["reference_draws"] == 2
+        assert next(row for row in one["rows"] if row["name"] == table["chosen"])["verdict"] == "not worse"
