@@ -20,7 +20,7 @@ demo: $(STAMP) ## Draw a brain MRI from a mask, on a CPU, in minutes
 	$(BIN)/voxtune demo -o out/demo
 
 test: $(STAMP) ## The tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu and not slow" -n 2
+	$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist worksteal
 
 test-slow: $(STAMP) ## The tests too long for every run
 	$(BIN)/python -m pytest -m slow

@@ -10,7 +10,7 @@ from checks_runner import run_checks
 run = partial(run_checks, "group_norm_checks.py")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "float16"])
 def test_against_float64(dtype):
     rows = run("numerics", dtype, interpret=True)
     bar = {"float32": 2e-6, "float16": 2e-3}[dtype]
