@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 
@@ -15,11 +16,11 @@ from voxtune.earlier import read_earlier
 from voxtune.errors import InputError
 from voxtune.plan.hazards import slow_half
 from voxtune.quality.bootstrap import Bootstrap
-from voxtune.quality.table import Row
+from voxtune.quality.table import FORMAT, Row
 from voxtune.runtime.describe import shallow_share
 from voxtune.runtime.model import Model
 from voxtune.runtime.sampling import Cache
-from voxtune.steps import precisions, write
+from voxtune.steps import precisions
 from voxtune.workloads import without_zeros
 
 QUICK = TableOptions(batch=16, margin=1.5, bootstrap=Bootstrap(resamples=60))
@@ -83,19 +84,21 @@ def test_an_equal_and_faster_cache_is_chosen():
 
 
 def test_a_cache_is_confirmed_beside_the_row_without_it(tmp_path):
-    found, _ = table([Cache(interval=4)])
-    about = {"model_sha256": "a", "skip": 0}
-    write(replace(found, about=found.about | about), tmp_path / "steps.json", "title")
+    rows = [
+        {"name": name, "sampler": "ddim", "steps": 20, "spacing": "logsnr", "clip": True, "seed": 0, "verdict": verdict}
+        for name, verdict in (("plain", "not worse"), ("kept", "not worse"), ("other", "worse: fid"))
+    ]
+    rows[1]["cache"] = {"interval": 4, "depth": 1}
+    about = {"format": FORMAT, "table": "steps", "model_sha256": "a", "subjects": 64, "skip": 0, "margin": 0.5}
+    (tmp_path / "steps.json").write_text(json.dumps({**about, "chosen": "kept", "rows": rows}))
+    slow = 5 * SLOW  # what is to be told apart by the clock, on a machine with other work
     model = made.model()
-    parted = Model(model.config, Parted(model.schedule))
-    ways = read_earlier(tmp_path / "steps.json", parted, "a").ways
-    assert [way.cache for way in ways] == [Cache(interval=4), None]
-    again = confirm_table(parted, made.subjects(16), made.segmenter(), ways, options=QUICK)
-    assert [row.name for row in again.rows[2:]] == [found.chosen, found.chosen.removesuffix(" cache 4")]
-    assert again.chosen == found.chosen
-    slower = Model(model.config, Parted(model.schedule, full=0.0, between=SLOW))
-    again = confirm_table(slower, made.subjects(16), made.segmenter(), ways, options=QUICK)
-    assert again.chosen == found.chosen.removesuffix(" cache 4")
+    for change, chosen in (({"full": slow}, " cache 4"), ({"full": 0.0, "between": slow}, "")):
+        parted = Model(model.config, Parted(model.schedule, **change))
+        ways = read_earlier(tmp_path / "steps.json", parted, "a").ways
+        found = confirm_table(parted, made.subjects(16), made.segmenter(), ways, options=QUICK)
+        assert [row.name for row in found.rows[2:]] == ["ddim 20 logsnr cache 4", "ddim 20 logsnr"]
+        assert found.chosen == f"ddim 20 logsnr{chosen}"
 
 
 @pytest.mark.parametrize("interval", [4, 20])
