@@ -53,6 +53,7 @@ def test_the_whole_product_on_one_subject(capsys, folder, tmp_path, monkeypatch)
     assert "H200" in (tmp_path / found["study"]).read_text()
 
 
+@pytest.mark.slow
 def test_a_model_that_keeps_features_is_tuned_in_both_its_parts(capsys, folder, tmp_path, monkeypatch):
     evidence = Evidence(file="steps.json", sha256="0" * 64, subjects=64, summary="made up")
     store_auto(folder, AutoSampling(sampler="ddim", steps=3, cache=Cache(interval=2, depth=0), evidence=evidence))

@@ -15,7 +15,7 @@ from tests.conftest import GOLDENS
 from tests.runtime.test_generate import write_mask
 from voxtune.cli.main import main
 
-CHUNKS = 6
+CHUNKS = [pytest.param(n, marks=[pytest.mark.slow] if n >= 3 else []) for n in range(6)]
 
 
 def mutate(data, seed):
@@ -62,7 +62,7 @@ def model(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("ending", [".nii", ".nii.gz"])
 def test_damaged_masks(capsys, model, tmp_path, ending, chunk):
     good = write_mask(tmp_path / f"good{ending}", shape=(8, 8, 8)).read_bytes()
@@ -76,7 +76,7 @@ def test_damaged_masks(capsys, model, tmp_path, ending, chunk):
     assert 2 in codes
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", CHUNKS)
 def test_damaged_checkpoints(capsys, tmp_path, chunk):
     good = (GOLDENS / "med_ddpm_tiny.pt").read_bytes()
     codes = []
@@ -131,7 +131,7 @@ def mutate_json(value, rng):
     return rng.choice(HOSTILE)
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", CHUNKS)
 def test_damaged_configs(capsys, model, tmp_path, chunk):
     file = model / "config.json"
     good = file.read_text()
