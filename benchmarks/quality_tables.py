@@ -36,8 +36,12 @@ def span(figure: Data) -> str:
     return f"{number(figure['value'])} ({number(figure['low'])} to {number(figure['high'])})"
 
 
-def signed(figure: Data) -> str:
-    return f"{figure['value']:+.2g} ({figure['low']:+.2g} to {figure['high']:+.2g})"
+def change(figure: Data | None, form: str) -> str:
+    return (
+        ""
+        if figure is None
+        else "{:{f}} ({:{f}} to {:{f}})".format(*(figure[k] for k in ("value", "low", "high")), f=form)
+    )
 
 
 def told(row: Data) -> str:
@@ -82,7 +86,7 @@ def confirmed(data: Data) -> str:
                 f"**{r['name']}**, chosen" if chosen else r["name"],
                 f"{r['seconds_per_volume'] * 1e3:.1f}",
                 number(r["figures"]["dice_tumour"]["value"]),
-                "" if lower is None else f"{lower['value']:.3f} ({lower['low']:.3f} to {lower['high']:.3f})",
+                change(lower, ".3f"),
                 told(r) if r.get("worsening") else "",
                 r["verdict"],
             ]
@@ -97,7 +101,7 @@ def steps_figures(data: Data) -> str:
     lines = []
     for name, rule in data["margins"].items():
         ways = [span(r["figures"][name]) for r in (first, again, chosen)]
-        lines.append([f"`{name}`", *ways, signed(chosen["worsening"][name]), number(rule["margin"])])
+        lines.append([f"`{name}`", *ways, change(chosen["worsening"][name], "+.2g"), number(rule["margin"])])
     lines.append(["ms a volume", *(f"{r['seconds_per_volume'] * 1e3:.1f}" for r in (first, again, chosen)), "", ""])
     return table(["figure", first["name"], again["name"], chosen["name"], "worse by", "margin"], lines)
 
@@ -126,11 +130,10 @@ def usefulness(data: Data, whole: Data) -> str:
         learned = " + ".join(f"{arm[kind]} {kind}" for kind in ("real", "synthetic") if arm[kind])
         seeds = ", ".join(f"{v:.3f}" for v in arm["dice"]["tumour"]["by_seed"])
         gain = next((g for g in arm["gains"] if g["label"] == "tumour"), None)
-        against = "" if gain is None else f"{gain['value']:+.3f} ({gain['low']:+.3f} to {gain['high']:+.3f})"
         dice = [span(arm["dice"][label]) for label in ("brain", "tumour")]
         verdict = "" if gain is None else gain["verdict"]
         all_steps = number(other["dice"]["tumour"]["value"]) if arm["synthetic"] else ""
-        rows.append([f"`{arm['name']}`", learned, *dice, seeds, against, verdict, all_steps])
+        rows.append([f"`{arm['name']}`", learned, *dice, seeds, change(gain, "+.3f"), verdict, all_steps])
     head = ["arm", "learned from", "Dice of brain", "Dice of tumour", "by seed", "tumour against `real`", "verdict"]
     how = whole["drawing"]
     return table([*head, f"tumour, drawn by {how['sampler']} {how['steps']}"], rows)

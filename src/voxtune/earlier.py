@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from voxtune.diffusion.schedule import SPACINGS
+from voxtune.config import from_mapping
 from voxtune.errors import InputError
 from voxtune.quality.table import FORMAT
 from voxtune.runtime.model import Model
-from voxtune.runtime.sampling import Cache, Drawing
+from voxtune.runtime.sampling import Drawing
 from voxtune.runtime.storage import read_json
 
 
@@ -43,7 +43,7 @@ def read_earlier(path: Path, model: Model, model_sha256: str | None) -> Earlier:
     try:
         chosen = next(row for row in found["rows"] if row["name"] == found["chosen"])
         alike = [row for row in found["rows"] if _more_of(chosen, row)]
-        ways = tuple(_way(model, row) for row in [chosen, *sorted(alike, key=lambda row: int(row["steps"]))])
+        ways = tuple(_way(model, row, path) for row in [chosen, *sorted(alike, key=lambda row: int(row["steps"]))])
         numbers = {name: int(found[name]) for name in ("subjects", "skip")}
         margin = float(found["margin"])
     except (KeyError, TypeError, ValueError, StopIteration) as error:
@@ -68,9 +68,7 @@ def _more_of(chosen: dict[str, Any], row: dict[str, Any]) -> bool:
     return same and passed and ("cache" in chosen or row["steps"] > chosen["steps"])
 
 
-def _way(model: Model, row: dict[str, Any]) -> Drawing:
-    if row["spacing"] not in SPACINGS or not isinstance(row["clip"], bool) or not isinstance(row["steps"], int):
-        raise ValueError(f"row {row['name']}")
-    cache = Cache(**row["cache"]) if row.get("cache") is not None else None
-    how = {name: row[name] for name in ("sampler", "steps", "spacing", "clip")}
-    return model.check_request(**how, seed=0, cache=cache)
+def _way(model: Model, row: dict[str, Any], path: Path) -> Drawing:
+    told = {name: row[name] for name in ("sampler", "steps", "spacing", "clip", "cache") if name in row}
+    how = from_mapping(Drawing, told, f"{path}: damaged: row {row['name']}")
+    return model.check_request(**{name: getattr(how, name) for name in told}, seed=0)

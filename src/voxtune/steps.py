@@ -115,8 +115,8 @@ def run(request: Request, say: Say) -> Table:
     check_segmenter(segmenter, contract_of(model))
     about: dict[str, Any] = {"model_sha256": weights_sha256(request.model), "plan": request.plan}
     earlier = None if request.confirm is None else read_earlier(request.confirm, model, about["model_sha256"])
-    # Those that an earlier table chose from come first, and are left out.
-    skip = request.skip if request.skip is not None else 0 if earlier is None else earlier.seen
+    seen = 0 if earlier is None else earlier.seen
+    skip = seen if request.skip is None else request.skip
     subjects = _subjects(request, model, skip)
     about |= {"skip": skip} | ({} if earlier is None else {"confirms": earlier.to_json()})
 
