@@ -29,13 +29,13 @@ test-gpu: $(STAMP) ## The tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu --record benchmarks/results/gpu-tests.json
 
 lint: $(STAMP) ## Style and types
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks tools
+	$(BIN)/ruff format --check src tests benchmarks tools
 	$(BIN)/mypy
 
 format: $(STAMP) ## Put the code into the house's form
-	$(BIN)/ruff check --fix src tests benchmarks
-	$(BIN)/ruff format src tests benchmarks
+	$(BIN)/ruff check --fix src tests benchmarks tools
+	$(BIN)/ruff format src tests benchmarks tools
 
 bench: $(STAMP) ## One denoising step on this CPU, as rows in benchmarks/results
 	$(BIN)/python benchmarks/cpu_step.py

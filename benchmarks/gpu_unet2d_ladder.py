@@ -25,14 +25,13 @@ from torch import Tensor
 from voxtune.diffusion import DiffusionConfig, make_schedule, spaced_steps
 from voxtune.diffusion.noise import noise_source
 from voxtune.diffusion.samplers import ddpm
-from voxtune.kernels.convnext.barrier import voxtune_barriers
-from voxtune.kernels.workers import compiling
-from voxtune.ladder.ahead import compile_ahead
+from voxtune.kernels.compile_workers import compiling
+from voxtune.kernels.convnext.block import voxtune_barriers
 from voxtune.ladder.climb import climb
 from voxtune.ladder.program import Program
+from voxtune.ladder.published_figures import all_figures
 from voxtune.ladder.rungs import Setting, rungs_of
-from voxtune.ladder.sampling import Loop, denoise
-from voxtune.ladder.seeds import all_figures
+from voxtune.ladder.sampling import Loop, compile_ahead, denoise
 from voxtune.precision import tf32_allowed
 from voxtune.workloads import ConvNeXtConfig
 from voxtune.workloads.convnext import ConvNeXtUNet

@@ -26,13 +26,13 @@ from networks import FOREIGN, inputs, network
 from results_file import RESULTS, row, show, write
 from torch import Tensor, nn
 
-from voxtune.optimizing import example_inputs, tuning_target
-from voxtune.optimizing import optimize as optimize_model
 from voxtune.plan.api import FUSED
 from voxtune.plan.build import build
 from voxtune.plan.gate import volume_of
 from voxtune.plan.plan import Plan
 from voxtune.precision import tf32_allowed
+from voxtune.runtime.planned import example_inputs, tuning_target
+from voxtune.runtime.planned import optimize as optimize_model
 
 WHOLE = ("bf16", *FUSED, "edges", "conv3d", "cuda_graph")
 Step = Callable[[], Any]

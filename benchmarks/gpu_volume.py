@@ -30,9 +30,9 @@ from results_file import RESULTS, row, write
 from torch import Tensor
 
 from voxtune.data.contract import WHOLE_HEAD, encode_mask, unscale_image
-from voxtune.optimizing import optimize, tuning_target
 from voxtune.precision import tf32_allowed
 from voxtune.runtime.model import Model
+from voxtune.runtime.planned import optimize, tuning_target
 from voxtune.runtime.storage import demo_model, load, save
 
 PARTS = ("published", "tf32", "plan", "default", "batches", "start")
@@ -277,7 +277,7 @@ def starts(bench: Bench, reference: Tensor | None) -> None:
         }
         environment = {**os.environ, **told}
         modules = (
-            "torch, torch.export, torch._dynamo, torch.distributed.fsdp, voxtune, voxtune.plan, voxtune.optimizing"
+            "torch, torch.export, torch._dynamo, torch.distributed.fsdp, voxtune, voxtune.plan, voxtune.runtime.planned"
         )
         if bench.device.type == "cuda":
             modules += ", triton, voxtune.kernels.ops"

@@ -16,8 +16,8 @@ import torch
 
 from voxtune.kernels.convnext.launch import Launch
 from voxtune.kernels.convnext.tiles import Tile, candidates, cost
-from voxtune.ladder.ahead import compile_ahead
 from voxtune.ladder.program import Program
+from voxtune.ladder.sampling import compile_ahead
 from voxtune.workloads.convnext import ConvNeXtUNet
 
 Shape = tuple[int, int, int, int]

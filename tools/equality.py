@@ -4,7 +4,7 @@
     python tools/equality.py --source src --baseline before.json
 
 Each scenario runs `python -m voxtune` in a process of its own with one thread. NIfTI voxels, weights and PNG pixels are hashed as
-they are; JSON and text are hashed after the fields that differ between any two runs (times, versions, commits, paths) are removed.
+they are; JSON is hashed after the fields that differ between any two runs (times, versions, commits, paths) are removed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Keys whose values differ between two runs of the same code, or name the code itself.
 VOLATILE = re.compile(
     r"seconds|_ms$|^ms|time|commit|version|host|platform|memory|peak|created|date|command|gib|speed|faster|torch$|total_seconds|sha256$"
-    r"|^GeneratedBy$|^machine$|bytes$|^lr$|^size_mb$",
+    r"|^GeneratedBy$|^machine$|bytes$|^lr$|^size_mb$|^summary$|^steps_auto$",
     re.IGNORECASE,
 )
 PICKLED = 2  # protocol of the CIFAR-10 batches
@@ -64,6 +64,11 @@ def file_digest(path: Path, root: str) -> str:
             return digest(b"".join(n.encode() + archive.read(n) for n in sorted(archive.namelist())))
     if path.suffix == ".json":
         return json_digest(path.read_text(), root)
+    if path.suffix == ".safetensors":
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = {k: v for k, v in json.loads(data[8 : 8 + length]).items() if k != "__metadata__"}
+        return digest(json.dumps(header, sort_keys=True).encode() + data[8 + length :])
     if path.suffix == ".jsonl":
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         return json_digest(json.dumps(rows), root)
@@ -146,11 +151,24 @@ def write_cifar(folder: Path) -> None:
         (folder / name).write_bytes(pickle.dumps(batch, protocol=PICKLED))
 
 
-def scenarios(run: Runner) -> Iterator[str]:
+def scenarios(run: Runner) -> Iterator[str]:  # noqa: PLR0915
     """Every scenario in turn; yields its name when it is done."""
     root, goldens = run.root, ROOT / "tests" / "goldens"
     cpu = ("--device", "cpu")
-    tiny = ("--size", "8,8,8", "--base", "32", "--multipliers", "1", "--batch", "2", "--accumulation", "1", "--lr", "1e-3")
+    tiny = (
+        "--size",
+        "8,8,8",
+        "--base",
+        "32",
+        "--multipliers",
+        "1",
+        "--batch",
+        "2",
+        "--accumulation",
+        "1",
+        "--lr",
+        "1e-3",
+    )
     settings = ("--set", "model.diffusion_steps=10", "--set", "tensorboard=false")
     write_subjects(root)
     write_cifar(root / "cifar")
@@ -189,10 +207,14 @@ def scenarios(run: Runner) -> Iterator[str]:
     yield "cohort and pack"
 
     folders = ("--images", "images", "--masks", "masks")
-    run.run("train", "train", *folders, "-o", "run", *tiny, *settings, "--steps", "4", "--sample-every", "4", *cpu, "--json")
+    run.run(
+        "train", "train", *folders, "-o", "run", *tiny, *settings, "--steps", "4", "--sample-every", "4", *cpu, "--json"
+    )
     run.run("train resumed", "train", "--resume", "run", "--steps", "6", *cpu, "--json")
     run.collect("train", "run", ("config.json", "*.safetensors", "metrics.jsonl", "*.png"))
-    run.run("sample trained", "sample", "run", "--mask", "masks", "-o", "out/trained", *cpu, "--plan", "baseline", "--json")
+    run.run(
+        "sample trained", "sample", "run", "--mask", "masks", "-o", "out/trained", *cpu, "--plan", "baseline", "--json"
+    )
     run.collect("sample trained", "out/trained", ("*.nii.gz", "*.json"))
     yield "train"
 
@@ -209,23 +231,41 @@ def scenarios(run: Runner) -> Iterator[str]:
         *("--set", "tensorboard=false", "--steps", "3", "--sample-every", "0", *cpu, "--json"),
     )
     run.collect("train convnext", "images-run", ("config.json", "*.safetensors", "metrics.jsonl"))
-    run.run("sample images", "sample", "images-run", "--count", "3", "-o", "out/png", "--plan", "baseline", *cpu, "--json")
+    run.run(
+        "sample images", "sample", "images-run", "--count", "3", "-o", "out/png", "--plan", "baseline", *cpu, "--json"
+    )
     run.collect("sample images", "out/png", ("*.png", "*.json"))
     yield "train from packed subjects, a segmenter, images"
 
     quick = ("--resamples", "20", "--batch", "4", *cpu, "--plan", "baseline")
     judge = ("--segmenter", "segmenter")
     rows = ("--samplers", "ddim,sde-dpm++", "--steps", "1,2", "--margin", "100", "--store", "--cache", "2")
-    run.run("steps", "steps", "packed/model", *packed, "-o", "steps", *judge, "--held-out", "3", *rows, *quick, "--json")
+    run.run(
+        "steps", "steps", "packed/model", *packed, "-o", "steps", *judge, "--held-out", "3", *rows, *quick, "--json"
+    )
     run.collect("steps", "steps", ("steps.json",))
     run.collect("steps stored", "packed/model", ("config.json",))
     confirm = ("--confirm", "steps/steps.json", "--held-out", "3", *judge, *quick, "--json")
     run.run("steps confirm", "steps", "packed/model", *packed, "-o", "confirmed", *confirm)
     run.collect("steps confirm", "confirmed", ("*.json",))
-    run.run("sample stored", "sample", "packed/model", "--mask", "wide", "-o", "out/stored", *cpu, "--plan", "baseline", "--json")
+    run.run(
+        "sample stored",
+        "sample",
+        "packed/model",
+        "--mask",
+        "wide",
+        "-o",
+        "out/stored",
+        *cpu,
+        "--plan",
+        "baseline",
+        "--json",
+    )
     run.collect("sample stored", "out/stored", ("*.nii.gz", "*.json"))
     learn = ("--volumes", "4", "--few", "2", "--seeds", "1", "--segment-steps", "2", "--segment-batch", "2")
-    run.run("usefulness", "usefulness", "packed/model", *packed, "-o", "useful", *learn, *quick, "--steps", "2", "--json")
+    run.run(
+        "usefulness", "usefulness", "packed/model", *packed, "-o", "useful", *learn, *quick, "--steps", "2", "--json"
+    )
     run.collect("usefulness", "useful", ("*.json",))
     yield "steps and usefulness"
 
@@ -259,7 +299,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, default=ROOT / "src", help="the src folder of the checkout to run")
     parser.add_argument("-o", "--out", type=Path, help="write the hashes to this JSON file")
-    parser.add_argument("--baseline", type=Path, help="compare with the hashes in this file; exit code 1 if any differs")
+    parser.add_argument(
+        "--baseline", type=Path, help="compare with the hashes in this file; exit code 1 if any differs"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(options.source.resolve(), Path(folder).resolve())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from voxtune.errors import InputError
-from voxtune.optimizing import optimize
 from voxtune.runtime.model import Model, ModelConfig
+from voxtune.runtime.planned import optimize
 from voxtune.runtime.storage import load
+from voxtune.versions import __version__
 
-__version__ = "0.1.0"
 __all__ = ["InputError", "Model", "ModelConfig", "__version__", "load", "optimize"]

@@ -7,6 +7,8 @@ import os
 import subprocess
 from pathlib import Path
 
+__version__ = "0.1.0"
+
 
 def commit() -> str:
     """The checkout's commit, marked if files differ from it; outside a checkout, VOXTUNE_COMMIT or the version."""
@@ -19,8 +21,6 @@ def commit() -> str:
         head = _git(root, "rev-parse", "HEAD")
         return head + ("+changes" if _git(root, "status", "--porcelain", "--untracked-files=no", "--", "src") else "")
     except (OSError, subprocess.SubprocessError):
-        from voxtune import __version__
-
         return f"voxtune {__version__}"
 
 

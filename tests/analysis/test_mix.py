@@ -7,8 +7,7 @@ import pytest
 from tests.analysis.made import counted, kernel, session
 from voxtune.analysis import counters, figures
 from voxtune.analysis.frame import geometric_mean, mean, numbers, short
-from voxtune.analysis.mix import instruction_mix, ipc_stack, kernel_mix, kernel_shares
-from voxtune.analysis.opcodes import group_of, pipe_of
+from voxtune.analysis.mix import group_of, instruction_mix, ipc_stack, kernel_mix, kernel_shares, pipe_of
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from tests.analysis.made import kernel, session
 from voxtune.analysis.compare import compare_modules, normalised, side_by_side
 from voxtune.analysis.frame import UNTOLD, labels
-from voxtune.analysis.overhead import overhead
+from voxtune.analysis.step import overhead
 from voxtune.profile.session import frame
 
 COUNTED = {"cycles": 1e3, "cycles_active": 1e3, "instructions": 1e3, "ipc": 1.0, "counter_tier": "few"}

@@ -6,8 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from voxtune.analysis.table import Column, Table, plain, refuse
-from voxtune.analysis.text import as_text
+from voxtune.analysis.table import Column, Table, as_text, plain, refuse
 
 
 def test_round_trips_through_json():

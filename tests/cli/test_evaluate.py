@@ -13,7 +13,7 @@ import torch
 from voxtune.cli.main import main
 from voxtune.data.bids import write_cohort
 from voxtune.data.cohort import cohort_contract
-from voxtune.runtime.segmenter import Segmenter, SegmenterConfig, save_segmenter
+from voxtune.segmentation.segmenter import Segmenter, SegmenterConfig, save_segmenter
 from voxtune.workloads.segment import SegmentConfig
 
 SIZE = (24, 24, 24)

@@ -16,14 +16,14 @@ from tests.bare import voxtune_bare
 from tests.runtime.test_generate import write_mask
 from tests.steps import made
 from voxtune.cli.main import main
-from voxtune.comparing import Bench
 from voxtune.data.bids import write_cohort
 from voxtune.data.cohort import cohort_contract
+from voxtune.data.subjects import cohort_sources, pack, unpack
+from voxtune.evaluation.bench import Bench
 from voxtune.plan.hazards import slow_half
 from voxtune.runtime.model import Model, SamplingConfig
-from voxtune.runtime.segmenter import Segmenter, SegmenterConfig, save_segmenter
 from voxtune.runtime.storage import load, save, weights_sha256
-from voxtune.runtime.subjects import cohort_sources, pack, unpack
+from voxtune.segmentation.segmenter import Segmenter, SegmenterConfig, save_segmenter
 from voxtune.workloads import without_zeros
 from voxtune.workloads.segment import SegmentConfig
 
@@ -237,7 +237,7 @@ def test_what_would_be_taken_otherwise_than_meant_is_refused(capsys, folders, tm
 
 def test_a_lesion_that_the_grid_loses_is_told(folders, tmp_path, caplog):
     """By whatever command takes the folders."""
-    from voxtune.runtime.heldout import held_out_folders
+    from voxtune.data.splits import held_out_folders
 
     for pair in write_cohort(tmp_path / "real", 2, 0, (64, 64, 64), healthy_fraction=0.0):
         image = nib.load(pair.mask)

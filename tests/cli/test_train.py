@@ -16,10 +16,10 @@ import pytest
 import voxtune
 from voxtune.cli.main import main
 from voxtune.errors import InputError
-from voxtune.runtime.train import read_run
-from voxtune.runtime.trainconfig import read_config, setting_names
-from voxtune.runtime.trainlog import read_metrics
-from voxtune.runtime.trainmodel import model_config
+from voxtune.training.config import read_config, setting_names
+from voxtune.training.log import read_metrics
+from voxtune.training.loop import read_run
+from voxtune.training.model import model_config
 
 GOOD = """\
 # A small run

@@ -14,9 +14,9 @@ from tests.steps import made
 from voxtune.cli.main import main
 from voxtune.data.bids import write_cohort
 from voxtune.data.cohort import cohort_contract
+from voxtune.data.subjects import cohort_sources, pack, unpack
 from voxtune.runtime.model import Model, SamplingConfig
 from voxtune.runtime.storage import save
-from voxtune.runtime.subjects import cohort_sources, pack, unpack
 from voxtune.workloads import without_zeros
 
 QUICK = ("--resamples", 20, "--batch", 4, "--segment-steps", 2, "--segment-batch", 2, "--device", "cpu")

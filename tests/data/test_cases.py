@@ -7,8 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from voxtune.data.cases import find_cases
-from voxtune.data.legend import read_legend
+from voxtune.data.cases import find_cases, read_legend
 from voxtune.data.nifti import Volume, write_volume
 from voxtune.errors import InputError
 

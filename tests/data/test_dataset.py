@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from nifti_samples import oriented_affine, save
 
-from voxtune.data import dataset, processes
+from voxtune.data import dataset
+from voxtune.data import dataset as processes
 from voxtune.data.bids import write_cohort
 from voxtune.data.cohort import cohort_contract, subject
 from voxtune.data.contract import BRATS, DataContract, generic_contract

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from voxtune.data import deflate
-from voxtune.data.deflate import HEADER, PIECE, gzip_bytes
+from voxtune.data import nifti as deflate
+from voxtune.data.nifti import HEADER, PIECE, gzip_bytes
 
 NOISE = np.random.default_rng(0).integers(0, 40, 3 * PIECE + 17, dtype=np.uint8).tobytes()
 

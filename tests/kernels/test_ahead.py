@@ -10,7 +10,7 @@ import pytest
 from triton.runtime import build
 from triton.runtime._async_compile import active_mode
 
-from voxtune.kernels.ahead import compiled_ahead, ready
+from voxtune.kernels.precompile import compiled_ahead, ready
 
 
 def submit(key, compile_it, finish):

@@ -9,8 +9,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
 from voxtune.kernels import group_norm
-from voxtune.kernels.ahead import compiled_ahead, ready
-from voxtune.kernels.workers import Worker, active, compiling, describe
+from voxtune.kernels.compile_workers import Worker, active, compiling, describe
+from voxtune.kernels.precompile import compiled_ahead, ready
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {"x_ptr": "*bf16", "affine_ptr": "*fp32", "y_ptr": "*bf16", "V": "i32", "CS": "i32", "C": "i32", "first": "i32"}

@@ -262,9 +262,9 @@ def compile_for(arch: int, kernel, arguments: tuple, constants: dict, warps: int
 
 def compiled(arch: int, which: str) -> dict:
     """One of each kind, at the sizes of the full network; those of the fast path by name, or all."""
+    from voxtune.kernels.convnext.direct import voxtune_tiled
     from voxtune.kernels.convnext.im2col import voxtune_product
     from voxtune.kernels.convnext.layer_norm import voxtune_norm_warp
-    from voxtune.kernels.convnext.tiled import voxtune_tiled
     from voxtune.ladder.program import Program
 
     f, b = torch.empty(16), torch.empty(16, dtype=torch.bfloat16)

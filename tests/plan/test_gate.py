@@ -9,12 +9,11 @@ import torch
 
 from tests.plan.networks import REWRITING, make
 from voxtune.plan.build import Subject, build
-from voxtune.plan.gate import Gate, vary
+from voxtune.plan.gate import Gate, trajectory_of, vary
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import Optimized
-from voxtune.plan.trajectory import trajectory_of
 from voxtune.plan.tuner import gate_for, judge
-from voxtune.quality.compare import difference
+from voxtune.quality.tensor_error import difference
 
 NORM = "group_norm_silu"
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.plan.networks import NETWORKS, make
 from voxtune.plan.api import optimize
-from voxtune.plan.identity import identity, network_hash
+from voxtune.plan.cache import identity, network_hash
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def test_how_inputs_are_named_counts():
 
 SAME = """
 from tests.plan.networks import NETWORKS, make
-from voxtune.plan.identity import network_hash
+from voxtune.plan.cache import network_hash
 for name in NETWORKS:
     print(name, network_hash(make(name)[0]))
 """

@@ -9,14 +9,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from tests.plan.networks import NETWORKS, make
-from voxtune.plan import kept as subject
+from voxtune.plan import saved_graph as subject
 from voxtune.plan.api import CPU_READY, READY, optimize
 from voxtune.plan.build import Subject, build
-from voxtune.plan.cache import remember
+from voxtune.plan.cache import identity, remember
 from voxtune.plan.graph import module_of
-from voxtune.plan.identity import identity
-from voxtune.plan.kept import keep, kept
 from voxtune.plan.plan import Plan
+from voxtune.plan.saved_graph import keep, kept
 
 CPU = torch.device("cpu")
 WHOLE = READY[0].without("bf16", "cuda_graph", "cudnn_benchmark")

@@ -15,12 +15,12 @@ import voxtune
 from tests.plan.networks import make
 from tests.steps import made
 from voxtune.errors import InputError
+from voxtune.evaluation.steps import precisions
 from voxtune.plan import Plan
 from voxtune.plan import build as building
 from voxtune.plan import tuner as tuning
 from voxtune.plan.hazards import hazards, refuses_half, slow_half, why_no_compiler
 from voxtune.plan.passes import Outcome
-from voxtune.steps import precisions
 
 QUICK = (
     tuning.Rung("sharing and sdpa", ("cleanup", "sdpa", "time")),

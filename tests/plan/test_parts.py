@@ -7,14 +7,13 @@ import torch
 
 from tests.plan.networks import REWRITING, make
 from voxtune.errors import InputError
-from voxtune.optimizing import Planned
 from voxtune.plan.api import CPU_READY, optimize
 from voxtune.plan.build import Subject, build
-from voxtune.plan.gate import volume_of
-from voxtune.plan.kept import keep, kept
+from voxtune.plan.gate import trajectory_of, volume_of
 from voxtune.plan.plan import Plan
-from voxtune.plan.trajectory import trajectory_of
+from voxtune.plan.saved_graph import keep, kept
 from voxtune.plan.tuner import gate_for, judge
+from voxtune.runtime.planned import Planned
 from voxtune.workloads import split
 
 pytestmark = pytest.mark.usefixtures("one_thread")

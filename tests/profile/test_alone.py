@@ -5,8 +5,8 @@ import time
 import torch
 from torch import nn
 
-from voxtune.profile.alone import count_alone, note_operators, tensor_like
-from voxtune.profile.gate import Counting
+from voxtune.profile.isolated_ops import count_alone, note_operators, tensor_like
+from voxtune.profile.op_numbering import Counting
 
 CPU = torch.device("cpu")
 

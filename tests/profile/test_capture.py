@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import voxtune.profile
 from voxtune.errors import InputError
 from voxtune.profile import capture, load_session, profile_step
-from voxtune.profile.hooks import module_ranges
+from voxtune.profile.census import module_ranges
 
 
 class Tiny(nn.Module):

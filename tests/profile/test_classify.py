@@ -7,7 +7,7 @@ import pytest
 from tests.profile.samples import baseline_trace, channels_last_trace, text
 from voxtune.profile.attribution import launch_rows
 from voxtune.profile.classify import CLASSES, classify
-from voxtune.profile.ncucsv import read_raw
+from voxtune.profile.ncu import read_raw
 
 XMMA = "sm80_xmma_{}_implicit_gemm_{}_nhwckrsc_nhwc_tilesize128x128x16_stage4_g1_execute_kernel__5x_cudnn"
 COPY = "void at::native::{}<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::{{lambda({})#1}}{}>(int, T)"

@@ -7,7 +7,7 @@ import pytest
 from tests.profile.samples import baseline_session, text
 from voxtune.profile import schema
 from voxtune.profile.counters import carry_few, carry_full, carry_opcodes, prove_precision
-from voxtune.profile.ncucsv import CountedLaunch, choose_metrics, read_raw
+from voxtune.profile.ncu import CountedLaunch, choose_metrics, read_raw
 from voxtune.profile.session import Session, load_session
 
 

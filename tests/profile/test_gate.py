@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from voxtune.profile.gate import NumberedOperators
+from voxtune.profile.op_numbering import NumberedOperators
 
 
 def a_step() -> object:

@@ -4,7 +4,7 @@ import pytest
 
 from tests.profile.samples import text
 from voxtune.profile import schema
-from voxtune.profile.ncucsv import choose_metrics, explain, instances, number, read_raw, read_rules, unknown_metric
+from voxtune.profile.ncu import choose_metrics, explain, instances, number, read_raw, read_rules, unknown_metric
 
 # As printed by Nsight Compute 2025 in a container without the permission.
 NO_PERMISSION = """==PROF== Connected to process 412 (/usr/bin/python3.12)

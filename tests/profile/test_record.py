@@ -18,13 +18,12 @@ from tests.profile.test_ncucsv import NO_PERMISSION
 from voxtune.errors import InputError
 from voxtune.profile import budget, recording
 from voxtune.profile.configs import parse_config
-from voxtune.profile.counters import kernel_rows, keys
+from voxtune.profile.counters import Reading, kernel_rows, keys
 from voxtune.profile.ncu import Ncu, find_ncu
 from voxtune.profile.record import Plan, Recorded, RecordOptions, record
 from voxtune.profile.replay import replay
 from voxtune.profile.session import load_session
 from voxtune.profile.steps import find_target
-from voxtune.profile.tiers import Reading
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ import pytest
 import torch
 from monai.metrics import DiceMetric
 
-from voxtune.quality.neighbours import copies, nearest
-from voxtune.quality.overlap import dice
+from voxtune.quality.per_volume import copies, dice, nearest
 
 
 def test_dice_is_monais():

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from voxtune.quality.bootstrap import Bootstrap
-from voxtune.quality.detail import detail
 from voxtune.quality.paired import Measured, Resampler, compare, margins
+from voxtune.quality.per_volume import detail
 
 LEVEL = 0.95
 

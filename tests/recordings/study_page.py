@@ -11,8 +11,7 @@ from voxtune.analysis.certificate import certify
 from voxtune.analysis.compare import side_by_side
 from voxtune.analysis.ledger import layout_ledger, precision_audit
 from voxtune.analysis.mix import kernel_mix
-from voxtune.analysis.overhead import overhead
-from voxtune.analysis.step import step_totals
+from voxtune.analysis.step import overhead, step_totals
 from voxtune.analysis.study import GPUS, study_table
 from voxtune.cli.report import load
 from voxtune.profile.session import Session

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from voxtune.ladder.seeds import all_figures
+from voxtune.ladder.published_figures import all_figures
 from voxtune.report.figure import Bars, Series
 from voxtune.report.html import render_html
 from voxtune.report.ladder import ladder_document, ladder_picture

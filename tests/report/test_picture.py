@@ -16,7 +16,7 @@ from voxtune.data.contract import generic_contract
 from voxtune.data.grid import fit
 from voxtune.data.nifti import Volume
 from voxtune.errors import InputError
-from voxtune.report.casesheet import MOST, case_sheet
+from voxtune.report.contact_sheet import MOST, case_sheet
 from voxtune.report.picture import CAPTION, GAP, PALETTE, Panel, contact_sheet, label_colour
 from voxtune.runtime.generate import Drawn, Request
 

@@ -145,7 +145,7 @@ def test_counters_on_a_share_of_the_step_say_so():
 
 
 def test_memory_is_drawn_until_the_host_waits():
-    from voxtune.report.about_step import _until_the_host_waits as drawn
+    from voxtune.report.sections.step import _until_the_host_waits as drawn
 
     assert drawn([0.0, 1.0, 2.0, 3.0, 100.0]) == 4
     assert drawn([0.0, 1.0, 2.0, 3.0]) == 4 and drawn([]) == 0

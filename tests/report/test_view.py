@@ -15,7 +15,7 @@ import pytest
 from tests.report.conftest import put
 
 from voxtune.cli.main import main
-from voxtune.data.legend import LabelName
+from voxtune.data.cases import LabelName
 from voxtune.errors import InputError
 from voxtune.report import view
 from voxtune.report.embedding import Embedding

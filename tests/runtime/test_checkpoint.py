@@ -12,7 +12,8 @@ import torch
 from tests.runtime.tinyrun import SIZE, Blobs, rows, tiny_config, weights
 
 from voxtune.errors import InputError
-from voxtune.runtime.checkpoint import (
+from voxtune.runtime.storage import read_safetensors, write_safetensors
+from voxtune.training.checkpoint import (
     Checkpoint,
     RunState,
     ScalerState,
@@ -21,10 +22,9 @@ from voxtune.runtime.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from voxtune.runtime.storage import read_safetensors, write_safetensors
-from voxtune.runtime.train import load_init, train
-from voxtune.runtime.trainlog import METRICS, read_metrics, truncate_metrics
-from voxtune.runtime.trainmodel import model_config
+from voxtune.training.log import METRICS, read_metrics, truncate_metrics
+from voxtune.training.loop import load_init, train
+from voxtune.training.model import model_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,16 +11,14 @@ import pytest
 import torch
 
 import voxtune
-from voxtune.comparing import unit
 from voxtune.data import cohort
 from voxtune.data.contract import encode_mask, scale_image
-from voxtune.optimizing import by_plan
-from voxtune.quality.detail import detail
-from voxtune.quality.neighbours import nearest
-from voxtune.quality.overlap import dice
+from voxtune.evaluation.bench import unit
+from voxtune.quality.per_volume import detail, dice, nearest
 from voxtune.quality.similarity import ms_ssim, psnr
-from voxtune.runtime.segmenter import load_segmenter, shipped_segmenter
+from voxtune.runtime.planned import by_plan
 from voxtune.runtime.storage import demo_model
+from voxtune.segmentation.segmenter import load_segmenter, shipped_segmenter
 
 TRAINING = 24  # of the subjects that it learned from
 

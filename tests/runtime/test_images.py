@@ -11,7 +11,7 @@ from PIL import Image
 from tests.conftest import GOLDENS
 
 from voxtune.errors import InputError
-from voxtune.runtime.images import generate_images
+from voxtune.runtime.generate import generate_images
 from voxtune.runtime.model import Model, ModelConfig, SamplingConfig
 from voxtune.runtime.storage import load
 from voxtune.workloads import ConvNeXtConfig

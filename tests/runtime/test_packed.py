@@ -13,15 +13,14 @@ from tests.bare import voxtune_bare
 
 from voxtune.cli.main import main
 from voxtune.data.contract import DataContract, Label, encode_mask
+from voxtune.data.splits import Volumes
+from voxtune.data.subjects import classes_of, pack, unpack
 from voxtune.errors import InputError
-from voxtune.runtime.loader import Loader
-from voxtune.runtime.packed import PackedSource, packed_contract
-from voxtune.runtime.split import Volumes
 from voxtune.runtime.storage import load
-from voxtune.runtime.subjects import classes_of, pack, unpack
-from voxtune.runtime.train import read_run, train
-from voxtune.runtime.trainconfig import DataSettings, ModelSettings, TrainConfig, make_config
-from voxtune.runtime.trainmodel import model_config
+from voxtune.training.config import DataSettings, ModelSettings, TrainConfig, make_config
+from voxtune.training.data import Loader, PackedSource, packed_contract
+from voxtune.training.loop import read_run, train
+from voxtune.training.model import model_config
 
 SIZE = (8, 8, 8)
 CONTRACT = DataContract(
@@ -213,7 +212,7 @@ def test_the_command_where_little_is_installed(file, tmp_path):
 
 
 def test_values_of_options_without_yaml(monkeypatch):
-    from voxtune.runtime.yamlfile import parse_value
+    from voxtune.training.config import parse_value
 
     with_yaml = [parse_value(text) for text in ("1.5", "true", "[8]", "ddim", "null")]
     monkeypatch.setitem(sys.modules, "yaml", None)

@@ -10,10 +10,10 @@ import torch
 from tests.runtime.tinyrun import Blobs, rows, tiny_config, weights
 
 from voxtune.errors import InputError
-from voxtune.runtime import train as train_module
-from voxtune.runtime.rate import learning_rate
 from voxtune.runtime.storage import load
-from voxtune.runtime.train import train
+from voxtune.training import loop as train_module
+from voxtune.training.loop import train
+from voxtune.training.step import learning_rate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DECAYING = {"warmup": 3, "decay": "cosine"}

@@ -25,9 +25,9 @@ from tests.runtime.tinyrun import (
 )
 
 from voxtune.errors import InputError
-from voxtune.runtime.checkpoint import checkpoints
-from voxtune.runtime.loader import epoch_order
-from voxtune.runtime.train import train
+from voxtune.training.checkpoint import checkpoints
+from voxtune.training.data import epoch_order
+from voxtune.training.loop import train
 
 KILLED = -signal.SIGKILL
 pytestmark = [

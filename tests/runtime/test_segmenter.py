@@ -11,12 +11,14 @@ import torch
 from tests.bare import voxtune_bare
 
 from voxtune.cli.main import main
+from voxtune.data import subjects
 from voxtune.data.contract import generic_contract
 from voxtune.data.dataset import CohortSource
 from voxtune.errors import InputError
-from voxtune.runtime import segmenttrain, storage, subjects
-from voxtune.runtime.segmenter import Segmenter, SegmenterConfig, load_segmenter, save_segmenter, shipped_segmenter
-from voxtune.runtime.segmentrun import run_segment, summary
+from voxtune.runtime import storage
+from voxtune.segmentation import train as segmenttrain
+from voxtune.segmentation.segmenter import Segmenter, SegmenterConfig, load_segmenter, save_segmenter, shipped_segmenter
+from voxtune.segmentation.train import run_segment, summary
 from voxtune.workloads.segment import SegmentConfig
 
 CONTRACT = generic_contract(2, 1, (16, 16, 16))

@@ -14,16 +14,16 @@ from tests.runtime.tinyrun import MODEL, SIZE, Blobs, rows, tiny_config, weights
 
 from voxtune.data.contract import generic_contract
 from voxtune.errors import InputError
-from voxtune.runtime import trainer as trainer_module
-from voxtune.runtime.checkpoint import checkpoints, read_checkpoint
-from voxtune.runtime.ema import Ema
-from voxtune.runtime.loader import Loader, epoch_order, timesteps, training_noise
 from voxtune.runtime.model import Model, ModelConfig
 from voxtune.runtime.storage import load
-from voxtune.runtime.train import locked, read_run, train
-from voxtune.runtime.trainconfig import DataSettings, ModelSettings, TrainConfig
-from voxtune.runtime.trainlog import sample_picture
-from voxtune.runtime.trainmodel import model_config
+from voxtune.training import step as trainer_module
+from voxtune.training.checkpoint import checkpoints, read_checkpoint
+from voxtune.training.config import DataSettings, ModelSettings, TrainConfig
+from voxtune.training.data import Loader, epoch_order, timesteps, training_noise
+from voxtune.training.log import sample_picture
+from voxtune.training.loop import locked, read_run, train
+from voxtune.training.model import model_config
+from voxtune.training.step import Ema
 from voxtune.workloads import ConvNeXtConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.runtime.tinyrun import Blobs, rows, tiny_config
 
-from voxtune.runtime.checkpoint import checkpoints, read_checkpoint
-from voxtune.runtime.train import train
+from voxtune.training.checkpoint import checkpoints, read_checkpoint
+from voxtune.training.loop import train
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,8 +6,8 @@ import pytest
 
 from voxtune.errors import InputError
 from voxtune.runtime.model import Model, ModelConfig, workload_config
-from voxtune.runtime.trainconfig import DataSettings, ModelSettings, TrainConfig, make_config
-from voxtune.runtime.trainmodel import model_config
+from voxtune.training.config import DataSettings, ModelSettings, TrainConfig, make_config
+from voxtune.training.model import model_config
 from voxtune.workloads import ConvNeXtConfig, workload
 
 

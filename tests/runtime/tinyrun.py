@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from voxtune.errors import InputError
-from voxtune.runtime.train import train
-from voxtune.runtime.trainconfig import ModelSettings, TrainConfig
-from voxtune.runtime.trainlog import read_metrics
+from voxtune.training.config import ModelSettings, TrainConfig
+from voxtune.training.log import read_metrics
+from voxtune.training.loop import train
 
 SIZE = (4, 4, 4)
 MODEL = ModelSettings(size=SIZE, base=32, multipliers=(1,), attention=(), diffusion_steps=20)

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from voxtune.data.cohort import cohort_contract
+from voxtune.data.splits import HeldOut
 from voxtune.diffusion import DiffusionConfig
-from voxtune.runtime.heldout import HeldOut
 from voxtune.runtime.model import Model, ModelConfig
-from voxtune.runtime.segmenter import Segmenter, SegmenterConfig
+from voxtune.segmentation.segmenter import Segmenter, SegmenterConfig
 from voxtune.workloads import MedDDPMConfig
 from voxtune.workloads.segment import SegmentConfig
 

@@ -11,16 +11,15 @@ import torch
 from torch import nn
 
 from tests.steps import made
-from voxtune.choosing import TableOptions, _cached_ways, confirm_table, numerics_table, step_table
-from voxtune.earlier import read_earlier
 from voxtune.errors import InputError
+from voxtune.evaluation.step_search import TableOptions, _cached_ways, confirm_table, numerics_table, step_table
+from voxtune.evaluation.steps import precisions, read_earlier
 from voxtune.plan.hazards import slow_half
 from voxtune.quality.bootstrap import Bootstrap
-from voxtune.quality.table import FORMAT, Row
+from voxtune.quality.step_table import FORMAT, Row
 from voxtune.runtime.describe import shallow_share
 from voxtune.runtime.model import Model
 from voxtune.runtime.sampling import Cache
-from voxtune.steps import precisions
 from voxtune.workloads import without_zeros
 
 QUICK = TableOptions(batch=16, margin=1.5, bootstrap=Bootstrap(resamples=60))

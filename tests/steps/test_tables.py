@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from tests.steps import made
-from voxtune.choosing import TableOptions, distances, numerics_table, step_table
 from voxtune.errors import InputError
+from voxtune.evaluation.step_search import TableOptions, distances, numerics_table, step_table
+from voxtune.evaluation.steps import precisions
 from voxtune.plan.hazards import slow_half
 from voxtune.quality.bootstrap import Bootstrap
-from voxtune.quality.table import fewest, nearest_row
+from voxtune.quality.step_table import fewest, nearest_row
 from voxtune.runtime.model import Model
-from voxtune.steps import precisions
 from voxtune.workloads import without_zeros
 
 QUICK = TableOptions(batch=8, margin=1.5, bootstrap=Bootstrap(resamples=60))

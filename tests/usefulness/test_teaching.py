@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from tests.steps import made
-from voxtune import teaching
+from voxtune.data.splits import Volumes
 from voxtune.errors import InputError
+from voxtune.evaluation import usefulness as teaching
+from voxtune.evaluation.usefulness import draw, lessons, measure, scaled, teach
 from voxtune.quality.bootstrap import Bootstrap
-from voxtune.quality.useful import Arm, Usefulness
+from voxtune.quality.usefulness_table import Arm, Usefulness
 from voxtune.runtime.model import Model
 from voxtune.runtime.sampling import AutoSampling, Evidence
-from voxtune.runtime.segmenttrain import SegmentTraining
-from voxtune.runtime.split import Volumes
-from voxtune.teaching import draw, lessons, measure, scaled, teach
+from voxtune.segmentation.train import SegmentTraining
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

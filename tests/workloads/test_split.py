@@ -56,7 +56,7 @@ def test_another_deep_feature_gives_another_answer(network, inputs):
 
 
 def test_parts_of_another_depth_are_another_network_to_a_plan(network):
-    from voxtune.plan.identity import network_hash
+    from voxtune.plan.cache import network_hash
 
     assert len({network_hash(part) for depth in (0, 1, 2) for part in split(network, depth)}) == 6
 

@@ -19,7 +19,7 @@ def command(
 ) -> None:
     """Leave with 0 if NEW is not slower than allowed, 1 if it is, 3 if the spread is too large to say."""
     from voxtune.analysis.check import check, parse_percent
-    from voxtune.analysis.text import as_text
+    from voxtune.analysis.table import as_text
     from voxtune.profile.session import load_session
 
     out = Output(json=as_json, quiet=quiet)

@@ -23,7 +23,7 @@ def command(
     quiet: QuietOption = False,
 ) -> None:
     """Draw a held-out subject's MRI from its mask by a plan tuned here; measure it; write pages to look at."""
-    from voxtune.demonstrating import demonstrate
+    from voxtune.evaluation.demo import demonstrate
     from voxtune.runtime.storage import demo_model
 
     output = Output(json=json, quiet=quiet)

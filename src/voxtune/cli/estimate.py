@@ -26,7 +26,7 @@ def command(
 ) -> None:
     """Estimate memory and time from shapes and a card table; nothing is run."""
     from voxtune.analysis.estimate import cards, estimate
-    from voxtune.analysis.text import as_text
+    from voxtune.analysis.table import as_text
     from voxtune.workloads import workload as find_workload
 
     out = Output(json=as_json, quiet=quiet)

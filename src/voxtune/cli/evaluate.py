@@ -13,7 +13,7 @@ from voxtune.files import check_room
 
 if TYPE_CHECKING:
     from voxtune.quality.result import Evaluation
-    from voxtune.runtime.segmenter import Segmenter
+    from voxtune.segmentation.segmenter import Segmenter
 
 
 def command(
@@ -36,8 +36,8 @@ def command(
     quiet: QuietOption = False,
 ) -> None:
     """Measure synthetic volumes against real ones: likeness, distribution, mask adherence, memorisation."""
-    from voxtune.describing import find_sets
-    from voxtune.evaluating import evaluate, write_result
+    from voxtune.evaluation.describe import find_sets
+    from voxtune.evaluation.evaluate import evaluate, write_result
     from voxtune.quality.bootstrap import Bootstrap
 
     output = Output(json=json, quiet=quiet)
@@ -68,7 +68,7 @@ def command(
 
 def _networks(features: Path | None, segmenter: Path | None, device: str) -> tuple[Segmenter | None, Segmenter | None]:
     """(features, segmenter): those asked for, or the shipped one for both, where it ships."""
-    from voxtune.runtime.segmenter import load_segmenter, shipped_segmenter
+    from voxtune.segmentation.segmenter import load_segmenter, shipped_segmenter
 
     shipped = None
     if (features is None or segmenter is None) and (shipped_segmenter() / "config.json").is_file():

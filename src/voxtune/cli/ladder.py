@@ -41,8 +41,8 @@ def command(
     from voxtune.diffusion import DiffusionConfig, make_schedule, spaced_steps
     from voxtune.errors import InputError
     from voxtune.ladder.climb import climb
+    from voxtune.ladder.published_figures import all_figures
     from voxtune.ladder.rungs import Setting, rungs_of
-    from voxtune.ladder.seeds import all_figures
     from voxtune.workloads.convnext import ConvNeXtConfig, ConvNeXtUNet
 
     chosen = rungs_of(rungs)

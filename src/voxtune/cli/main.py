@@ -46,7 +46,7 @@ app = typer.Typer(
 
 def _version(show: bool) -> None:
     if show:
-        from voxtune import __version__
+        from voxtune.versions import __version__
 
         print(f"voxtune {__version__}")
         raise typer.Exit

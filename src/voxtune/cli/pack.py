@@ -29,11 +29,11 @@ def command(
     quiet: QuietOption = False,
 ) -> None:
     """Write subjects, prepared and checked, into one file that `train`, `steps` and `usefulness` take by --subjects."""
+    from voxtune.data.splits import contract_of
+    from voxtune.data.subjects import open_sources, pack
     from voxtune.errors import InputError
     from voxtune.files import check_room
-    from voxtune.runtime.heldout import contract_of
     from voxtune.runtime.storage import load
-    from voxtune.runtime.subjects import open_sources, pack
 
     check_room(out, overwrite)
     if model is not None and (size is not None or labels is not None):

@@ -50,9 +50,8 @@ def command(
     """Record whole steps: timeline, modules, memory, and the GPU's counters where they can be read."""
     from voxtune.errors import InputError
     from voxtune.profile.configs import parse_configs
-    from voxtune.profile.record import RecordOptions, record
+    from voxtune.profile.record import RecordOptions, lines, record, summary, verdict
     from voxtune.profile.steps import smallest_size
-    from voxtune.profile.summary import lines, summary, verdict
 
     if window not in ("none", "seed"):
         raise InputError(f"--window {window}: choose none or seed")

@@ -25,8 +25,7 @@ from voxtune.cli.common import (
 from voxtune.errors import InputError
 
 if TYPE_CHECKING:
-    from voxtune.runtime.generate import Request
-    from voxtune.runtime.images import DrawnImage
+    from voxtune.runtime.generate import DrawnImage, Request
     from voxtune.runtime.model import Model
 
 # Images on the page of --picture.
@@ -66,8 +65,8 @@ def command(
     quiet: QuietOption = False,
 ) -> None:
     """Draw MRI volumes from masks, on each mask's own grid and geometry; or images, with a model that takes no mask."""
-    from voxtune.optimizing import optimize
-    from voxtune.runtime.images import check_image_request
+    from voxtune.runtime.generate import check_image_request
+    from voxtune.runtime.planned import optimize
     from voxtune.runtime.storage import load, provenance
 
     output = Output(json=json, quiet=quiet)
@@ -152,7 +151,7 @@ def _draw_volumes(
 
 
 def _draw_images(model: Model, out: Path, picture: bool, options: dict[str, Any]) -> list[dict[str, Any]]:
-    from voxtune.runtime.images import generate_images
+    from voxtune.runtime.generate import generate_images
 
     images: list[dict[str, Any]] = []
     page: list[DrawnImage] = []

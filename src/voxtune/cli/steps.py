@@ -64,7 +64,7 @@ def command(
     quiet: QuietOption = False,
 ) -> None:
     """Find the fewest steps that are not worse than DDPM with all of them, on any figure, over held-out subjects."""
-    from voxtune.steps import Request, run
+    from voxtune.evaluation.steps import Request, run
 
     output = Output(json=json, quiet=quiet)
     request = Request(

@@ -89,9 +89,9 @@ def _record(
 def _print_study(sessions: list[Session], out: Output) -> dict[str, Any]:
     """Figure by figure, for each mode that has its baseline."""
     from voxtune.analysis.study import study_table
-    from voxtune.report.about_comparison import alike
+    from voxtune.report.build import by_figure
     from voxtune.report.console import make_console, print_table
-    from voxtune.report.study import by_figure
+    from voxtune.report.sections.comparison import alike
 
     told: dict[str, Any] = {}
     for name, group in alike(sessions).items():

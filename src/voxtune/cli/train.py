@@ -18,7 +18,7 @@ from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, ch
 from voxtune.errors import InputError
 
 if TYPE_CHECKING:
-    from voxtune.runtime.train import TrainResult
+    from voxtune.training.loop import TrainResult
 
 
 def _option(*names: str, help: str) -> Any:
@@ -71,8 +71,6 @@ def command(
     plain["model.multipliers"] = _numbers(multipliers)
     overrides = {k: v for k, v in plain.items() if v is not None} | _assignments(settings or [])
     if workload == "segment":
-        from voxtune.cli.train_segment import train_segment
-
         if config is not None or resume is not None:
             raise InputError("a segmenter trains in one go from options: leave --config and --resume away")
         train_segment(overrides, out, choose_device(device), output)
@@ -84,8 +82,8 @@ def _train(
     file: Path | None, resume: Path | None, out: Path | None, overrides: dict[str, Any], device: str, output: Output
 ) -> tuple[TrainResult, int]:
     """The result, and the number of the signal that stopped it (0 for none)."""
-    from voxtune.runtime.train import read_run, train
-    from voxtune.runtime.trainconfig import make_config, read_config
+    from voxtune.training.config import make_config, read_config
+    from voxtune.training.loop import read_run, train
 
     if resume is not None and (file is not None or (out is not None and out != resume)):
         raise InputError("--resume takes settings and folder from the run; leave --config and --out away")
@@ -165,8 +163,7 @@ def _numbers(text: str | None) -> list[float] | None:
 
 
 def _assignments(texts: list[str]) -> dict[str, Any]:
-    from voxtune.runtime.trainconfig import setting_names
-    from voxtune.runtime.yamlfile import parse_value
+    from voxtune.training.config import parse_value, setting_names
 
     found = {}
     for text in texts:
@@ -178,3 +175,63 @@ def _assignments(texts: list[str]) -> dict[str, Any]:
         except ValueError as error:
             raise InputError(f"--set {text}: {error}") from None
     return found
+
+
+SIDE = 64
+TAKES = {
+    *("data.images", "data.masks", "data.cohort", "data.cohort_seed", "data.labels", "data.subjects"),
+    *("model.workload", "model.base", "model.size", "steps", "batch", "learning_rate", "autocast", "seed", "minutes"),
+}
+
+
+def train_segment(settings: dict[str, Any], out: Path | None, device: str, output: Output) -> None:
+    """Trains in one go, in minutes, so there is nothing to resume; prints Dice on held-out subjects."""
+    from voxtune.segmentation.train import SegmentTraining, run_segment
+
+    unused = sorted(set(settings) - TAKES)
+    if unused:
+        raise InputError(f"{unused[0]}: training a segmenter has no such setting; leave it away")
+    if out is None:
+        raise InputError("where to? give a folder with -o DIR; a segmenter trains in one go, without --resume")
+    if (out / "config.json").exists():
+        raise InputError(f"{out}: holds a model already; choose another folder")
+    plain = {
+        k: settings[k] for k in ("steps", "batch", "learning_rate", "autocast", "seed", "minutes") if k in settings
+    }
+    training = SegmentTraining(**plain)
+    train, held_out, data = _sources(settings)
+    output.say(f"{len(train)} subjects to learn from, {len(held_out)} held out, on {device}")
+    with output.progress("training", training.steps) as update:
+        result = run_segment(
+            train,
+            held_out,
+            training,
+            out,
+            data=data,
+            command=shlex.join(["voxtune", *sys.argv[1:]]),
+            base=settings.get("model.base"),
+            device=device,
+            progress=lambda step, loss: update(step, f"loss {loss:.4f}"),
+        )
+    for name, dice in result.dice.items():
+        output.say(
+            f"Dice {name}: {dice['mean']:.4f} (least {dice['least']:.4f}) on {dice['subjects']} held-out subjects"
+        )
+    output.say(f"Trained {result.steps} steps in {result.seconds:.0f} s. Segmenter: {result.folder}")
+    output.result(result.to_json())
+
+
+def _sources(settings: dict[str, Any]) -> tuple[Any, Any, str]:
+    from voxtune.data.subjects import open_sources, unpack
+
+    given = {name: settings.get(f"data.{name}") for name in ("cohort", "images", "masks")}
+    names = ("data.subjects", "data.labels", "model.size", "data.cohort_seed")
+    subjects, labels, size, seed = (settings.get(name) for name in names)
+    if subjects is not None:
+        if any(value is not None for value in (*given.values(), labels, size, seed)):
+            raise InputError(
+                "--subjects: leave --cohort and its seed, --images, --masks, --labels and --size away, the file has them"
+            )
+        train, held_out = unpack(subjects)
+        return train, held_out, train.origin or f"{len(train)} packed subjects, {len(held_out)} more held out"
+    return open_sources(tuple(size or (SIDE,) * 3), **given, seed=seed, labels=labels)

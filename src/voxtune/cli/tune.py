@@ -24,7 +24,7 @@ def command(
     quiet: QuietOption = False,
 ) -> None:
     """Measure passes on this machine, gate each against the network itself, keep what is faster and the same."""
-    from voxtune.optimizing import example_inputs, tune_model, tuning_target
+    from voxtune.runtime.planned import example_inputs, tune_model, tuning_target
 
     output = Output(json=json, quiet=quiet)
     loaded = tuning_target(model, choose_device(device))

@@ -58,7 +58,7 @@ def command(
     quiet: QuietOption = False,
 ) -> None:
     """Train a segmenter on real volumes, on synthetic ones and on both; compare them on held-out subjects."""
-    from voxtune.usefulness import Request, run
+    from voxtune.evaluation.usefulness import Request, run
 
     output = Output(json=json, quiet=quiet)
     request = Request(

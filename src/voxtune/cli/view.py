@@ -40,7 +40,7 @@ def command(
     output.say(f"{made.path}: {len(made.cases)} case(s), {made.size / 1e6:.1f} MB; open it in a browser")
     news: list[str] = []
     if sheet is not None:
-        from voxtune.report.casesheet import case_sheet
+        from voxtune.report.contact_sheet import case_sheet
 
         drawn = case_sheet(folder, sheet, real=real, masks=masks, limit=limit)
         # What the page could not show in full has been told.

@@ -1,6 +1,6 @@
 """Schedules, losses and samplers as plain functions."""
 
-from voxtune.diffusion.caching import full_steps, reusing
+from voxtune.diffusion.feature_cache import full_steps, reusing
 from voxtune.diffusion.losses import add_noise, noise_loss, training_loss
 from voxtune.diffusion.noise import noise_source, normal
 from voxtune.diffusion.samplers import SAMPLERS, sampler

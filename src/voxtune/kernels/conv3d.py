@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from voxtune.kernels.ahead import ready
 from voxtune.kernels.conv3d_tiles import Tile, tiles
 from voxtune.kernels.group_norm import row_stride
+from voxtune.kernels.precompile import ready
 
 
 def conv3d_reference(

@@ -28,8 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from voxtune.kernels.ahead import ready
 from voxtune.kernels.conv3d_tiles import Tile
+from voxtune.kernels.precompile import ready
 
 NEWER = hasattr(gl.shared_memory_descriptor, "reinterpret")
 view = gl.shared_memory_descriptor.reinterpret if NEWER else gl.shared_memory_descriptor._reinterpret

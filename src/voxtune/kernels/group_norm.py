@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from voxtune.kernels.ahead import ready
+from voxtune.kernels.precompile import ready
 
 # Programs of step 1 for each multiprocessor: enough loads in flight to fill the memory system.
 WAVES = 4

@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from voxtune.kernels.ahead import ready
 from voxtune.kernels.group_norm import empty_channels_last
 from voxtune.kernels.pointwise import TYPES
+from voxtune.kernels.precompile import ready
 from voxtune.kernels.stem_conv import FEW, as_volume, span
 
 # Columns for one channel out: the 9 taps of a plane, in a power of two.

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from voxtune.kernels.ahead import ready
+from voxtune.kernels.precompile import ready
 
 BLOCK = 512
 

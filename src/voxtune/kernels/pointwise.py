@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from voxtune.kernels.ahead import ready
 from voxtune.kernels.group_norm import channel_block, empty_channels_last, row_stride, voxels_last
+from voxtune.kernels.precompile import ready
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Programs wanted before tiles are made smaller: two for each multiprocessor of a large card.

@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from voxtune.kernels.ahead import ready
 from voxtune.kernels.group_norm import empty_channels_last, row_stride
 from voxtune.kernels.pointwise import TYPES, why_no_shift
+from voxtune.kernels.precompile import ready
 
 FEW = 8
 

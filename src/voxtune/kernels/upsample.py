@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from voxtune.kernels.ahead import ready
 from voxtune.kernels.group_norm import channel_block, empty_channels_last
 from voxtune.kernels.pointwise import TYPES
+from voxtune.kernels.precompile import ready
 
 MODES = ("linear", "nearest")
 # Elements of a tile: with 4 warps, one 16-byte vector of 16-bit values a lane.

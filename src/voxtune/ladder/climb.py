@@ -22,8 +22,8 @@ from voxtune.diffusion.noise import noise_source
 from voxtune.diffusion.samplers import ddpm
 from voxtune.errors import InputError
 from voxtune.files import one_line
-from voxtune.kernels.ahead import compiled_ahead
-from voxtune.kernels.workers import compiling
+from voxtune.kernels.compile_workers import compiling
+from voxtune.kernels.precompile import compiled_ahead
 from voxtune.ladder.machine import PARTS, Event, Machine
 from voxtune.ladder.rungs import Auto, Graph, Rung, Setting
 from voxtune.ladder.weights import FORMS, Weights, unified

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from voxtune.kernels.ahead import ready
 from voxtune.kernels.convnext.launch import Launch
+from voxtune.kernels.precompile import ready
 
 Kind = Literal["kernel", "up", "down"]
 # Some 0.2 ms of a GPU's time, longer than the host takes to hand over one launch.

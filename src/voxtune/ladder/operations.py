@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from voxtune.kernels.convnext.direct import voxtune_direct, voxtune_pad
+from voxtune.kernels.convnext.direct import voxtune_direct, voxtune_pad, voxtune_tiled
 from voxtune.kernels.convnext.elementwise import (
     voxtune_binary,
     voxtune_concat,
@@ -29,7 +29,6 @@ from voxtune.kernels.convnext.layer_norm import (
     voxtune_norm_sums,
     voxtune_norm_warp,
 )
-from voxtune.kernels.convnext.tiled import voxtune_tiled
 from voxtune.kernels.convnext.tiles import power_of_two
 from voxtune.ladder.machine import Machine
 from voxtune.workloads.convnext import ConvNeXtUNet, Down, Up, time_sinusoid

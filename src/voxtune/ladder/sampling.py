@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,8 +12,28 @@ from voxtune.diffusion import Schedule
 from voxtune.kernels.convnext.launch import Launch
 from voxtune.kernels.convnext.tiles import divisor
 from voxtune.kernels.convnext.update import voxtune_begin
-from voxtune.ladder.ahead import compile_ahead
+from voxtune.kernels.precompile import compiled_ahead
 from voxtune.ladder.program import Program
+
+
+def compile_ahead(launches: Iterable[Launch]) -> int:
+    """Compiles each different launch once, without running any; how many there were. On a CPU there is nothing to do."""
+    different: dict[str, Launch] = {}
+    for launch in launches:
+        tensors = [a for a in launch.arguments if isinstance(a, Tensor)]
+        if tensors and tensors[0].is_cuda:
+            types = [str(a.dtype) if isinstance(a, Tensor) else "" for a in launch.arguments]
+            key = (launch.name, types, sorted(launch.constants.items()), launch.warps, launch.stages, launch.options)
+            different[repr(key)] = launch
+
+    def rehearse() -> None:
+        for launch in different.values():
+            launch()
+
+    if different:
+        with compiled_ahead(rehearse):
+            pass
+    return len(different)
 
 
 def coefficients(schedule: Schedule, timesteps: Sequence[int], clip: bool = True) -> Tensor:

@@ -13,15 +13,14 @@ from torch.utils._pytree import tree_map_only
 
 from voxtune.errors import InputError
 from voxtune.plan.build import Subject, build
-from voxtune.plan.cache import graph_place, remember, remembered
+from voxtune.plan.cache import graph_place, identity, remember, remembered, unlike
 from voxtune.plan.gate import Trajectory
 from voxtune.plan.hazards import refuses_half
-from voxtune.plan.identity import identity, unlike
-from voxtune.plan.kept import keep, kept
 from voxtune.plan.measure import clocked
 from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import Inputs, Optimized, kernels_ready
+from voxtune.plan.saved_graph import keep, kept
 from voxtune.plan.tuner import Tuned, first_admitted, gate_for, judge, precision_of, tune
 
 log = logging.getLogger("voxtune")

@@ -232,7 +232,7 @@ def compilers(device: torch.device) -> AbstractContextManager[None]:
     """Processes that compile for `kernels_ready`: worth their start where a network's kernels are new."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return nullcontext()
-    from voxtune.kernels.workers import compiling
+    from voxtune.kernels.compile_workers import compiling
 
     return compiling()
 
@@ -241,6 +241,6 @@ def kernels_ready(network: Optimized, inputs: Inputs) -> AbstractContextManager[
     """The network's kernels are compiled side by side, beginning now and done at the end of the block."""
     if network.runner.context.device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return nullcontext()
-    from voxtune.kernels.ahead import compiled_ahead
+    from voxtune.kernels.precompile import compiled_ahead
 
     return compiled_ahead(lambda: network.runner.rehearse(inputs))

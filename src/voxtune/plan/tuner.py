@@ -21,14 +21,13 @@ from torch import nn
 from voxtune.errors import InputError
 from voxtune.files import one_line
 from voxtune.plan.build import Subject
-from voxtune.plan.gate import Gate, Trajectory, Verdict, vary, volume_of
+from voxtune.plan.cache import identity
+from voxtune.plan.gate import Gate, Trajectory, Verdict, trajectory_of, vary, volume_of
 from voxtune.plan.hazards import refuses_half, slow_half
-from voxtune.plan.identity import identity
 from voxtune.plan.measure import Timing, clocked, measure
 from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan, Step
 from voxtune.plan.run import Optimized, compilers, kernels_ready
-from voxtune.plan.trajectory import trajectory_of
 
 log = logging.getLogger("voxtune")
 Say = Callable[[str], None]

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 from voxtune.errors import InputError
 from voxtune.profile.configs import parse_configs
-from voxtune.profile.record import TIERS, RecordOptions, record
+from voxtune.profile.record import TIERS, RecordOptions, lines, record, summary, verdict
 from voxtune.profile.steps import smallest_size
-from voxtune.profile.summary import lines, summary, verdict
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from voxtune.errors import InputError
 from voxtune.profile.census import Census, StepRecorder, synchronize, take_census
+from voxtune.profile.counters import COUNTER_TIERS
 from voxtune.profile.environment import clocks, environment, provenance
 from voxtune.profile.session import Session, frame
-from voxtune.profile.tiers import COUNTER_TIERS
 
 _ONLY_CENSUS = "recorded in this process, where Nsight Compute is not: use voxtune profile for counters"
 

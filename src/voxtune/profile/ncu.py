@@ -2,16 +2,176 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from voxtune.profile.ncucsv import explain
+from voxtune.profile import schema
+from voxtune.profile.align import Key, launch_key
+from voxtune.profile.schema import Column
+
+# A cell with all instances of an opcode metric is longer than the module's limit of 128 KiB.
+csv.field_size_limit(2**31 - 1)
+# A report printed again scales each column as it sees fit ("ms", "Gbyte"), whatever it was asked for.
+_SCALES = {f"{prefix}byte": 1000.0**power for power, prefix in enumerate(("", "K", "M", "G", "T"))}
+_SCALES |= {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3, "s": 1e6, "second": 1e6}
+
+
+@dataclass
+class CountedLaunch:
+    """One launch as Nsight Compute saw it. `values` holds columns of the launch table that were read."""
+
+    number: str
+    name: str
+    key: Key
+    values: dict[str, float | str | None]
+    opcodes: dict[str, float] = field(default_factory=dict)
+    passes: int | None = None
+    time_us: float | None = None
+
+    @property
+    def identity(self) -> tuple[str, str, str]:
+        """Tells apart what the key does not: template instances of one function."""
+        return self.name, self.key.grid, self.key.block
+
+
+def read_raw(text: str, columns: Mapping[str, str]) -> list[CountedLaunch]:
+    """`columns` maps our column to the metric it is read from. A metric that was not collected stays absent."""
+    rows = _rows(text)
+    units = next(rows, {})
+    if units.get("ID"):  # no line of units
+        rows, units = iter([units, *rows]), {}
+    return [_launch(row, units, columns) for row in rows if row.get("Kernel Name")]
+
+
+def _launch(row: dict[str, str], units: dict[str, str], columns: Mapping[str, str]) -> CountedLaunch:
+    name, grid, block = row["Kernel Name"], _triple(row.get("Grid Size", "")), _triple(row.get("Block Size", ""))
+    values: dict[str, float | str | None] = {}
+    for column, metric in columns.items():
+        value = number(row.get(metric))
+        if value is not None:
+            values[column] = value * _SCALES.get(units.get(metric, ""), 1.0)
+    passes, time = number(row.get("profiler__replayer_passes")), number(row.get(schema.TIME))
+    return CountedLaunch(
+        number=row["ID"],
+        name=name,
+        key=launch_key(name, grid, block),
+        values=_derived(values),
+        opcodes=instances(row.get(schema.OPCODES, "")),
+        passes=int(passes) if passes is not None else None,
+        time_us=time * _SCALES.get(units.get(schema.TIME, ""), 1.0) if time is not None else None,
+    )
+
+
+def _derived(values: dict[str, float | str | None]) -> dict[str, float | str | None]:
+    """What the launch table defines as the sum or difference of what was read."""
+    hmma, hfma2 = values.get("inst_hmma"), values.get("inst_hfma2")
+    if isinstance(hmma, float) and isinstance(hfma2, float):
+        values["inst_hmma"] = max(0.0, hmma - hfma2)
+    parts = [values[k] for k in ("tensor_ops_tf32", "tensor_ops_bf16", "tensor_ops_fp16") if k in values]
+    if parts:
+        values["tensor_ops"] = sum(p for p in parts if isinstance(p, float))
+    return values
+
+
+def read_rules(text: str) -> dict[str, tuple[float, str]]:
+    """Launch number -> (largest estimated speed-up in %, rule). A gain of the whole kernel counts before a local one."""
+    best: dict[str, tuple[bool, float, str]] = {}
+    for row in _rows(text):
+        gain, rule = number(row.get("Estimated Speedup")), row.get("Rule Name")
+        if gain is None or not rule:
+            continue
+        whole = row.get("Estimated Speedup Type", "").lower() != "local"
+        candidate = (whole, gain, rule if whole else f"{rule} (local)")
+        if row["ID"] not in best or candidate[:2] > best[row["ID"]][:2]:
+            best[row["ID"]] = candidate
+    return {k: (gain, rule) for k, (_, gain, rule) in best.items()}
+
+
+def _rows(text: str) -> Iterator[dict[str, str]]:
+    """The CSV below the tool's own lines, which come before it and after it."""
+    lines = text.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if start is None:
+        return
+    for row in csv.DictReader(line for line in lines[start:] if line.startswith('"')):
+        yield {k: v or "" for k, v in row.items() if k is not None}
+
+
+def _triple(text: str) -> str:
+    return text.strip("()").replace(" ", "")
+
+
+def number(text: str | None) -> float | None:
+    """ "1,234.5" or "1,234 (12; 34)" as a number; None for what is none: n/a, nan, an empty cell."""
+    match = re.match(r"\s*(-?[\d,]*\.?\d+(?:[eE][-+]?\d+)?)(?=\s*(?:\(|$))", text or "")
+    return float(match.group(1).replace(",", "")) if match else None
+
+
+def instances(text: str) -> dict[str, float]:
+    """ "16,992 (FFMA: 3,584; IMAD.WIDE: 1,824)" as {opcode: count}; without names (another version) nothing."""
+    match = re.search(r"\((.*)\)\s*$", text, re.DOTALL)
+    found: dict[str, float] = {}
+    for part in match.group(1).split(";") if match else ():
+        name, colon, value = part.rpartition(":")
+        count = number(value)
+        if colon and count is not None:
+            found[name.strip()] = found.get(name.strip(), 0.0) + count
+    return found
+
+
+def choose_metrics(columns: Iterable[Column], known: set[str] | None) -> tuple[dict[str, str], list[str]]:
+    """Column -> the first of its metrics that this version knows, and the columns for which it knows none."""
+    chosen, missing = {}, []
+    for column in columns:
+        names = [m for m in column.metric if known is None or m.split(".")[0] in known]
+        if names:
+            chosen[column.name] = names[0]
+        elif column.metric:
+            missing.append(column.name)
+    return chosen, missing
+
+
+def explain(log: str, status: int) -> str:
+    """One line on why Nsight Compute gave nothing, and what to do about it where that is known."""
+    if "ERR_NVGPUCTRPERM" in log:
+        return (
+            "no permission to read GPU performance counters (ERR_NVGPUCTRPERM): run as root or with CAP_SYS_ADMIN, or let "
+            "every user in with the driver option NVreg_RestrictProfilingToAdminUsers=0 and a reload of the driver"
+        )
+    if "ERR_NVGPUCTRNOTAVAIL" in log or "resource unavailable" in log.lower():
+        return "another tool holds the GPU's performance counters (such as DCGM): stop it, or pause it with dcgmi"
+    errors = re.findall(r"^==ERROR==\s*(.+)$", log, re.MULTILINE)
+    if errors:
+        return f"Nsight Compute: {_without_paths(errors[0].strip())}"
+    if "No kernels were profiled" in log:
+        return "Nsight Compute saw no kernel between the start and the stop of counting"
+    last = [line for line in log.strip().splitlines() if line.strip()]
+    return f"Nsight Compute ended with status {status}" + (
+        f": {_without_paths(last[-1].strip())[:200]}" if last else ""
+    )
+
+
+def _without_paths(text: str) -> str:
+    """A session is carried to other machines: of a path only the last part means anything there."""
+    return re.sub(r"(?<![\w.])/[^\s'\"]*/([^\s'\"/]+)", r"\1", text)
+
+
+def unknown_metric(log: str) -> str | None:
+    """The metric that this version refused, by its base name."""
+    found = re.search(r"(?:Failed to find metric|[Uu]nknown metric|metric)[^\n]*?\b(\w+__\w+)", _errors(log))
+    return found.group(1) if found else None
+
+
+def _errors(log: str) -> str:
+    return "\n".join(line for line in log.splitlines() if line.startswith("==ERROR=="))
+
 
 _PLACES = ("/opt/nvidia/nsight-compute/*/ncu", "/usr/local/cuda*/bin/ncu", "/usr/local/cuda*/nsight-compute-*/ncu")
 # Their rules estimate what a kernel could gain. Those of ComputeWorkloadAnalysis and MemoryWorkloadAnalysis cost replays of

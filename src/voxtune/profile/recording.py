@@ -21,14 +21,12 @@ import pandas as pd
 from voxtune.profile import schema
 from voxtune.profile.align import SHARES, Key, align, choose_operators, costliest, function_name, occurrence_classes
 from voxtune.profile.budget import Budget, SessionBudget, stop_on_signals
-from voxtune.profile.counters import Identity, kernel_rows, keys, prove_precision
-from voxtune.profile.crew import GRACE_S, Crew, Member, Outcome, worker_program
-from voxtune.profile.ncu import SECTIONS, Ncu, NcuError
-from voxtune.profile.ncucsv import choose_metrics, explain, unknown_metric
+from voxtune.profile.counters import COUNTER_TIERS, Identity, Reading, carry, kernel_rows, keys, prove_precision
+from voxtune.profile.ncu import SECTIONS, Ncu, NcuError, choose_metrics, explain, unknown_metric
 from voxtune.profile.record import Plan, Recorded, RecordOptions
 from voxtune.profile.replay import RAW
 from voxtune.profile.session import Session, load_session
-from voxtune.profile.tiers import COUNTER_TIERS, Reading, carry
+from voxtune.profile.workers import GRACE_S, Crew, Member, Outcome, worker_program
 
 CENSUS_LIMIT_S = 900.0
 # Share of kernel time whose operators are known by number, from which they are run alone; below it a filter by function is used.

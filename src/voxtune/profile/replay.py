@@ -13,9 +13,8 @@ from pathlib import Path
 from voxtune.errors import InputError
 from voxtune.profile.census import RawCensus
 from voxtune.profile.configs import parse_config
-from voxtune.profile.counters import Identity, prove_precision
+from voxtune.profile.counters import COUNTER_TIERS, Identity, Reading, carry, prove_precision
 from voxtune.profile.session import Session, find_sessions, frame, load_session
-from voxtune.profile.tiers import COUNTER_TIERS, Reading, carry
 
 RAW = "raw"
 

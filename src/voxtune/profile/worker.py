@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from voxtune.profile.crew import PARENT
+from voxtune.profile.workers import PARENT
 
 WAIT_LIMIT_S = 1800.0
 
@@ -21,7 +21,7 @@ WAIT_LIMIT_S = 1800.0
 def main(arguments: list[str]) -> int:
     spec_path = Path(arguments[0])
     import voxtune.profile.census
-    import voxtune.profile.gate
+    import voxtune.profile.op_numbering
     import voxtune.profile.steps  # noqa: F401  loaded now, so that the turn itself is short
 
     if not _await(spec_path.with_name("go")):
@@ -71,7 +71,7 @@ def census(spec: dict[str, Any]) -> dict[str, Any]:
     """Takes the census and saves it as the session at `spec["out"]`; gives the numbers of the launches' operators."""
     from voxtune.profile.capture import session_of
     from voxtune.profile.census import take_census
-    from voxtune.profile.gate import number_launches
+    from voxtune.profile.op_numbering import number_launches
 
     device, config, step = _step(spec)
     try:
@@ -102,8 +102,8 @@ def count(spec: dict[str, Any], began: float) -> dict[str, Any]:
 
     import torch
 
-    from voxtune.profile.alone import count_alone, note_operators
-    from voxtune.profile.gate import Counting
+    from voxtune.profile.isolated_ops import count_alone, note_operators
+    from voxtune.profile.op_numbering import Counting
 
     device, _, step = _step(spec)
     close = step.close

@@ -92,7 +92,7 @@ class Evaluation:
 
 
 def versions() -> dict[str, str]:
-    from voxtune import __version__
+    from voxtune.versions import __version__
 
     return {
         "voxtune": __version__,

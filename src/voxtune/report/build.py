@@ -9,10 +9,14 @@ from voxtune.analysis.certificate import certify
 from voxtune.analysis.certificate import window as cut
 from voxtune.analysis.frame import kernels, labels
 from voxtune.analysis.step import step_totals
+from voxtune.analysis.table import Table
 from voxtune.errors import InputError
-from voxtune.report import about_comparison, about_counters, about_findings, about_step
 from voxtune.report.document import Document, Fact, Section
 from voxtune.report.numbers import MISSING, clip, number
+from voxtune.report.sections import comparison as about_comparison
+from voxtune.report.sections import counters as about_counters
+from voxtune.report.sections import findings as about_findings
+from voxtune.report.sections import step as about_step
 from voxtune.report.shape import MODES
 
 if TYPE_CHECKING:
@@ -170,3 +174,31 @@ def _wall(label: str, row: dict[str, Any]) -> Fact:
 def _range(values: Sequence[float | int], digits: int) -> str:
     ends = list(dict.fromkeys(number(v, digits) for v in (values[0], values[-1])))
     return " to ".join(ends)
+
+
+TITLES = {
+    4: "IPC stacks",
+    5: "priority scores",
+    6: "kernel mix",
+    7: "instruction mix",
+    8: "kernel mix by configuration",
+    9: "instruction mix by configuration",
+    10: "pipe utilisation and SM throughput",
+    11: "cache hit rates and DRAM",
+    12: "active warps",
+    13: "stalls",
+}
+
+
+def by_figure(table: Table) -> list[Table]:
+    """The study's table cut into one for each figure of the seed; the notes stay with the last."""
+    if table.refused:
+        return [table]
+    columns = [c for c in table.columns if c.name != "figure"]
+    out = []
+    for figure in sorted({r["figure"] for r in table.rows}):
+        rows = [{c.name: r[c.name] for c in columns} for r in table.rows if r["figure"] == figure]
+        out.append(Table(f"Figure {figure}: {TITLES.get(figure, 'stated in the text')}", columns, rows))
+    if out:
+        out[-1].notes = list(table.notes)
+    return out

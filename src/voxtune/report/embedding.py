@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from voxtune.data.legend import Legend
+from voxtune.data.cases import Legend
 from voxtune.data.nifti import Volume, read_labels, read_volume, volume_bytes
 from voxtune.errors import InputError
 from voxtune.report.picture import label_colour

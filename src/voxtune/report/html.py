@@ -15,12 +15,12 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from voxtune import __version__
 from voxtune.analysis.table import Table
 from voxtune.report import palette
 from voxtune.report.document import Badge, Block, Document, Fact, Panel, Section, TableBlock, Text
 from voxtune.report.figure import Bars, Figure
 from voxtune.report.numbers import heading
+from voxtune.versions import __version__
 
 
 def render_html(document: Document) -> str:

@@ -16,14 +16,13 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from voxtune import __version__
-from voxtune.data.cases import Case, Cases, find_cases
-from voxtune.data.legend import read_legend
+from voxtune.data.cases import Case, Cases, find_cases, read_legend
 from voxtune.errors import InputError
 from voxtune.files import write_whole
 from voxtune.report.embedding import Embedding, TooLargeError
 from voxtune.report.html import asset, embed, policy
 from voxtune.report.measured import Measured, Metrics, read_metrics
+from voxtune.versions import __version__
 
 MEGABYTE = 1_000_000
 # Above the first a browser takes many seconds to open a page; the second is about as far as it was tried.

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
 from voxtune.runtime.model import Model
-from voxtune.runtime.trainconfig import TrainConfig
 
 
 def model_card(model: Model, *, title: str, origin: str) -> str:
@@ -45,35 +42,3 @@ def model_card(model: Model, *, title: str, origin: str) -> str:
         "",
     ]
     return "\n".join(lines)
-
-
-def training_card(
-    config: TrainConfig, model: Model, step: int, seconds: float, *, origin: str, command: str | None
-) -> str:
-    """The card of a run's model after `step`: the data, the recipe and the command."""
-    from voxtune import __version__
-
-    start = "" if config.model.init is None else f", from the weights of `{config.model.init}`"
-    device = "a CPU" if model.device.type == "cpu" else torch.cuda.get_device_name(model.device)
-    stored = ", stored in BF16" if config.store == "bf16" else ""
-    lines = [
-        f"Trained with voxtune {__version__} for {step} of {config.steps} steps{start}; {seconds / 60:.1f} minutes on "
-        f"{device}. These are the EMA weights{stored}.",
-        "",
-        f"- Data: {origin}",
-        f"- Recipe: Adam, {_rate(config)}, {config.loss.upper()} loss, batch {config.batch} x {config.accumulation} "
-        f"accumulated, EMA {config.ema_decay:g} every {config.ema_every} steps from step {config.ema_start}, autocast "
-        f"{config.autocast}, gradient clip {config.clip or 'none'}, seed {config.seed}",
-    ]
-    if command:
-        lines += ["", "```", command, "```"]
-    return model_card(model, title="A model trained with voxtune", origin="\n".join(lines))
-
-
-def _rate(config: TrainConfig) -> str:
-    warm = f", warmed up over {config.warmup} steps" if config.warmup else ""
-    length = f"{config.steps} steps"
-    if config.minutes is not None:
-        length += f" or {config.minutes:g} minutes, whichever were further along"
-    decay = f", decaying along a cosine to a hundredth over {length}" if config.decay == "cosine" else ""
-    return f"learning rate {config.learning_rate:g}{warm}{decay}"

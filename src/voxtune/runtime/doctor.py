@@ -45,7 +45,7 @@ def examine() -> list[Check]:
 
 
 def _software() -> Iterator[Check]:
-    from voxtune import __version__
+    from voxtune.versions import __version__
 
     yield Check(name="voxtune", level="ok", found=__version__)
     yield Check(name="python", level="ok", found=platform.python_version())

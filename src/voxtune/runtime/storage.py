@@ -221,7 +221,7 @@ def weights_sha256(path: Path) -> str | None:
 
 def provenance(path: Path, model: Model) -> dict[str, Any]:
     """What made a volume, for the record beside it: the weights by their hash, the versions, the device."""
-    from voxtune import __version__
+    from voxtune.versions import __version__
 
     return {
         "model": str(path),

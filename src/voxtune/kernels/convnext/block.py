@@ -15,10 +15,39 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from voxtune.kernels.convnext.barrier import everyone
 from voxtune.kernels.convnext.common import release, wait
 from voxtune.kernels.convnext.conv import conv_work
 from voxtune.kernels.convnext.depthwise import depthwise_work
+
+
+@triton.jit
+def everyone(
+    counter_ptr,  # (1,) int32; nothing else writes it
+    PROGRAMS: tl.constexpr,
+):
+    tl.static_assert(PROGRAMS & (PROGRAMS - 1) == 0)
+    # All lanes' writes come before the one lane's count, which makes them seen by the others.
+    tl.debug_barrier()
+    old = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+    goal = (old | (PROGRAMS - 1)) + 1
+    now = old + 1
+    while now - goal < 0:
+        now = tl.inline_asm_elementwise(
+            "ld.global.acquire.gpu.b32 $0, [$1];", "=r,l", [counter_ptr], dtype=tl.int32, is_pure=False, pack=1
+        )
+    tl.debug_barrier()
+
+
+@triton.jit
+def voxtune_barriers(
+    counter_ptr,
+    ROUNDS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """Nothing but barriers: what one costs on a card."""
+    for _ in range(ROUNDS):
+        everyone(counter_ptr, PROGRAMS)
+
 
 PHASES = 3
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from voxtune.kernels.ahead import ready
+from voxtune.kernels.precompile import ready
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Evaluating volumes, searching steps, usefulness and the demonstration."""

@@ -1,0 +1,237 @@
+"""Held-out subjects drawn in one way after another, and each way held against the reference.
+
+Every row draws the same subjects from the same noise. A volume is described as soon as it is drawn; kept are the volumes of
+the row at hand, of the reference and of the real subjects.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from voxtune.data.splits import HeldOut
+from voxtune.errors import InputError
+from voxtune.evaluation.evaluate import chosen_pairs
+from voxtune.precision import tf32_allowed
+from voxtune.quality.bootstrap import Bootstrap
+from voxtune.quality.distributions import histogram
+from voxtune.quality.paired import Measured, Resampled, Resampler, compare, kernel_width, margins
+from voxtune.quality.per_volume import detail, dice_by_label
+from voxtune.quality.similarity import ms_ssim, psnr
+from voxtune.quality.step_table import Row
+from voxtune.runtime.model import Model
+from voxtune.runtime.sampling import Cache, Drawing
+from voxtune.segmentation.segmenter import Segmenter, check_segmenter
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableOptions:
+    """`seed` draws the volumes, seed + 1 the reference's second draw. `margin` is in seed-to-seed spreads of a volume."""
+
+    seed: int = 0
+    batch: int = 8
+    margin: float = 0.5
+    max_pairs: int = 128
+    bootstrap: Bootstrap = field(default_factory=Bootstrap)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.batch <= 4096 or self.seed < 0 or not 0 <= self.margin <= 100 or self.max_pairs < 1:
+            raise InputError(
+                f"batch {self.batch}, seed {self.seed}, margin {self.margin}, pairs {self.max_pairs}: the batch is 1 to "
+                "4096, the seed 0 or more, the margin 0 to 100, the pairs at least 1"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Drawn:
+    """The volumes of one row as the sampler gave them, and what was measured of them."""
+
+    volumes_NDHW: Tensor
+    measured: Measured
+    seconds: float
+    broken: int = 0
+
+
+class Bench:
+    """Draws the subjects in one way after another and measures what comes."""
+
+    def __init__(self, model: Model, subjects: HeldOut, segmenter: Segmenter, options: TableOptions, say: Say):
+        check_segmenter(segmenter, subjects.contract)
+        self.model, self.options, self.say = model, options, say
+        self.segmenter = segmenter.to(model.device)
+        self.subjects = subjects.to(model.device)
+        self.pairs = chosen_pairs(len(subjects), options.max_pairs, options.bootstrap.seed)
+        self.real = self.measure(self.subjects.images_NDHW)
+        self.done = self.total = 0
+        self.began = time.perf_counter()
+
+    def draw(self, model: Model, how: Drawing, seed: int, reference: Drawn | None = None) -> Drawn:
+        """All subjects by one way; their volumes against the reference's, too, where it is there."""
+        parts, seconds = [], 0.0
+        count, batch = len(self.subjects), min(self.options.batch, len(self.subjects))
+        for first in range(0, count, batch):
+            # A last batch that is short is filled up: another shape would ask for another plan.
+            numbers = [min(first + i, count - 1) for i in range(batch)]
+            cond = self.subjects.condition(numbers)
+            started = self._now()
+            x = self._sample(model, how, cond, seed, numbers)
+            seconds += (self._now() - started) * len(set(numbers)) / batch
+            parts.append(x[: len(set(numbers)), 0])
+            self.done += how.steps * len(set(numbers))
+        volumes = torch.cat(parts)
+        broken = int((~torch.isfinite(volumes).flatten(1).all(dim=1)).sum())
+        volumes = volumes.nan_to_num(0.0, 1.0, -1.0)
+        against = None if reference is None else reference.volumes_NDHW
+        measured = self.measure(volumes, self.subjects.images_NDHW, against)
+        return Drawn(volumes_NDHW=volumes, measured=measured, seconds=seconds / count, broken=broken)
+
+    def warm(self, model: Model, cache: Cache | None = None) -> None:
+        """A step of each kind at the batch's shape: plans and kernels are made outside of what is timed."""
+        batch = min(self.options.batch, len(self.subjects))
+        numbers = list(range(batch))
+        way = model.drawing(steps=1)
+        if cache is not None:
+            few = min(3, model.available_steps)  # a full step, one between, and the last
+            way = model.drawing(steps=few, cache=replace(cache, interval=few))
+        # Twice: the first call makes the plan, the second shows whether it runs.
+        for _ in range(2):
+            self._sample(model, way, self.subjects.condition(numbers), 0, numbers)
+
+    @torch.inference_mode()
+    def measure(self, volumes_NDHW: Tensor, real: Tensor | None = None, reference: Tensor | None = None) -> Measured:
+        """What the figures need of each volume."""
+        with self._exactly():
+            features, dices = self._labelled(volumes_NDHW)
+            units = [unit(v) for v in volumes_NDHW]
+            inside = self.subjects.classes_NDHW > 0
+            likeness: dict[str, np.ndarray] = {}
+            for suffix, others in (("", real), ("_reference", reference)):
+                if others is not None:
+                    theirs = [unit(v) for v in others]
+                    likeness["psnr" + suffix] = np.array([psnr(a, b) for a, b in zip(units, theirs, strict=True)])
+                    likeness["ms_ssim" + suffix] = np.array([ms_ssim(a, b) for a, b in zip(units, theirs, strict=True)])
+            return Measured(
+                features_NF=features,
+                histograms_NB=np.stack([histogram(v.cpu()) for v in units]),
+                detail_N=np.array([detail(v, mask) for v, mask in zip(units, inside, strict=True)]),
+                pairs_P=np.array([ms_ssim(units[i], units[j]) for i, j in self.pairs]),
+                dice_N=dices,
+                likeness_N=likeness,
+            )
+
+    def _labelled(self, volumes_NDHW: Tensor) -> tuple[Tensor, dict[str, np.ndarray]]:
+        """Features, and Dice by label; on the device, where the labels of a row would take long to copy."""
+        features: list[Tensor] = []
+
+        def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+            for volume, asked in zip(volumes_NDHW, self.subjects.classes_NDHW, strict=True):
+                logits, vector = self.segmenter.network.forward_both(unit(volume)[None, None] * 2 - 1)
+                features.append(vector[0].double().cpu())
+                yield asked, logits.argmax(dim=1)[0]
+
+        scores = dice_by_label(pairs(), self.subjects.contract.classes)
+        return torch.stack(features), scores
+
+    def _sample(self, model: Model, how: Drawing, cond: Tensor, seed: int, numbers: list[int]) -> Tensor:
+        settings: dict[str, Any] = {
+            "sampler": how.sampler,
+            "steps": how.steps,
+            "spacing": how.spacing,
+            "clip": how.clip,
+            "cache": how.cache,
+        }
+        return model.sample(cond, seed=seed, indices=numbers, **settings).float()
+
+    def _exactly(self) -> AbstractContextManager[Any]:
+        """Metrics in float32 throughout, whatever the volumes were drawn with."""
+        return tf32_allowed(False)
+
+    def _now(self) -> float:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        return time.perf_counter()
+
+    def tell(self, row: Row) -> None:
+        spent = time.perf_counter() - self.began
+        left = spent * (self.total - self.done) / max(1, self.done)
+        self.say(
+            f"{row.name}: {row.seconds:.4g} s a volume, {row.verdict}; {spent:.0f} s, about {max(0, left):.0f} s left"
+        )
+
+
+@dataclass(eq=False)
+class Judge:
+    """Holds rows against the reference, over the same resamples of subjects.
+
+    With `both` it is the mean of its two draws, whose seeds then weigh less; else the first, whose noise the rows share.
+    """
+
+    bench: Bench
+    reference: Drawn
+    again: Drawn
+    both: bool = False
+
+    def __post_init__(self) -> None:
+        bench, options = self.bench, self.bench.options
+        broken = self.reference.broken + self.again.broken
+        if broken:
+            raise InputError(
+                f"{broken} volumes of the reference hold NaN or infinity, so nothing can be held against it: try "
+                "--plan baseline; if that fails too, the weights are broken"
+            )
+        width = kernel_width(self.reference.measured, bench.real)
+        self.resampler = Resampler(bench.real, bench.pairs, options.bootstrap, width)
+        self.figures = self.resampler.figures(self.reference.measured)
+        self.figures_again = self.resampler.figures(self.again.measured)
+        self.margins = margins(self.figures, self.figures_again, options.margin)
+
+    def reference_rows(self, name: str, how: dict[str, Any]) -> list[Row]:
+        """The reference, and its second draw, which says what a seed alone makes."""
+        level, seed = self.bench.options.bootstrap.level, self.bench.options.seed
+        figures = {n: f.span(level) for n, f in self.figures.items()}
+        how = {**how, "seed": seed}
+        reference = Row(name=f"{name}, reference", how=how, seconds=self.reference.seconds, figures=figures)
+        return [
+            reference,
+            self._row(
+                f"{name}, seed {seed + 1}", {**how, "seed": seed + 1}, self.again, self.figures_again, [self.figures]
+            ),
+        ]
+
+    def row(self, name: str, how: dict[str, Any], drawn: Drawn) -> Row:
+        references = [self.figures, self.figures_again] if self.both else [self.figures]
+        return self._row(name, how, drawn, self.resampler.figures(drawn.measured), references)
+
+    def _row(
+        self,
+        name: str,
+        how: dict[str, Any],
+        drawn: Drawn,
+        found: dict[str, Resampled],
+        references: list[dict[str, Resampled]],
+    ) -> Row:
+        level = self.bench.options.bootstrap.level
+        return Row(
+            name=name,
+            how=how,
+            seconds=drawn.seconds,
+            figures={n: f.span(level) for n, f in found.items()},
+            compared=compare(found, references, self.margins, level),
+            broken=drawn.broken,
+        )
+
+
+def unit(volume: Tensor) -> Tensor:
+    """To [0, 1] by its own minimum and maximum, as `voxtune evaluate` takes files; a constant volume is background."""
+    clamped = volume.clamp(-1, 1)
+    low, high = clamped.amin(), clamped.amax()
+    return (clamped - low) / torch.where(high > low, high - low, torch.ones_like(high))

@@ -1,0 +1,316 @@
+"""`voxtune steps` from a request to its files. Packed subjects need no NIfTI reader: it runs where little but PyTorch is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from voxtune.config import from_mapping
+from voxtune.data.splits import (
+    HeldOut,
+    contract_of,
+    held_out_cohort,
+    held_out_folders,
+    held_out_packed,
+)
+from voxtune.errors import InputError
+from voxtune.evaluation.step_search import TableOptions, confirm_table, numerics_table, step_table
+from voxtune.files import check_room, write_whole
+from voxtune.quality.bootstrap import Bootstrap
+from voxtune.quality.step_table import FORMAT, Row, Table
+from voxtune.runtime.model import Model
+from voxtune.runtime.planned import by_plan, optimize
+from voxtune.runtime.sampling import AutoSampling, Cache, Drawing, Evidence
+from voxtune.runtime.storage import config_file, load, read_json, store_auto, weights_sha256
+from voxtune.segmentation.segmenter import Segmenter, check_segmenter, load_segmenter, shipped_segmenter
+from voxtune.workloads import split
+
+
+@dataclass(frozen=True, kw_only=True)
+class Earlier:
+    """`ways` are the row it chose and what is not worse in more of the same steps. `seen` subjects came before its last."""
+
+    file: str
+    sha256: str
+    chosen: str
+    margin: float
+    subjects: int
+    seen: int
+    ways: tuple[Drawing, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("file", "sha256", "chosen", "margin", "subjects")}
+
+
+def read_earlier(path: Path, model: Model, model_sha256: str | None) -> Earlier:
+    """The table in `path`; refuses one of another model, or one that chose nothing."""
+    found = read_json(path)
+    if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("table") != "steps":
+        raise InputError(f"{path}: not a table that voxtune steps wrote; give its steps.json")
+    if found.get("model_sha256") != model_sha256:
+        raise InputError(f"{path}: was made with other weights than this model's; make the table anew")
+    if found.get("chosen") is None:
+        raise InputError(f"{path}: chose nothing, so there is nothing to confirm")
+    try:
+        chosen = next(row for row in found["rows"] if row["name"] == found["chosen"])
+        alike = [row for row in found["rows"] if _more_of(chosen, row)]
+        ways = tuple(_way(model, row, path) for row in [chosen, *sorted(alike, key=lambda row: int(row["steps"]))])
+        numbers = {name: int(found[name]) for name in ("subjects", "skip")}
+        margin = float(found["margin"])
+    except (KeyError, TypeError, ValueError, StopIteration) as error:
+        raise InputError(f"{path}: damaged ({type(error).__name__}: {error}); make the table anew") from None
+    if min(numbers.values()) < 0:
+        raise InputError(f"{path}: damaged: {numbers}; make the table anew")
+    return Earlier(
+        file=path.name,
+        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        chosen=str(chosen["name"]),
+        margin=margin,
+        subjects=numbers["subjects"],
+        seen=numbers["skip"] + numbers["subjects"],
+        ways=ways,
+    )
+
+
+def _more_of(chosen: dict[str, Any], row: dict[str, Any]) -> bool:
+    """Whether a row is not worse and the chosen one in more steps; or in any, without the features that it keeps."""
+    same = all(row[name] == chosen[name] for name in ("sampler", "spacing", "clip"))
+    passed = row["verdict"] == "not worse" and row["seed"] == chosen["seed"] and "cache" not in row
+    return same and passed and ("cache" in chosen or row["steps"] > chosen["steps"])
+
+
+def _way(model: Model, row: dict[str, Any], path: Path) -> Drawing:
+    told = {name: row[name] for name in ("sampler", "steps", "spacing", "clip", "cache") if name in row}
+    how = from_mapping(Drawing, told, f"{path}: damaged: row {row['name']}")
+    return model.check_request(**{name: getattr(how, name) for name in told}, seed=0)
+
+
+HELD_OUT = 64
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What `voxtune steps` was asked for. Subjects come from one of `subjects`, `real` with `masks`, or the cohort."""
+
+    model: Path
+    out: Path
+    segmenter: Path | None = None
+    held_out: int | None = None
+    skip: int | None = None
+    confirm: Path | None = None
+    subjects: Path | None = None
+    real: Path | None = None
+    masks: Path | None = None
+    samplers: str | None = None
+    steps: str | None = None
+    spacings: str | None = None
+    cache: str | None = None
+    plan: str = "auto"
+    seed: int = 0
+    batch: int = 8
+    margin: float = 0.5
+    resamples: int = 1000
+    numerics: bool = False
+    store: bool = False
+    overwrite: bool = False
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if (self.real is None) != (self.masks is None):
+            raise InputError("--real and --masks belong together: folders of volumes and of their masks")
+        if self.real is not None and (self.subjects is not None or self.held_out is not None):
+            raise InputError("--real: leave --subjects and --held-out away, subjects come from one place")
+        if self.store and self.numerics:
+            raise InputError("--store keeps the choice of steps: leave --numerics away")
+        if (self.cache is not None or self.spacings is not None) and self.numerics:
+            raise InputError("--cache and --spacings are for the table of steps: leave --numerics away")
+        chosen = (self.samplers, self.steps, self.spacings, self.cache)
+        if self.confirm is not None and (self.numerics or any(asked is not None for asked in chosen)):
+            raise InputError(
+                "--confirm draws what the earlier table passed: leave --samplers, --steps, --spacings, --cache and "
+                "--numerics away"
+            )
+        if self.skip is not None and self.skip < 0:
+            raise InputError(f"--skip {self.skip}: give how many subjects to leave out, 0 or more")
+        if self.store:
+            config_file(self.model)
+        check_room(self.result, self.overwrite)
+        if self.numerics and self.plan not in ("auto", "baseline") and torch.device(self.device).type != "cuda":
+            raise InputError(
+                f"--plan {self.plan}: on a CPU --numerics compares FP32 and BF16 autocast; leave --plan away"
+            )
+
+    @property
+    def result(self) -> Path:
+        return self.out / ("numerics.json" if self.numerics else "steps.json")
+
+    @property
+    def unfinished(self) -> Path:
+        """Where the rows lie while others are being measured, and stay if the run does not end."""
+        return self.out / "steps-unfinished.json"
+
+    def options(self) -> TableOptions:
+        bootstrap = Bootstrap(resamples=self.resamples, seed=self.seed)
+        return TableOptions(seed=self.seed, batch=self.batch, margin=self.margin, bootstrap=bootstrap)
+
+
+def run(request: Request, say: Say) -> Table:
+    """Measures, writes the table, stores the choice where that was asked for."""
+    options = request.options()
+    samplers, spacings = names_of(request.samplers, "--samplers"), names_of(request.spacings, "--spacings")
+    numbers, caches = numbers_of(request.steps), caches_of(request.cache)
+    model = load(request.model, device=request.device)
+    segmenter = _segmenter(request.segmenter)
+    check_segmenter(segmenter, contract_of(model))
+    about: dict[str, Any] = {"model_sha256": weights_sha256(request.model), "plan": request.plan}
+    earlier = None if request.confirm is None else read_earlier(request.confirm, model, about["model_sha256"])
+    seen = 0 if earlier is None else earlier.seen
+    skip = seen if request.skip is None else request.skip
+    subjects = _subjects(request, model, skip)
+    about |= {"skip": skip} | ({} if earlier is None else {"confirms": earlier.to_json()})
+
+    def traced(table: Table) -> Table:
+        return replace(table, about={**table.about, **about})
+
+    def keep(so_far: Table) -> None:
+        write(traced(so_far), request.unfinished, request.model.name)
+
+    if request.numerics:
+        how = {"sampler": _one(samplers, "--samplers"), "steps": _one(numbers, "--steps") or "auto"}
+        table = numerics_table(
+            precisions(model, request.plan, say), subjects, segmenter, options=options, say=say, **how
+        )
+    elif earlier is not None:
+        planned = by_plan(model, request.plan, say)
+        table = confirm_table(planned, subjects, segmenter, earlier.ways, options=options, say=say, keep=keep)
+    else:
+        if numbers is not None and "auto" in numbers:
+            raise InputError("--steps auto is what this command finds: give numbers, or leave it away")
+        choices: dict[str, Any] = {"steps": numbers, "caches": caches}
+        choices |= {} if samplers is None else {"samplers": samplers}
+        choices |= {} if spacings is None else {"spacings": spacings}
+        planned = by_plan(model, request.plan, say)
+        table = step_table(planned, subjects, segmenter, options=options, say=say, keep=keep, **choices)
+    table = traced(table)
+    digest = write(table, request.result, request.model.name)
+    if not request.numerics:
+        for left in (request.unfinished, request.unfinished.with_suffix(".md")):
+            left.unlink(missing_ok=True)
+    for line in table.text():
+        say(line)
+    say(table.conclusion())
+    refusal = table.refusal()
+    if refusal:
+        say(refusal)
+    if request.store:
+        _store(request, table, digest, say)
+    return table
+
+
+def write(table: Table, path: Path, title: str) -> str:
+    """The table as JSON at `path` and as Markdown beside it; gives the hash of the JSON."""
+    data = (json.dumps(table.to_json(), indent=2, allow_nan=False) + "\n").encode()
+    write_whole(path, data)
+    write_whole(path.with_suffix(".md"), table.markdown(f"{title}: {table.about['table']}").encode())
+    return hashlib.sha256(data).hexdigest()
+
+
+def numbers_of(text: str | None) -> list[Any] | None:
+    """--steps: numbers with commas between; or auto."""
+    if text is None:
+        return None
+    parts = [p.strip() for p in text.split(",")]
+    if not all(p == "auto" or (p.isascii() and p.isdigit() and len(p) <= 9) for p in parts):
+        raise InputError(f"--steps {text[:40]}: give whole numbers, such as 5,10,20")
+    return list(dict.fromkeys(p if p == "auto" else int(p) for p in parts))
+
+
+def names_of(text: str | None, option: str) -> list[str] | None:
+    """--samplers, --spacings: names with commas between."""
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise InputError(f"{option} {text[:40]}: give names with one comma between")
+    return list(dict.fromkeys(names))
+
+
+def caches_of(text: str | None) -> list[Cache]:
+    """--cache: intervals with commas between, each with its depth after a colon or without."""
+    parts = [] if text is None else [Cache.of(part.strip()) for part in text.split(",")]
+    return [cache for cache in parts if cache is not None]
+
+
+def precisions(model: Model, plan: str, say: Say = lambda _line: None) -> list[tuple[str, Model]]:
+    """The model in float32 first, then in the other ways that this device has."""
+    from voxtune.plan import Plan
+    from voxtune.plan.hazards import slow_half
+
+    if model.device.type != "cuda":
+        slow = slow_half(model.device.type)
+        if slow is not None:
+            say(f"BF16 autocast: left out: {slow}")
+            return [("FP32", model)]
+        return [("FP32", model), ("BF16 autocast", Model(model.config, Autocast(model.network)))]
+    ways: list[tuple[str, Any]] = [("FP32", "baseline"), ("TF32", Plan.of("tf32")), ("BF16 plan", plan)]
+    return [(name, optimize(model, plan=way, search=False, say=say)) for name, way in ways]
+
+
+class Autocast(nn.Module):
+    """A network computed in BF16 where autocast does so; its answer in float32."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+        self.eval()
+
+    def forward(self, x: Tensor, *others: Any) -> Any:
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            found = self.network(x, *others)
+        return tree_map_only(Tensor, Tensor.float, found)
+
+    def split(self, depth: int) -> tuple[Autocast, Autocast]:
+        full, shallow = split(self.network, depth)
+        return Autocast(full), Autocast(shallow)
+
+
+def _segmenter(path: Path | None) -> Segmenter:
+    chosen = shipped_segmenter() if path is None else path
+    if path is None and not (chosen / "config.json").is_file():
+        raise InputError("no segmenter: give one with --segmenter; voxtune train --workload segment makes it")
+    return load_segmenter(chosen)
+
+
+def _subjects(request: Request, model: Model, skip: int) -> HeldOut:
+    if request.subjects is not None:
+        return held_out_packed(model, request.subjects, request.held_out, skip=skip)
+    if request.real is not None and request.masks is not None:
+        return held_out_folders(model, request.real, request.masks, skip=skip)
+    return held_out_cohort(model, HELD_OUT if request.held_out is None else request.held_out, skip=skip)
+
+
+def _one(values: Sequence[Any] | None, option: str) -> Any:
+    if values is not None and len(values) != 1:
+        raise InputError(f"{option}: --numerics draws in one way; give one")
+    return None if values is None else values[0]
+
+
+def _store(request: Request, table: Table, digest: str, say: Say) -> None:
+    row: Row | None = table.choice
+    if row is None:
+        say(f"nothing stored: {table.conclusion()}")
+        return
+    evidence = Evidence(file=request.result.name, sha256=digest, subjects=table.subjects, summary=table.conclusion())
+    kept = {name: row.how[name] for name in ("sampler", "steps", "spacing", "clip")}
+    kept["cache"] = Cache(**row.how["cache"]) if "cache" in row.how else None
+    say(f"stored in {store_auto(request.model, AutoSampling(**kept, evidence=evidence))}")

@@ -1,0 +1,179 @@
+"""Kernels compiled side by side before they are needed.
+
+Why: a network's first step meets some forty kernels, each compiled when it is first launched, one after the other: most of a
+minute on one core while the others idle. Here a rehearsal of the network asks for all of them; threads, or processes where
+some were started, compile, and nothing runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from voxtune.kernels.compile_workers import Worker, active
+
+log = logging.getLogger("voxtune")
+# Seconds before a thread has to share the interpreter: the body's launches wait for it, and Python's own value is ten times that.
+FAIR = 0.0005
+_rehearsing: ContextVar[bool] = ContextVar("voxtune_rehearsing", default=False)
+
+
+class _Compiling:
+    """Takes a kernel's launches, and compiles instead."""
+
+    def __init__(self, kernel: Any):
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self.kernel.run(*args, grid=grid, warmup=True, **kwargs)
+
+
+def ready(kernel: Any) -> Any:
+    """The kernel, to be launched as ever: `ready(kernel)[grid](...)`. In a rehearsal it is only compiled."""
+    return _Compiling(kernel) if _rehearsing.get() else kernel
+
+
+class _Held(Executor):
+    """Begins when told: threads that compile would slow the rehearsal, which needs the interpreter as they do."""
+
+    def __init__(self, pool: Executor):
+        self.pool = pool
+        self.waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        assert not args, "Triton's orders take no arguments"
+        assert not kwargs, "Triton's orders take no arguments"
+        future: Future[Any] = Future()
+        self.waiting.append((future, fn))
+        return future
+
+    def release(self) -> None:
+        if workers := active():
+            jobs = deque(sorted(self.waiting, key=lambda job: -_length(job[1])))
+            for worker in workers:
+                self.pool.submit(_by_worker, worker, jobs)
+        else:
+            for future, call in self.waiting:
+                self.pool.submit(_fulfil, future, call)
+        self.waiting = []
+
+
+def _length(call: Callable[[], Any]) -> int:
+    """The kernel's source: long ones compile longest, and are better begun first."""
+    try:
+        return len(inspect.getclosurevars(call).nonlocals["src"].fn.src)
+    except (TypeError, KeyError, AttributeError):
+        return 0
+
+
+def _by_worker(worker: Worker, jobs: deque[tuple[Future[Any], Callable[[], Any]]]) -> None:
+    while jobs:
+        try:
+            future, call = jobs.popleft()
+        except IndexError:  # another thread was faster
+            return
+        worker.compile(call)
+        _fulfil(future, call)  # from the cache; compiled here if the worker could not
+
+
+def _fulfil(future: Future[Any], call: Callable[[], Any]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+@contextmanager
+def compiled_ahead(rehearse: Callable[[], object]) -> Iterator[None]:
+    """Calls `rehearse` without launching our kernels; they compile while the body runs, and are there when it ends.
+
+    A rehearsal computes nothing that may be used. What fails here is told at the real launch, which tries again.
+    """
+    try:
+        from triton.runtime._async_compile import AsyncCompileMode, active_mode
+    except ImportError:
+        log.info("this version of Triton compiles kernels one by one")
+        yield
+        return
+    began, interval = time.perf_counter(), sys.getswitchinterval()
+    sys.setswitchinterval(FAIR)
+    try:
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            held = _Held(pool)
+            mode = AsyncCompileMode(held)
+            mode.__enter__()
+            token = _rehearsing.set(True)
+            try:
+                rehearse()
+            except Exception as error:
+                log.info("the rehearsal stopped: %s: %s", type(error).__name__, error)
+            finally:
+                _rehearsing.reset(token)
+                active_mode.set(None)  # launches of others, in the body, are none of this mode's
+            asked, kernels = time.perf_counter(), list(mode.future_kernels.values())
+            held.release()
+            try:
+                yield
+            finally:
+                done = time.perf_counter()
+                _finish(mode, kernels, pool)
+        told = (len(kernels), asked - began, done - asked, time.perf_counter() - done)
+        log.info("%d kernels compiled ahead: rehearsed in %.2f s, other work %.2f s, then waited %.2f s", *told)
+    finally:
+        sys.setswitchinterval(interval)
+
+
+class _Built(Exception):  # noqa: N818 - a signal, no failure
+    """A launcher lies on the disk."""
+
+
+def _build_launchers(kernels: list[Any], pool: ThreadPoolExecutor) -> None:
+    """Older Tritons compile a C module for each kernel's launch: threads build them, and load none.
+
+    All those modules have one name, and Python takes one for another when several threads load them at once (seen: a kernel
+    launched by the launcher of another, about once in a hundred starts).
+    """
+    from triton.runtime import build
+
+    load, here = build._load_module_from_path, threading.local()
+
+    def built_or_loaded(name: str, path: str, *more: Any) -> Any:
+        if getattr(here, "building", False):
+            raise _Built(path)
+        return load(name, path, *more)
+
+    def make(kernel: Any) -> None:
+        here.building = True
+        try:
+            kernel.run  # noqa: B018 - asking for it is what builds it
+        except _Built:
+            pass
+        finally:
+            here.building = False
+
+    build._load_module_from_path = built_or_loaded
+    try:
+        list(pool.map(make, kernels))
+    finally:
+        build._load_module_from_path = load
+
+
+def _finish(mode: Any, kernels: list[Any], pool: ThreadPoolExecutor) -> None:
+    try:
+        mode.__exit__(None, None, None)
+        compiled = [k.kernel for k in kernels if k.kernel is not None]
+        _build_launchers(compiled, pool)
+        for kernel in compiled:
+            kernel.run  # noqa: B018 - loads it
+    except Exception as error:
+        log.info("a kernel was not compiled ahead: %s: %s", type(error).__name__, error)

@@ -1,0 +1,1 @@
+"""The segmenter and its training."""

@@ -1,0 +1,156 @@
+"""A segmentation network with its label contract: on disk, and applied to volumes on the contract's grid."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from voxtune.config import from_mapping, to_mapping
+from voxtune.data.contract import DataContract
+from voxtune.data.splits import unlike
+from voxtune.errors import InputError
+from voxtune.files import reporting_os_errors, write_whole
+from voxtune.runtime.storage import CARD, CONFIG, WEIGHTS, check_state, read_json, read_safetensors, write_safetensors
+from voxtune.workloads.segment import SegmentConfig, SegmentUNet
+
+FORMAT = "voxtune-segment/1"
+PACKAGE = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmenterConfig:
+    """All that a segmenter is but its weights."""
+
+    network: SegmentConfig = field(default_factory=SegmentConfig)
+    data: DataContract
+
+    def __post_init__(self) -> None:
+        if any(s % self.network.divisor for s in self.data.size):
+            raise InputError(f"size {self.data.size}: every side must divide by {self.network.divisor}")
+        labels, images = len(self.data.labels), len(self.data.images)
+        if (self.network.classes, self.network.in_channels) != (labels + 1, images):
+            raise InputError(
+                f"the contract has {labels} labels and {images} images, the network knows "
+                f"{self.network.classes - 1} and {self.network.in_channels}"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, **to_mapping(self)}
+
+    @classmethod
+    def from_json(cls, data: Any, where: str) -> SegmenterConfig:
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise InputError(
+                f"{where}: expected a segmenter of format {FORMAT!r}, found {found!r}; train one with --workload segment"
+            )
+        return from_mapping(cls, {k: v for k, v in data.items() if k != "format"}, where)
+
+
+class Segmenter:
+    """A network that labels volumes (N, C, D, H, W) in [-1, 1], scaled as its contract says, and describes them.
+
+    `sha256` is that of the weights' file, None for weights that come from none.
+    """
+
+    def __init__(
+        self,
+        config: SegmenterConfig,
+        network: SegmentUNet | None = None,
+        *,
+        path: Path | None = None,
+        sha256: str | None = None,
+    ):
+        self.config, self.path, self.sha256 = config, path, sha256
+        self.network = (SegmentUNet(config.network) if network is None else network).eval()
+        self._values = torch.tensor((0, *config.data.values))
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.network.parameters()).device
+
+    def to(self, device: torch.device | str) -> Segmenter:
+        self.network.to(device)
+        return self
+
+    @torch.inference_mode()
+    def describe(self, images_NCDHW: Tensor) -> tuple[Tensor, Tensor]:
+        """The label value of each voxel (N, D, H, W) and the features (N, F) in float64, on the CPU."""
+        logits, features = self.network.forward_both(images_NCDHW.to(self.device, torch.float32))
+        return self._values[logits.argmax(dim=1).cpu()], features.double().cpu()
+
+    def identity(self) -> dict[str, Any]:
+        """What a result must say of the network that it rests on."""
+        contract = self.config.data
+        return {
+            "file": None if self.path is None else _told(self.path),
+            "sha256": self.sha256,
+            "features": self.config.network.features,
+            "size": list(contract.size),
+            "spacing_mm": list(contract.spacing),
+            "orientation": contract.orientation,
+            "labels": {label.name: label.value for label in contract.labels},
+        }
+
+
+def shipped_segmenter() -> Path:
+    """The folder of the segmenter that ships with the package."""
+    return PACKAGE / "models" / "segment"
+
+
+def _told(path: Path) -> str:
+    """A user's file as it was given; a shipped one by its place in the package, which is the same on every machine."""
+    return str(Path("voxtune") / path.relative_to(PACKAGE)) if path.is_relative_to(PACKAGE) else str(path)
+
+
+def load_segmenter(path: str | Path, *, device: torch.device | str = "cpu") -> Segmenter:
+    """The segmenter at `path`: its folder, or the model.safetensors in it."""
+    path = Path(path)
+    folder = path.parent if path.name == WEIGHTS else path
+    if not folder.is_dir():
+        raise InputError(f"{path}: no such segmenter; give a folder with {WEIGHTS} and {CONFIG}")
+    config = SegmenterConfig.from_json(read_json(folder / CONFIG), str(folder / CONFIG))
+    weights = folder / WEIGHTS
+    state, _ = read_safetensors(weights)
+    with reporting_os_errors(weights):
+        digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    network = network_from_state(config.network, state, str(weights))
+    return Segmenter(config, network, path=weights, sha256=digest).to(device)
+
+
+def network_from_state(config: SegmentConfig, state: Mapping[str, Tensor], where: str) -> SegmentUNet:
+    with torch.device("meta"):
+        network = SegmentUNet(config)
+    check_state({k: tuple(v.shape) for k, v in network.state_dict().items()}, state, where)
+    network.load_state_dict({k: v.float() for k, v in state.items()}, assign=True)
+    return network
+
+
+def save_segmenter(segmenter: Segmenter, folder: str | Path, *, card: str) -> Path:
+    """Writes the folder: weights, config, card."""
+    folder = Path(folder)
+    with reporting_os_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {k: v.detach().cpu().contiguous() for k, v in segmenter.network.state_dict().items()}
+        write_safetensors(folder / WEIGHTS, state, {"format": "pt"})
+    write_whole(folder / CONFIG, (json.dumps(segmenter.config.to_json(), indent=2) + "\n").encode())
+    write_whole(folder / CARD, card.encode())
+    return folder
+
+
+def check_segmenter(segmenter: Segmenter, contract: DataContract) -> None:
+    """Raises where the segmenter cannot label this model's volumes as they are."""
+    difference = unlike(segmenter.config.data, contract)
+    if difference:
+        raise InputError(
+            f"segmenter {segmenter.path}: {difference} than the model's; train one for it, from "
+            "subjects packed for it (voxtune pack --model MODEL, voxtune train --workload segment --subjects), and give it "
+            "with --segmenter"
+        )

@@ -1,0 +1,277 @@
+"""Training of the segmenter, short enough for a CPU."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from voxtune.data.subjects import Source
+from voxtune.errors import InputError
+from voxtune.segmentation.segmenter import Segmenter, SegmenterConfig, save_segmenter
+from voxtune.training.data import Loader, read_item
+from voxtune.workloads.segment import SegmentConfig, SegmentUNet
+
+WARM_UP = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentTraining:
+    """The recipe: AdamW under a one-cycle rate, cross-entropy plus soft Dice, intensities varied at random."""
+
+    steps: int = 700
+    batch: int = 4
+    learning_rate: float = 3e-3
+    weight_decay: float = 1e-4
+    autocast: Literal["none", "bf16"] = "none"
+    seed: int = 0
+    minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch < 1 or self.seed < 0:
+            raise InputError(f"steps {self.steps}, batch {self.batch}, seed {self.seed}: 1, 1 and 0 are the least")
+        if not 0 < self.learning_rate < 1:
+            raise InputError(f"learning rate {self.learning_rate}: give a number above 0 and below 1")
+        if self.autocast not in ("none", "bf16"):
+            raise InputError(f"autocast {self.autocast!r}: choose none or bf16")
+        if self.minutes is not None and not self.minutes > 0:
+            raise InputError(f"minutes {self.minutes}: give a number above 0")
+
+
+def train_segmenter(
+    source: Any,
+    training: SegmentTraining,
+    *,
+    network: SegmentConfig | None = None,
+    device: torch.device | str = "cpu",
+    workers: int | None = None,
+    progress: Callable[[int, float], None] | None = None,
+) -> Segmenter:
+    """A segmenter for `source`'s contract. With `minutes` the rate follows the clock, and training ends when it is up.
+
+    `workers` threads load subjects ahead: by default none on a CPU, where they would take the cores from the network.
+    """
+    contract, device = source.contract, torch.device(device)
+    shape = network or SegmentConfig(in_channels=len(contract.images), classes=len(contract.labels) + 1)
+    config = SegmenterConfig(network=shape, data=contract)
+    gpus = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus):
+        torch.manual_seed(training.seed)
+        model = SegmentUNet(config.network).to(device, memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+        ahead = (0 if device.type == "cpu" else 4) if workers is None else workers
+        _fit(model, source, training, device, ahead, progress)
+    return Segmenter(config, model.to(memory_format=torch.contiguous_format))
+
+
+def _fit(
+    model: SegmentUNet, source: Source, training: SegmentTraining, device: torch.device, workers: int, progress: Any
+) -> None:
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay)
+    random = torch.Generator().manual_seed(training.seed)
+    pin = device.type == "cuda"
+    loader = Loader(source, seed=training.seed, batch=training.batch, start=0, workers=workers, pin=pin)
+    started = time.monotonic()
+    try:
+        for step, batch in zip(range(training.steps), loader, strict=False):
+            done = step / training.steps
+            if training.minutes is not None:
+                done = max(done, (time.monotonic() - started) / (60 * training.minutes))
+            if done >= 1:
+                break
+            for group in optimizer.param_groups:
+                group["lr"] = training.learning_rate * one_cycle(done)
+            images, conds = batch.on(device)
+            assert conds is not None
+            loss = _step(model, vary(images, random), classes(conds), training, optimizer)
+            if not math.isfinite(loss):
+                raise InputError(f"the loss is not finite at step {step + 1}: lower the learning rate")
+            if progress is not None:
+                progress(step + 1, loss)
+    finally:
+        loader.close()
+
+
+def _step(
+    model: SegmentUNet, images: Tensor, target_NDHW: Tensor, training: SegmentTraining, optimizer: torch.optim.Optimizer
+) -> float:
+    low = torch.autocast(images.device.type, torch.bfloat16) if training.autocast == "bf16" else nullcontext()
+    with low:
+        logits = model(images.contiguous(memory_format=torch.channels_last_3d))
+    loss = segmentation_loss(logits.float(), target_NDHW)
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return float(loss.detach())
+
+
+def one_cycle(done: float) -> float:
+    """The rate's share: up in a straight line over the first tenth, then down along a cosine to a hundredth."""
+    if done < WARM_UP:
+        return max(0.01, done / WARM_UP)
+    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP)))
+
+
+def classes(conds_NLDHW: Tensor) -> Tensor:
+    """The class of each voxel (N, D, H, W): 0 background, 1 + channel elsewhere."""
+    rank = torch.arange(1, conds_NLDHW.shape[1] + 1, dtype=torch.uint8, device=conds_NLDHW.device)
+    return ((conds_NLDHW > 0) * rank.view(1, -1, 1, 1, 1)).amax(dim=1).long()
+
+
+def segmentation_loss(logits_NKDHW: Tensor, target_NDHW: Tensor) -> Tensor:
+    """Cross-entropy plus 1 - soft Dice of the structures, taken over the batch: one volume may lack a structure."""
+    logs = logits_NKDHW.log_softmax(dim=1)
+    entropy = F.nll_loss(logs, target_NDHW)
+    scores = []
+    for k in range(1, logs.shape[1]):
+        probability, there = logs[:, k].exp(), target_NDHW == k
+        scores.append((2 * (probability * there).sum() + 1) / (probability.sum() + there.sum() + 1))
+    return entropy + 1 - torch.stack(scores).mean()
+
+
+def vary(images_NCDHW: Tensor, random: torch.Generator) -> Tensor:
+    """Other contrast, smoothness, offset and noise for each volume: a synthetic image must not fail for its style."""
+    n, device = images_NCDHW.shape[0], images_NCDHW.device
+
+    def draw(low: float, high: float) -> Tensor:
+        return (low + (high - low) * torch.rand(n, generator=random)).view(n, 1, 1, 1, 1).to(device)
+
+    unit = (images_NCDHW + 1) / 2
+    unit = unit.clamp(min=0) ** draw(0.7, 1.4)
+    smooth = F.avg_pool3d(F.pad(unit, (1,) * 6, mode="replicate"), 3, stride=1)
+    unit = torch.lerp(unit, smooth, draw(-0.5, 1.0).clamp(min=0))
+    unit = unit * draw(0.85, 1.1) + draw(-0.1, 0.08).clamp(min=0) * (1 - unit)
+    seed = int(torch.randint(2**31, (1,), generator=random))
+    noise = torch.randn(unit.shape, device=device, generator=torch.Generator(device).manual_seed(seed))
+    return (unit + noise * draw(-0.02, 0.06).clamp(min=0)) * 2 - 1
+
+
+def held_out_dice(segmenter: Segmenter, source: Source) -> list[dict[str, float]]:
+    """For each subject, the Dice of each label by name; a label that neither side has is left out."""
+    rows = []
+    labels = segmenter.config.data.labels
+    for index in range(len(source)):
+        image, cond = read_item(source, index)
+        assert cond is not None
+        found_DHW = segmenter.describe(image[None])[0][0]
+        row = {}
+        for label in labels:
+            asked, found = cond[label.channel] > 0, found_DHW == label.value
+            total = int(asked.sum() + found.sum())
+            if total:
+                row[label.name] = 2 * int((asked & found).sum()) / total
+        rows.append(row)
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentResult:
+    """`dice` holds mean, least and count over held-out subjects, by label."""
+
+    folder: Path
+    seconds: float
+    steps: int
+    dice: dict[str, dict[str, float]]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "folder": str(self.folder)}
+
+
+def run_segment(
+    train: Any,
+    held_out: Any,
+    training: SegmentTraining,
+    out: str | Path,
+    *,
+    data: str,
+    command: str,
+    base: int | None = None,
+    device: str = "cpu",
+    progress: Callable[[int, float], None] | None = None,
+) -> SegmentResult:
+    """Trains on `train`, measures on `held_out`, writes the folder `out`; `data` says in words what it was trained on."""
+    out = Path(out)
+    if (out / "config.json").exists():
+        raise InputError(f"{out}: holds a model already; choose another folder")
+    contract, started, taken = train.contract, time.perf_counter(), [0]
+
+    def told(step: int, loss: float) -> None:
+        taken[0] = step
+        if progress is not None:
+            progress(step, loss)
+
+    network = SegmentConfig(in_channels=len(contract.images), classes=len(contract.labels) + 1, base=base or 16)
+    segmenter = train_segmenter(train, training, network=network, device=device, progress=told)
+    seconds = time.perf_counter() - started
+    dice = summary(held_out_dice(segmenter, held_out))
+    save_segmenter(segmenter, out, card=card(segmenter, training, taken[0], seconds, data, command, dice))
+    return SegmentResult(folder=out, seconds=round(seconds, 1), steps=taken[0], dice=dice)
+
+
+def summary(rows: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    names = sorted({name for row in rows for name in row})
+    scores = {name: [row[name] for row in rows if name in row] for name in names}
+    return {name: {"mean": statistics.fmean(s), "least": min(s), "subjects": len(s)} for name, s in scores.items()}
+
+
+def card(
+    segmenter: Segmenter,
+    training: SegmentTraining,
+    steps: int,
+    seconds: float,
+    data: str,
+    command: str,
+    dice: dict[str, dict[str, float]],
+) -> str:
+    """The model card: what it is, how it was made, how good it is, what it is not for."""
+    contract, network = segmenter.config.data, segmenter.config.network
+    parameters = sum(p.numel() for p in segmenter.network.parameters())
+    size, spacing = " x ".join(map(str, contract.size)), " x ".join(f"{s:g}" for s in contract.spacing)
+    device = "CPU" if segmenter.device.type == "cpu" else torch.cuda.get_device_name(segmenter.device)
+    low = f", {training.autocast.upper()} autocast" if training.autocast != "none" else ""
+    lines = [
+        "---",
+        "library_name: voxtune",
+        "license: apache-2.0",
+        "tags: [segmentation, unet, mri]",
+        "---",
+        "# The segmenter",
+        "",
+        "Labels the structures of a volume, and describes it by the means of its bottleneck. `voxtune evaluate` judges mask",
+        "adherence by its labels, and FID, MMD and nearest neighbours by its features.",
+        "",
+        f"- Network: 3D U-Net, {parameters:,} parameters (base {network.base}, {network.levels} levels), "
+        f"{network.features} features.",
+        f"- Takes: {', '.join(contract.images)} on {size} voxels of {spacing} mm, {contract.orientation}, intensities to "
+        "[-1, 1] by the volume's extremes.",
+        f"- Labels: {contract.describe_labels()}.",
+        f"- Data: {data}.",
+        f"- Recipe: AdamW, one-cycle rate up to {training.learning_rate:g}, cross-entropy + soft Dice, batch "
+        f"{training.batch}, {steps} steps{low}, intensities varied, seed {training.seed}; {seconds / 60:.1f} minutes on "
+        f"{device}.",
+        "",
+        "| label | Dice on held-out subjects, mean | least | subjects |",
+        "|---|---:|---:|---:|",
+        *(f"| {name} | {d['mean']:.4f} | {d['least']:.4f} | {d['subjects']} |" for name, d in dice.items()),
+        "",
+        "```",
+        command,
+        "```",
+        "",
+        "## Limits",
+        "It knows what it was trained on: other anatomy, contrast or scanners need a segmenter of their own. Figures over its",
+        "features are comparable only between results that name the same file hash. For research: not a medical device, not",
+        "for diagnosis, treatment or any clinical decision.",
+        "",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,204 @@
+"""The state of a training run on disk: one safetensors file a checkpoint, complete, all or nothing.
+
+Tensors: `model.*` and `ema.*` (weights), `optimizer.<parameter>.*` (Adam's moments and count), `rng.*` (torch's random
+state). Everything else (step, loader position, loss scale, settings) is JSON in the file's metadata, and a checksum
+over the tensors tells a file that a disk has damaged from a good one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from voxtune.config import from_mapping, to_mapping
+from voxtune.errors import InputError
+from voxtune.runtime.model import Model, ModelConfig
+from voxtune.runtime.storage import check_state, network_from_state, read_safetensors, write_safetensors
+from voxtune.training.config import TrainConfig
+
+FORMAT = "voxtune-training/1"
+NAME = re.compile(r"step-(\d{8,})\.safetensors")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalerState:
+    """The loss scale of fp16 training and how many steps it has held."""
+
+    scale: float
+    growth_tracker: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Where a run stands after `step`: the next sample is number `position` of `epoch` over `subjects` subjects.
+
+    `loss_sum` over `loss_count` steps is what the next row of the log begins with; `seconds` the time spent in steps so
+    far, `elapsed` all of the run's time, reading and writing included.
+    """
+
+    step: int
+    epoch: int
+    position: int
+    subjects: int
+    loss_sum: float = 0.0
+    loss_count: int = 0
+    seconds: float = 0.0
+    elapsed: float = 0.0
+    scaler: ScalerState | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.step, self.epoch, self.position, self.loss_count) < 0 or self.subjects < 1:
+            raise InputError(f"step {self.step}, epoch {self.epoch}, position {self.position}: not a state of a run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """All that is needed to go on as if the run had not stopped."""
+
+    state: RunState
+    config: TrainConfig
+    model: ModelConfig
+    tensors: Mapping[str, Tensor]
+    path: Path | None = None
+
+    def part(self, prefix: str) -> dict[str, Tensor]:
+        return {k.removeprefix(prefix): v for k, v in self.tensors.items() if k.startswith(prefix)}
+
+
+def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Writes `folder`/step-N.safetensors; a kill or a full disk leaves every earlier checkpoint as it was."""
+    tensors = {k: v.detach().cpu().contiguous() for k, v in checkpoint.tensors.items()}
+    header = {
+        "state": to_mapping(checkpoint.state),
+        "config": to_mapping(checkpoint.config),
+        "model": checkpoint.model.to_json(),
+        "crc32": checksum(tensors),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step-{checkpoint.state.step:08d}.safetensors"
+    write_safetensors(path, tensors, {"format": FORMAT, "run": json.dumps(header)})
+    return path
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    tensors, metadata = read_safetensors(path)
+    if metadata.get("format") != FORMAT:
+        raise InputError(f"{path}: not a training checkpoint of this format ({FORMAT})")
+    try:
+        header = json.loads(metadata.get("run", ""))
+    except (ValueError, RecursionError):
+        header = None
+    if not isinstance(header, dict):
+        raise InputError(f"{path}: damaged checkpoint: its description cannot be read")
+    if header.get("crc32") != checksum(tensors):
+        raise InputError(f"{path}: damaged checkpoint: its contents do not match their checksum")
+    return Checkpoint(
+        state=from_mapping(RunState, header.get("state"), f"{path}: state"),
+        config=from_mapping(TrainConfig, header.get("config"), f"{path}: config"),
+        model=ModelConfig.from_json(header.get("model"), f"{path}: model"),
+        tensors=tensors,
+        path=path,
+    )
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> int:
+    """CRC-32 over names and bytes: safetensors itself notices a short file, but not a flipped bit."""
+    value = 0
+    for name in sorted(tensors):
+        raw: Any = tensors[name].reshape(-1).view(torch.uint8).numpy()
+        value = zlib.crc32(raw, zlib.crc32(name.encode(), value))
+    return value
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Every checkpoint in the folder, oldest first."""
+    found = [(int(m[1]), p) for p in folder.glob("step-*.safetensors") if (m := NAME.fullmatch(p.name))]
+    return [path for _, path in sorted(found)]
+
+
+def newest_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest that can be read. A damaged one is named, renamed out of the way, and the one before it taken."""
+    damaged = []
+    for path in reversed(checkpoints(folder)):
+        try:
+            found = read_checkpoint(path)
+        except InputError as error:
+            damaged.append((path, str(error)))
+            continue
+        for bad, reason in damaged:
+            # Kept for whoever wants to look, but never again mistaken for progress.
+            bad.replace(bad.with_name(f"{bad.name}.damaged"))
+            warn(f"{reason}; set aside as {bad.name}.damaged, going back to step {found.state.step}")
+        return found
+    if damaged:
+        raise InputError(f"{damaged[0][1]}; no other checkpoint in {folder} can be read either")
+    return None
+
+
+def prune_checkpoints(folder: Path, keep: int) -> None:
+    for path in checkpoints(folder)[:-keep]:
+        path.unlink(missing_ok=True)
+
+
+def load_ema(path: Path) -> Model:
+    """The model that a training checkpoint would be sampled with."""
+    checkpoint = read_checkpoint(path)
+    return Model(checkpoint.model, network_from_state(checkpoint.model.network, checkpoint.part("ema."), str(path)))
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Adam's state by parameter name; empty for a parameter that has not been stepped yet."""
+    return {f"{name}.{key}": value for name, p in named for key, value in optimizer.state.get(p, {}).items()}
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]], stored: Mapping[str, Tensor], where: str
+) -> None:
+    """Puts stored moments back, in fresh memory laid out as the parameters are."""
+    known = set()
+    for name, p in named:
+        if f"{name}.step" not in stored:
+            continue
+        moments = {key: stored.get(f"{name}.{key}") for key in MOMENTS}
+        state: dict[str, Any] = {"step": stored[f"{name}.step"].clone()}
+        for key, value in moments.items():
+            if value is None or value.shape != p.shape:
+                raise InputError(f"{where}: the optimizer's {key} of {name!r} is missing or does not fit")
+            state[key] = torch.empty_like(p, requires_grad=False).copy_(value)
+        optimizer.state[p] = state
+        known |= {f"{name}.{key}" for key in state}
+    extra = sorted(set(stored) - known)
+    if extra:
+        raise InputError(f"{where}: holds optimizer state of an unknown parameter, {extra[0]!r}")
+
+
+def restore_network(network: nn.Module, stored: Mapping[str, Tensor], where: str) -> None:
+    """Copies stored weights into the network, which must fit; its own memory and layout stay."""
+    check_state({k: tuple(v.shape) for k, v in network.state_dict().items()}, stored, where)
+    network.load_state_dict(dict(stored))
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """torch's random state on the CPU and, where training runs there, on the GPU."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random_state(states: Mapping[str, Tensor], device: torch.device, where: str) -> None:
+    try:
+        torch.set_rng_state(states["cpu"].clone())
+        if device.type == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"].clone(), device)
+    except (KeyError, RuntimeError, TypeError) as error:
+        raise InputError(f"{where}: the random state does not fit this torch ({error})") from None

@@ -1,0 +1,252 @@
+"""The order in which training sees its subjects, and the batches made of them ahead of time.
+
+Sample n of a run is fixed by the seed and n: an epoch is a permutation, epochs follow each other without a gap, and a
+batch may span two. So the position of a run is one number, whatever was loaded ahead when it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from voxtune.config import from_mapping
+from voxtune.data.contract import DataContract
+from voxtune.data.splits import unlike
+from voxtune.data.subjects import Compact, Packed, Source, unpack
+from voxtune.diffusion.noise import check_seed, normal_batch, philox
+from voxtune.errors import InputError
+from voxtune.files import one_line
+from voxtune.runtime.model import ModelConfig
+from voxtune.training.config import TrainConfig
+
+_MASK = 0xFFFFFFFF
+# Counters of their own, far from the draws of a sampler, so that no training noise is ever a sampling noise.
+_ORDER, _TIMESTEP, _NOISE = 0xFFFFFFFD, 0xFFFFFFFE, 0xFFFFFFFF
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """`indices` are the subjects, `numbers` the samples of the run they are seen as; `images` and `masks` as they travel."""
+
+    numbers: tuple[int, ...]
+    indices: tuple[int, ...]
+    images: Tensor
+    masks: Tensor | None
+    unfold: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Images and conditions on `device`, float32."""
+        images = self.images.to(device, non_blocking=True)
+        masks = None if self.masks is None else self.masks.to(device, non_blocking=True)
+        return (images, masks) if self.unfold is None or masks is None else self.unfold(images, masks)
+
+
+def epoch_order(seed: int, epoch: int, count: int) -> list[int]:
+    """The permutation of `count` subjects in an epoch: sorted by a 63-bit random key, the same on every machine."""
+    index = torch.arange(count, dtype=torch.int64)
+    counter = [index, *(torch.full_like(index, n) for n in (_ORDER, epoch & _MASK, epoch >> 32))]
+    high, low, _, _ = philox(counter, _key(seed))
+    return torch.argsort((high << 31) | (low >> 1), stable=True).tolist()
+
+
+def timesteps(seed: int, numbers: tuple[int, ...], total: int) -> Tensor:
+    """The diffusion step, 0 to total - 1, of each sample of a batch."""
+    n = torch.tensor(numbers, dtype=torch.int64)
+    counter = [torch.zeros_like(n), torch.full_like(n, _TIMESTEP), n & _MASK, n >> 32]
+    return (philox(counter, _key(seed))[0] * total) >> 32
+
+
+def training_noise(seed: int, numbers: tuple[int, ...], shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return normal_batch(seed, numbers, _NOISE, shape, device)
+
+
+def _key(seed: int) -> tuple[int, int]:
+    return check_seed(seed) & _MASK, seed >> 32
+
+
+class Loader:
+    """Batches from sample number `start` on, made by `workers` threads ahead of their use, in order."""
+
+    def __init__(self, source: Source, *, seed: int, batch: int, start: int, workers: int, pin: bool):
+        self.source, self.seed, self.batch, self.pin = source, seed, batch, pin
+        self.count = len(source)
+        self._next = start
+        self._order = (-1, [0])
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="voxtune-loader") if workers else None
+        self._ahead: deque[Future[Batch]] = deque()
+        self._depth = 2 * workers
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            if self._pool is None:
+                yield self._load(*self._take())
+                continue
+            while len(self._ahead) < self._depth:
+                self._ahead.append(self._pool.submit(self._load, *self._take()))
+            yield self._ahead.popleft().result()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def position(self, number: int) -> tuple[int, int]:
+        """(epoch, place in it) of a sample number."""
+        return divmod(number, self.count)
+
+    def _take(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        numbers = tuple(range(self._next, self._next + self.batch))
+        self._next += self.batch
+        return numbers, tuple(self._index(number) for number in numbers)
+
+    def _index(self, number: int) -> int:
+        epoch, place = self.position(number)
+        if self._order[0] != epoch:
+            self._order = (epoch, epoch_order(self.seed, epoch, self.count))
+        return self._order[1][place]
+
+    def _load(self, numbers: tuple[int, ...], indices: tuple[int, ...]) -> Batch:
+        unfold = None
+        masks: Tensor | None
+        if isinstance(self.source, Compact):
+            images, masks = self.source.stored(indices)
+            unfold = self.source.unfold
+        else:
+            images, masks = _stacked([read_item(self.source, index) for index in indices])
+        if self.pin:
+            images, masks = images.pin_memory(), None if masks is None else masks.pin_memory()
+        return Batch(numbers=numbers, indices=indices, images=images, masks=masks, unfold=unfold)
+
+
+def _stacked(items: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    masks = [cond for _, cond in items if cond is not None]
+    return torch.stack([image for image, _ in items]), torch.stack(masks) if masks else None
+
+
+def read_item(source: Source, index: int) -> tuple[Tensor, Tensor | None]:
+    """Subject `index` as tensors; a file that went away or broke is the user's to mend."""
+    try:
+        image, cond = source[index]
+    except OSError as error:
+        raise InputError(f"{error.filename or f'subject {index}'}: {error.strerror or error}") from error
+    return _tensor(image), None if cond is None else _tensor(cond)
+
+
+def _tensor(array: Any) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32))
+
+
+Warn = Callable[[str], None]
+
+
+def open_source(config: TrainConfig, model: ModelConfig, warn: Warn, *, check: bool) -> Source:
+    """What `config.data` names, on the model's grid; `check` looks into every file before any work."""
+    if model.network.dimensions == 2:
+        return _open_images(config, model, warn)
+    data, contract = config.data, model.data
+    if contract is None:
+        raise InputError("this model takes no mask, and the data gives some: train it from Python")
+    if data.subjects is not None:
+        return PackedSource(data.subjects, contract)
+    from voxtune.data.dataset import CohortSource, PairedFolders
+
+    if data.cohort is not None:
+        cohort = CohortSource(contract, data.cohort_seed, data.cohort)
+        if config.workers > 2:
+            cohort.warm(config.workers, warn)
+        return cohort
+    if data.images is None or data.masks is None:
+        raise InputError(
+            "no data: give folders (--images DIR --masks DIR), packed subjects (--subjects FILE) or the embedded cohort "
+            "(--cohort 64)"
+        )
+    source = PairedFolders(contract, data.images, data.masks, mode=data.fit)
+    if check:
+        source.check().tell(warn)
+    return source
+
+
+def _open_images(config: TrainConfig, model: ModelConfig, warn: Warn) -> Source:
+    from voxtune.data.cifar import Cifar10
+
+    folder = config.data.images
+    if folder is None:
+        raise InputError("no data: give the folder of the CIFAR-10 batches (--images DIR)")
+    height, width = model.size
+    source = Cifar10(folder, size=(height, width), mirror=config.data.mirror is not False)
+    if source.missing:
+        missing = ", ".join(f"data_batch_{n}" for n in source.missing)
+        warn(f"{folder}: training on {len(source.files)} of CIFAR-10's batches; {missing} not found")
+    return source
+
+
+def check_items(source: Source, model: ModelConfig) -> None:
+    """The first subject against the model, so that a wrong shape is told before any work."""
+    if len(source) < 1:
+        raise InputError("the data holds no subjects")
+    image, cond = read_item(source, 0)
+    network = model.network
+    wanted = [
+        (network.out_channels, *model.size),
+        (network.mask_channels, *model.size) if network.mask_channels else None,
+    ]
+    found = [tuple(image.shape), None if cond is None else tuple(cond.shape)]
+    for what, want, have in zip(("image", "mask"), wanted, found, strict=True):
+        if want != have:
+            raise InputError(f"the data's {what} has shape {have}, the model takes {want}")
+
+
+def describe_source(config: TrainConfig, source: Source) -> str:
+    """The data of a run in words, for the model card."""
+    data, subjects = config.data, len(source)
+    if isinstance(source, PackedSource):
+        return f"{subjects} subjects packed in `{source.name}`: {source.origin or f'{source.held_out} more held out'}"
+    if config.model.dimensions == 2:
+        mirrored = " and their mirror images" if data.mirror is not False else ""
+        return f"CIFAR-10's training images of `{data.images}`{mirrored}, {subjects} in all; class labels are not used"
+    if data.cohort is not None:
+        return f"{subjects} subjects of the embedded cohort, seed {data.cohort_seed}"
+    return f"{subjects} subjects: images of `{data.images}`, masks of `{data.masks}`"
+
+
+class PackedSource(Packed):
+    """The subjects to learn from of a file that `voxtune pack` wrote; never its held-out ones."""
+
+    def __init__(self, path: str | Path, contract: DataContract):
+        packed, held_out = unpack(path)
+        _check_contract(path, packed.contract, contract)
+        super().__init__(contract, packed.images_NCDHW, packed.labels_NDHW, packed.origin)
+        self.name, self.held_out = Path(path).name, len(held_out)
+
+
+def packed_contract(path: str | Path) -> DataContract:
+    """What a packed file says of itself; its subjects are not read."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            contract = json.loads(str(file["header"]))["contract"]
+    except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError, zipfile.BadZipFile) as error:
+        reason = one_line(getattr(error, "strerror", None) or error)
+        raise InputError(f"{str(path)[:500]}: not a file of packed subjects ({reason})") from None
+    return from_mapping(DataContract, contract, f"{path}: contract")
+
+
+def _check_contract(path: str | Path, found: DataContract, wanted: DataContract) -> None:
+    difference = unlike(found, wanted)
+    if difference is None and [name.lower() for name in found.images] != [name.lower() for name in wanted.images]:
+        difference = f"other images, {', '.join(found.images)} rather than {', '.join(wanted.images)},"
+    if difference is None and found.scaling != wanted.scaling:
+        difference = f"another scaling, by {found.scaling} rather than by {wanted.scaling},"
+    if difference is not None:
+        raise InputError(
+            f"{path}: its subjects have {difference} than the model's; pack subjects for this model, or leave size, "
+            "spacing, labels and the like to the file"
+        )

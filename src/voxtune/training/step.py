@@ -1,0 +1,226 @@
+"""The mechanics of training: one step, and the state that a step changes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from voxtune.diffusion import training_loss
+from voxtune.errors import InputError
+from voxtune.runtime.model import Model
+from voxtune.training.checkpoint import (
+    Checkpoint,
+    RunState,
+    ScalerState,
+    optimizer_tensors,
+    random_state,
+    restore_network,
+    restore_optimizer,
+    restore_random_state,
+)
+from voxtune.training.config import TrainConfig
+from voxtune.training.data import Batch, timesteps, training_noise
+
+# Of the rate, where the decay ends.
+LAST_SHARE = 0.01
+
+
+def learning_rate(config: TrainConfig, step: int, clock: float = 0.0) -> float:
+    """The rate of step `step`; the first is 0. `clock` is the share of the run's minutes that is over.
+
+    Up in a straight line over `warmup` steps, times a cosine from 1 to a hundredth over the run, by its steps or by its
+    minutes, whichever are further along.
+    """
+    share = min(1.0, (step + 1) / config.warmup) if config.warmup else 1.0
+    if config.decay == "cosine":
+        done = min(1.0, max(step / config.steps, clock))
+        share *= LAST_SHARE + (1 - LAST_SHARE) * 0.5 * (1 + math.cos(math.pi * done))
+    return config.learning_rate * share
+
+
+class Ema:
+    """Is the weights before step `start`; from there on it moves to them by 1 - decay every `every` steps."""
+
+    def __init__(self, network: nn.Module, *, decay: float, every: int, start: int):
+        self.decay, self.every, self.start = decay, every, start
+        self.network = copy.deepcopy(network).eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def update(self, network: nn.Module, step: int) -> None:
+        """Takes in the weights after step `step` (the first is 1)."""
+        if step >= self.start and step % self.every:
+            return
+        weight = 1 - self.decay if step >= self.start else 1.0
+        pairs = zip(self.network.state_dict().values(), network.state_dict().values(), strict=True)
+        for mean, value in pairs:
+            if weight == 1.0 or not mean.is_floating_point():
+                mean.copy_(value)
+            else:
+                mean.lerp_(value, weight)
+
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# A scaler that has halved its scale this far never found a finite gradient.
+SMALLEST_SCALE = 2.0**-20
+
+
+class Trainer:
+    """Network, moving average, optimizer and loss scale of one run, between steps."""
+
+    def __init__(self, config: TrainConfig, model: Model, subjects: int, device: torch.device):
+        self.config, self.model, self.device, self.subjects = config, model, device, subjects
+        network = model.network.to(device)
+        if config.channels_last:
+            network = network.to(memory_format=_channels_last(model.config.network.dimensions))  # type: ignore[call-overload]
+        self.network = network.train()
+        self.ema = Ema(network, decay=config.ema_decay, every=config.ema_every, start=config.ema_start)
+        self.optimizer = torch.optim.Adam(network.parameters(), lr=config.learning_rate)
+        # bf16 has float32's range, and the CPU has no fp16 kernels that would profit: only fp16 on a GPU is scaled.
+        scaled = config.autocast == "fp16" and device.type == "cuda"
+        self.scaler = torch.amp.GradScaler("cuda") if scaled else None
+        self._forward: Any = torch.compile(network) if config.compile else network
+        self.step = 0
+        self.seconds = self.elapsed = 0.0
+        self.loss_sum, self.loss_count = 0.0, 0
+        self.gradient_norm = math.nan
+        self.rate = config.learning_rate
+
+    def train_step(self, batches: list[Batch], clock: float = 0.0) -> float:
+        """One update of the weights from `accumulation` batches; their mean loss. `clock` is for the learning rate."""
+        self.rate = learning_rate(self.config, self.step, clock)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = torch.zeros((), device=self.device)
+        for batch in batches:
+            part = self._loss(batch) / len(batches)
+            (part if self.scaler is None else self.scaler.scale(part)).backward()
+            loss += part.detach()
+        norm = self._update()
+        self.ema.update(self.network, self.step + 1)
+        # The only wait for the GPU in a step, after all of its work has been queued.
+        loss_value, norm_value = torch.stack([loss, norm]).tolist()
+        self._check(loss_value, norm_value, batches)
+        self.step += 1
+        self.loss_sum += loss_value
+        self.loss_count += 1
+        self.gradient_norm = norm_value
+        return loss_value
+
+    def _loss(self, batch: Batch) -> Tensor:
+        images, conds = batch.on(self.device)
+        if self.config.channels_last:
+            images = images.contiguous(memory_format=_channels_last(images.dim() - 2))
+        t_N = timesteps(self.config.seed, batch.numbers, len(self.model.schedule)).to(self.device)
+        noise = training_noise(self.config.seed, batch.numbers, tuple(images.shape[1:]), self.device)
+        with self.autocast():
+            return training_loss(
+                lambda x, t: self._forward(x, t, conds), self.model.schedule, images, t_N, noise, self.config.loss
+            )
+
+    def autocast(self) -> Any:
+        if self.config.autocast == "none":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=AUTOCAST[self.config.autocast])
+
+    def _update(self) -> Tensor:
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        parameters = list(self.network.parameters())
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if self.config.clip is not None:
+            nn.utils.clip_grads_with_norm_(parameters, self.config.clip, norm)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return norm
+
+    def _check(self, loss: float, norm: float, batches: list[Batch]) -> None:
+        """Stops before weights that are no numbers reach a checkpoint. fp16 skips steps that overflow, by design."""
+        scale = None if self.scaler is None or math.isfinite(norm) else self.scaler.get_scale()
+        if math.isfinite(loss) and (math.isfinite(norm) or (scale is not None and scale > SMALLEST_SCALE)):
+            return
+        subjects = ", ".join(str(i) for batch in batches for i in batch.indices)
+        what = "the loss" if not math.isfinite(loss) else "the gradient"
+        raise InputError(
+            f"{what} is not finite at step {self.step + 1} (subjects {subjects}): check these subjects for NaN, "
+            "lower the learning rate, set clip, or train without autocast"
+        )
+
+    def take_log_row(self) -> dict[str, float]:
+        """The mean over the steps since the last row."""
+        row = {
+            "step": self.step,
+            "epoch": self.step * self.config.samples_per_step // self.subjects,
+            "loss": self.loss_sum / max(1, self.loss_count),
+            "learning_rate": self.rate,
+            "seconds": round(self.seconds, 3),
+        }
+        if math.isfinite(self.gradient_norm):
+            row["gradient_norm"] = self.gradient_norm
+        if self.scaler is not None:
+            row["loss_scale"] = self.scaler.get_scale()
+        self.loss_sum, self.loss_count = 0.0, 0
+        return row
+
+    def checkpoint(self) -> Checkpoint:
+        if not all(torch.isfinite(p).all() for p in self.network.parameters()):
+            raise InputError(
+                f"a weight is no longer finite after step {self.step}: lower the learning rate or set clip"
+            )
+        epoch, position = divmod(self.step * self.config.samples_per_step, self.subjects)
+        scaler = None
+        if self.scaler is not None:
+            found = self.scaler.state_dict()
+            scaler = ScalerState(scale=float(found["scale"]), growth_tracker=int(found["_growth_tracker"]))
+        parts = {
+            "model": self.network.state_dict(),
+            "ema": self.ema.network.state_dict(),
+            "optimizer": optimizer_tensors(self.optimizer, self.network.named_parameters()),
+            "rng": random_state(self.device),
+        }
+        return Checkpoint(
+            state=RunState(
+                step=self.step,
+                epoch=epoch,
+                position=position,
+                subjects=self.subjects,
+                loss_sum=self.loss_sum,
+                loss_count=self.loss_count,
+                seconds=self.seconds,
+                elapsed=self.elapsed,
+                scaler=scaler,
+            ),
+            config=self.config,
+            model=self.model.config,
+            tensors={f"{part}.{name}": value for part, state in parts.items() for name, value in state.items()},
+        )
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        state, where = checkpoint.state, str(checkpoint.path)
+        expected = divmod(state.step * self.config.samples_per_step, state.subjects)
+        if state.subjects != self.subjects or expected != (state.epoch, state.position):
+            raise InputError(
+                f"{where}: stopped at subject {state.position} of {state.subjects} in epoch {state.epoch}, and the "
+                f"data now holds {self.subjects} subjects: bring back the same data, or start another run with --init"
+            )
+        restore_network(self.network, checkpoint.part("model."), where)
+        restore_network(self.ema.network, checkpoint.part("ema."), where)
+        restore_optimizer(self.optimizer, self.network.named_parameters(), checkpoint.part("optimizer."), where)
+        restore_random_state(checkpoint.part("rng."), self.device, where)
+        if self.scaler is not None and state.scaler is not None:
+            stored = {"scale": state.scaler.scale, "_growth_tracker": state.scaler.growth_tracker}
+            self.scaler.load_state_dict({**self.scaler.state_dict(), **stored})
+        self.step, self.seconds, self.elapsed = state.step, state.seconds, state.elapsed
+        self.loss_sum, self.loss_count = state.loss_sum, state.loss_count
+
+
+def _channels_last(dimensions: int) -> torch.memory_format:
+    return torch.channels_last_3d if dimensions == 3 else torch.channels_last
