@@ -13,7 +13,7 @@ from typing import Any
 from voxtune.quality.paired import Comparison, Span
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "quality.md"
+PAGE = ROOT / "docs" / "results" / "quality.md"
 RESULTS = ROOT / "benchmarks" / "results"
 Data = dict[str, Any]
 

@@ -178,9 +178,9 @@ def test_killed_stopped_and_resumed_by_the_command(folders, tmp_path):
 
 
 def test_every_setting_of_the_file_is_documented():
-    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "training.md").read_text()
     for name in setting_names():
-        assert f"`{name}`" in page, f"docs/training.md does not explain {name}"
+        assert f"`{name}`" in page, f"docs/guide/training.md does not explain {name}"
 
 
 def outcome(path: Path) -> bool:

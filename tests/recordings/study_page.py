@@ -16,7 +16,7 @@ from voxtune.analysis.study import GPUS, study_table
 from voxtune.cli.report import load
 from voxtune.profile.session import Session
 
-PAGE = Path(__file__).parents[2] / "docs" / "study.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "study.md"
 MODES = ("train", "sample")
 EMPTY = "–"
 # What is shown together: the conversions of a layout, padding, casts and copies are the ledger's.
