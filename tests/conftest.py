@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.factories import GOLDENS
 from tests.record import Recorder
 from voxtune.workloads import MedDDPMConfig, build
 
@@ -16,8 +17,6 @@ from voxtune.workloads import MedDDPMConfig, build
 THREADS = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 torch.set_num_threads(THREADS)
 os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # for the processes that tests start
-
-GOLDENS = Path(__file__).parent / "goldens"
 
 
 def pytest_addoption(parser):

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from voxtune.analysis.figures import figure_8, figure_12, figure_13
 
-from tests.analysis.made import counted, kernel, session, train
+from tests.factories.sessions import counted, kernel, session, train
 from voxtune.analysis.certificate import certificate, certify, refusal, window
 from voxtune.analysis.compare import compare_classes, normalised, side_by_side, window_share
+from voxtune.analysis.figures import figure_8, figure_12, figure_13
 from voxtune.errors import InputError
 
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.analysis.made import counted, kernel, session
+from tests.factories.sessions import counted, kernel, session
 from voxtune.analysis.check import change, check, parse_percent
 from voxtune.analysis.compare import compare_classes, compare_modules, normalised
 from voxtune.analysis.study import CONFIGS, measure, seed, study_table

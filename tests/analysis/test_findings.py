@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.analysis.made import counted, kernel, session
+from tests.factories.sessions import counted, kernel, session
 from voxtune.analysis.advice import advice
 from voxtune.analysis.certificate import window
 from voxtune.analysis.components import component_of, component_table, transfer_breakdown

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests.analysis.made import counted, kernel, session
+from tests.factories.sessions import counted, kernel, session
 from voxtune.analysis import counters, figures
 from voxtune.analysis.frame import geometric_mean, mean, numbers, short
 from voxtune.analysis.mix import group_of, instruction_mix, ipc_stack, kernel_mix, kernel_shares, pipe_of

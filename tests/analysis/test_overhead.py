@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.analysis.made import kernel, session
+from tests.factories.sessions import kernel, session
 from voxtune.analysis.compare import compare_modules, normalised, side_by_side
 from voxtune.analysis.frame import UNTOLD, labels
 from voxtune.analysis.step import overhead

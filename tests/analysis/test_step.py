@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.analysis.made import kernel, session
+from tests.factories.sessions import kernel, session
 from voxtune.analysis.step import busy_us, gaps, step_totals, transfers
 
 

@@ -13,8 +13,8 @@ import nibabel as nib
 import numpy as np
 import pytest
 
-from tests.conftest import GOLDENS
-from tests.runtime.test_generate import write_mask
+from tests.factories import GOLDENS
+from tests.factories.nifti import write_mask
 from voxtune.cli.main import VERBS, main
 
 CHECKPOINT = str(GOLDENS / "med_ddpm_tiny.pt")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.steps import made
+from tests.factories import analytic
 from voxtune.cli.main import main
 from voxtune.plan import tuner
 from voxtune.plan.plan import Plan
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def folder(tmp_path):
     torch.manual_seed(0)
-    model = Model(made.model(4).config)
+    model = Model(analytic.model(4).config)
     without_zeros(model.network)
     return save(model, tmp_path / "model", card="")
 

@@ -11,8 +11,8 @@ import string
 
 import pytest
 
-from tests.conftest import GOLDENS
-from tests.runtime.test_generate import write_mask
+from tests.factories import GOLDENS
+from tests.factories.nifti import write_mask
 from voxtune.cli.main import main
 
 CHUNKS = [pytest.param(n, marks=[pytest.mark.slow] if n >= 3 else []) for n in range(6)]

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 import voxtune
-from tests.data.cifar_samples import write_cifar
+from tests.factories.cifar import write_cifar
 from voxtune.cli.main import main
 from voxtune.training.loop import read_run
 

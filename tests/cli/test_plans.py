@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.cli.test_commands import CHECKPOINT, model, run  # noqa: F401  `model` is a fixture
-from tests.runtime.test_generate import write_mask
+from tests.factories.nifti import write_mask
 from voxtune.plan import tuner
 from voxtune.runtime.sampling import AutoSampling, Cache, Evidence
 from voxtune.runtime.storage import store_auto

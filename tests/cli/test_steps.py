@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.bare import voxtune_bare
-from tests.runtime.test_generate import write_mask
-from tests.steps import made
+from tests.factories import analytic
+from tests.factories.core_only import voxtune_bare
+from tests.factories.nifti import write_mask
 from voxtune.cli.main import main
 from voxtune.data.bids import write_cohort
 from voxtune.data.cohort import cohort_contract
@@ -38,11 +38,11 @@ def folders(tmp_path_factory):
     """(model, segmenter, packed subjects): a random network of 4 steps on 16 voxels a side."""
     root = tmp_path_factory.mktemp("steps")
     torch.manual_seed(0)
-    model = Model(made.model(4).config)
+    model = Model(analytic.model(4).config)
     without_zeros(model.network)
     save(model, root / "model", card="")
-    save_segmenter(made.segmenter(), root / "segmenter", card="")
-    train, held_out = cohort_sources(made.CONTRACT, 0, 1, 3)
+    save_segmenter(analytic.segmenter(), root / "segmenter", card="")
+    train, held_out = cohort_sources(analytic.CONTRACT, 0, 1, 3)
     return root / "model", root / "segmenter", pack(train, held_out, root / "subjects.npz")
 
 
@@ -114,7 +114,7 @@ def test_the_first_subjects_are_left_out(capsys, folders, tmp_path):
         "logsnr",
         *QUICK,
     )
-    write_cohort(tmp_path / "real", 3, 0, made.SIZE, healthy_fraction=0.0, first=100_000)
+    write_cohort(tmp_path / "real", 3, 0, analytic.SIZE, healthy_fraction=0.0, first=100_000)
     folder = ("--real", tmp_path / "real", "--masks", tmp_path / "real" / "derivatives" / "masks")
     figures = []
     for name, source in {"file": ("--subjects", subjects), "cohort": ("--held-out", 2), "folder": folder}.items():
@@ -303,7 +303,7 @@ def test_without_a_stored_choice_sampling_says_so(capsys, folders, tmp_path):
 
 
 def test_folders_and_numerics(capsys, folders, tmp_path):
-    write_cohort(tmp_path / "real", 2, 0, made.SIZE, healthy_fraction=0.0)
+    write_cohort(tmp_path / "real", 2, 0, analytic.SIZE, healthy_fraction=0.0)
     data = ("--real", tmp_path / "real", "--masks", tmp_path / "real" / "derivatives" / "masks")
     options = (*data, "--segmenter", folders[1], "--numerics", "--samplers", "ddim", "--steps", "2", *QUICK)
     code, out, err = run(capsys, "steps", folders[0], "-o", tmp_path / "out", *options)
@@ -363,7 +363,7 @@ def test_wrong_requests_end_with_one_line(capsys, folders, tmp_path, change, wor
 
 
 def test_subjects_and_segmenters_of_another_grid_are_refused(capsys, folders, tmp_path):
-    model = made.model(4)
+    model = analytic.model(4)
     contract = cohort_contract((24, 24, 24))
     other = Model(replace(model.config, size=contract.size, data=contract, sampling=SamplingConfig()))
     save(other, tmp_path / "other", card="")

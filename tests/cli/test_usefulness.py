@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.bare import voxtune_bare
-from tests.steps import made
+from tests.factories import analytic
+from tests.factories.core_only import voxtune_bare
 from voxtune.cli.main import main
 from voxtune.data.bids import write_cohort
 from voxtune.data.cohort import cohort_contract
@@ -29,10 +29,10 @@ def folders(tmp_path_factory):
     """(model, packed subjects): a random network of 4 steps on 16 voxels a side."""
     root = tmp_path_factory.mktemp("usefulness")
     torch.manual_seed(0)
-    model = Model(made.model(4).config)
+    model = Model(analytic.model(4).config)
     without_zeros(model.network)
     save(model, root / "model", card="")
-    learn, held_out = cohort_sources(made.CONTRACT, 0, 4, 3)
+    learn, held_out = cohort_sources(analytic.CONTRACT, 0, 4, 3)
     return root / "model", pack(learn, held_out, root / "subjects.npz", origin="made for tests")
 
 
@@ -87,7 +87,7 @@ def test_the_cohort_and_more_volumes_than_subjects(capsys, folders, tmp_path):
 
 
 def test_folders_hold_out_their_last_subjects(capsys, folders, tmp_path):
-    write_cohort(tmp_path / "real", 5, 0, made.SIZE, healthy_fraction=0.0)
+    write_cohort(tmp_path / "real", 5, 0, analytic.SIZE, healthy_fraction=0.0)
     data = ("--real", tmp_path / "real", "--masks", tmp_path / "real" / "derivatives" / "masks")
     options = (*data, "--volumes", 8, "--seeds", 1, "--steps", 1, "--json", *QUICK)
     code, out, err = run(capsys, "usefulness", folders[0], "-o", tmp_path / "out", *options)
@@ -136,7 +136,7 @@ def test_subjects_that_cannot_serve_are_refused(capsys, folders, tmp_path):
     model, subjects = folders
     none = repacked(subjects, tmp_path / "none.npz", header={"held_out": 0})
     single = repacked(subjects, tmp_path / "single.npz", header={"held_out": 1})
-    empty = repacked(subjects, tmp_path / "empty.npz", labels=np.zeros((7, *made.SIZE), np.uint8))
+    empty = repacked(subjects, tmp_path / "empty.npz", labels=np.zeros((7, *analytic.SIZE), np.uint8))
     assert len(unpack(single)[1]) == 1
     for path, word in ((none, "0 of its 7 subjects are held out"), (single, "at least 2"), (empty, "hold no label")):
         code, _, err = run(capsys, "usefulness", model, "--subjects", path, "-o", tmp_path / "out", "-q", *QUICK)
@@ -145,7 +145,7 @@ def test_subjects_that_cannot_serve_are_refused(capsys, folders, tmp_path):
 
 def test_a_model_of_another_grid_is_refused(capsys, folders, tmp_path):
     contract = cohort_contract((24, 24, 24))
-    other = Model(replace(made.model(4).config, size=contract.size, data=contract, sampling=SamplingConfig()))
+    other = Model(replace(analytic.model(4).config, size=contract.size, data=contract, sampling=SamplingConfig()))
     save(other, tmp_path / "other", card="")
     options = ("--subjects", folders[1], "-o", tmp_path / "out", "--device", "cpu", "-q")
     code, _, err = run(capsys, "usefulness", tmp_path / "other", *options)

@@ -6,8 +6,8 @@ import pickle
 
 import numpy as np
 import pytest
-from cifar_samples import PIXELS, pictures, published_pickle, published_records, write_cifar
 
+from tests.factories.cifar import PIXELS, pictures, published_pickle, published_records, write_cifar
 from voxtune.data.cifar import Cifar10, read_batch
 from voxtune.errors import InputError
 

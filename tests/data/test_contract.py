@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nifti_samples import ORIENTATIONS
 
+from tests.factories.nifti import ORIENTATIONS
 from voxtune.config import from_mapping, to_mapping
 from voxtune.data.contract import (
     BRATS,

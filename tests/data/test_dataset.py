@@ -10,8 +10,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from nifti_samples import oriented_affine, save
 
+from tests.factories.nifti import oriented_affine, save
 from voxtune.data import dataset
 from voxtune.data import dataset as processes
 from voxtune.data.bids import write_cohort

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nifti_samples import ORIENTATIONS, oriented_affine, shapes, spacings, volume
 
+from tests.factories.nifti import ORIENTATIONS, oriented_affine, shapes, spacings, volume
 from voxtune.data.contract import WHOLE_HEAD, generic_contract
 from voxtune.data.grid import fit
 from voxtune.errors import InputError

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nifti_samples import ORIENTATIONS, oriented_affine, save, shapes, spacings, volume
 
+from tests.factories.nifti import ORIENTATIONS, oriented_affine, save, shapes, spacings, volume
 from voxtune.data import nifti
 from voxtune.data.nifti import read_labels, read_volume, write_volume
 from voxtune.errors import InputError

@@ -10,8 +10,8 @@ import time
 
 import numpy as np
 import pytest
-from cifar_samples import pictures, published_pickle
 
+from tests.factories.cifar import pictures, published_pickle
 from voxtune.data.cifar import read_batch
 from voxtune.data.unpickle import StandIn, StoredArray, stored_array, unpickle
 from voxtune.errors import InputError

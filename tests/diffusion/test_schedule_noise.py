@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from tests.conftest import GOLDENS
 
+from tests.factories import GOLDENS
 from voxtune.diffusion import DiffusionConfig, make_schedule, noise_source, normal, spaced_steps
 from voxtune.diffusion.noise import philox
 from voxtune.diffusion.schedule import recognise

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from checks_runner import run_checks
 
-run = partial(run_checks, "conv3d_checks.py")
+from tests.factories.triton_checks import run_checks
+
+run = partial(run_checks, "kernels/conv3d_checks.py")
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from checks_runner import run_checks
 
-run = partial(run_checks, "group_norm_checks.py")
+from tests.factories.triton_checks import run_checks
+
+run = partial(run_checks, "kernels/group_norm_checks.py")
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "float16"])

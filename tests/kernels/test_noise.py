@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from checks_runner import run_checks
+from tests.factories.triton_checks import run_checks
 
-run = partial(run_checks, "noise_checks.py")
+run = partial(run_checks, "kernels/noise_checks.py")
 
 
 def test_the_same_noise_as_in_plain_pytorch():

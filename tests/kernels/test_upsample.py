@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
-from small_kernels_runner import BARS, run
+
+from tests.factories.triton_checks import INTERPRETER_ERRORS, run_checks
+
+run = partial(run_checks, "kernels/small_kernels_checks.py")
 
 
 @pytest.mark.slow
@@ -12,7 +17,7 @@ def test_against_float64(what):
     rows = run("numerics", what, "random", interpret=True)
     assert len(rows) >= 24
     for row in rows:
-        assert row["error"] < BARS[row["type"]], row
+        assert row["error"] < INTERPRETER_ERRORS[row["type"]], row
         assert row["written"] and row["last"], row
 
 

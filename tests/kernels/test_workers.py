@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import triton
-from test_ahead import submit
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
+from tests.kernels.test_ahead import submit
 from voxtune.kernels import group_norm
 from voxtune.kernels.compile_workers import Worker, active, compiling, describe
 from voxtune.kernels.precompile import compiled_ahead, ready

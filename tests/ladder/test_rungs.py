@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
-from ladder_runner import run
+
+from tests.factories.triton_checks import run_checks
+
+run = partial(run_checks, "ladder/ladder_checks.py", interpret=True)
 
 # The tiny network (two levels): its blocks, gates, and Downs and Ups; norms; 1x1 convolutions, of which three a gate, the
 # residuals of five blocks that change width, one Down, and the last.

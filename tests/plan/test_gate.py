@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.plan.networks import REWRITING, make
+from tests.factories.networks import REWRITING, make
 from voxtune.plan.build import Subject, build
 from voxtune.plan.gate import Gate, trajectory_of, vary
 from voxtune.plan.plan import Plan

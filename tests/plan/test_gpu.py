@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import voxtune
-from tests.plan.networks import make
+from tests.factories.networks import make
 from voxtune.plan.api import READY
 from voxtune.plan.build import Subject, build
 from voxtune.plan.tuner import gate_for, judge

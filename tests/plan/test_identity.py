@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tests.plan.networks import NETWORKS, make
+from tests.factories.networks import NETWORKS, make
 from voxtune.plan.api import optimize
 from voxtune.plan.cache import identity, network_hash
 
@@ -80,7 +80,7 @@ def test_how_inputs_are_named_counts():
 
 
 SAME = """
-from tests.plan.networks import NETWORKS, make
+from tests.factories.networks import NETWORKS, make
 from voxtune.plan.cache import network_hash
 for name in NETWORKS:
     print(name, network_hash(make(name)[0]))

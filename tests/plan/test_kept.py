@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tests.plan.networks import NETWORKS, make
+from tests.factories.networks import NETWORKS, make
 from voxtune.plan import saved_graph as subject
 from voxtune.plan.api import CPU_READY, READY, optimize
 from voxtune.plan.build import Subject, build

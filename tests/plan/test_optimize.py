@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import voxtune
-from tests.plan.networks import make
-from tests.steps import made
+from tests.factories import analytic
+from tests.factories.networks import make
 from voxtune.errors import InputError
 from voxtune.evaluation.steps import precisions
 from voxtune.plan import Plan
@@ -244,7 +244,7 @@ def test_a_processor_that_is_slow_in_half_precision_does_not_try_it(monkeypatch,
     bf16 = tuning.Rung("bf16", ("bf16",), apart=True)
     monkeypatch.setattr(tuning, "_faster", lambda *_: False)
     found = tuning.tune(net, args, ladder=(bf16,))
-    ways = [name for name, _ in precisions(made.model(4), "auto")]
+    ways = [name for name, _ in precisions(analytic.model(4), "auto")]
     slow_half.cache_clear()
     if slow:
         assert found.rows[1].why == "BF16 convolutions take 19 times as long as float32's on this processor"

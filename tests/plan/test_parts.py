@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.plan.networks import REWRITING, make
+from tests.factories.networks import REWRITING, make
 from voxtune.errors import InputError
 from voxtune.plan.api import CPU_READY, optimize
 from voxtune.plan.build import Subject, build

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.plan.networks import NETWORKS, REWRITING, make
+from tests.factories.networks import NETWORKS, REWRITING, make
 from voxtune.plan.build import build
 from voxtune.plan.gate import volume_of
 from voxtune.plan.graph import capture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.plan.networks import make
+from tests.factories.networks import make
 from voxtune.plan.api import READY
 from voxtune.plan.build import build
 from voxtune.plan.plan import Plan

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tests.profile.samples import Events, baseline_trace, channels_last_trace
+from tests.factories.traces import Events, baseline_trace, channels_last_trace
 from voxtune.profile.attribution import launch_rows
 from voxtune.profile.trace import MODULE, NODE, STEP, parse_trace
 

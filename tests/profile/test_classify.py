@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from tests.profile.samples import baseline_trace, channels_last_trace, text
+from tests.factories.traces import baseline_trace, channels_last_trace, text
 from voxtune.profile.attribution import launch_rows
 from voxtune.profile.classify import CLASSES, classify
 from voxtune.profile.ncu import read_raw

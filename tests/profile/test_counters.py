@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from tests.profile.samples import baseline_session, text
+from tests.factories.traces import baseline_session, text
 from voxtune.profile import schema
 from voxtune.profile.counters import carry_few, carry_full, carry_opcodes, prove_precision
 from voxtune.profile.ncu import CountedLaunch, choose_metrics, read_raw

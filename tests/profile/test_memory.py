@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tests.profile.samples import Events, baseline_trace
+from tests.factories.traces import Events, baseline_trace
 from voxtune.profile.attribution import Teller
 from voxtune.profile.memory import SAMPLES, Holders, memory_rows, peak_bytes
 from voxtune.profile.trace import NODE, STEP, parse_trace

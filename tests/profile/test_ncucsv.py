@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.profile.samples import text
+from tests.factories.traces import text
 from voxtune.profile import schema
 from voxtune.profile.ncu import choose_metrics, explain, instances, number, read_raw, read_rules, unknown_metric
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.plan.networks import make
+from tests.factories.networks import make
 from voxtune.errors import InputError
 from voxtune.plan.build import build
 from voxtune.plan.plan import Plan

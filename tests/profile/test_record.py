@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.profile.fakes import make_ncu
-from tests.profile.samples import baseline_session
+from tests.factories.fake_ncu import make_ncu
+from tests.factories.traces import baseline_session
 from tests.profile.test_ncucsv import NO_PERMISSION
 from voxtune.errors import InputError
 from voxtune.profile import budget, recording

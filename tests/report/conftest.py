@@ -95,7 +95,7 @@ def _page(folder: Path, sessions: list[Any], **options: Any) -> Path:
 
 @pytest.fixture(scope="session")
 def two_sessions() -> list[Any]:
-    from sessions import make
+    from tests.factories.report_sessions import make
 
     return [make("baseline", launches=120), make("tf32", launches=120)]
 
@@ -118,7 +118,7 @@ def two_page(document: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def hostile_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from sessions import HOSTILE, make
+    from tests.factories.report_sessions import HOSTILE, make
 
     sessions = [make(c, launches=60, names=HOSTILE) for c in ("baseline", "tf32")]
     return _page(tmp_path_factory.mktemp("hostile"), sessions)
@@ -126,7 +126,7 @@ def hostile_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def large_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from sessions import make
+    from tests.factories.report_sessions import make
 
     return _page(tmp_path_factory.mktemp("large"), [make(launches=5000)])
 

@@ -8,8 +8,8 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
-from tests.report.conftest import put
 
+from tests.report.conftest import put
 from voxtune.cli.main import main
 from voxtune.cli.sample import _picture
 from voxtune.data.contract import generic_contract

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sessions import HOSTILE
+from tests.factories.report_sessions import HOSTILE
 
 SECTIONS = [
     *("time", "mix", "phases", "modules", "timeline", "ledger", "precision", "memory", "roofline", "instructions"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from sessions import HOSTILE, make
 
+from tests.factories.report_sessions import HOSTILE, make
 from voxtune.cli.main import main
 from voxtune.profile.session import Session, empty
 

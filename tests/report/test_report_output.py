@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
-from sessions import HOSTILE, make
 
+from tests.factories.report_sessions import HOSTILE, make
 from voxtune.analysis.table import Column, Table
 from voxtune.report import palette
 from voxtune.report.build import build

@@ -12,8 +12,8 @@ from importlib import resources
 import nibabel as nib
 import numpy as np
 import pytest
-from tests.report.conftest import put
 
+from tests.report.conftest import put
 from voxtune.cli.main import main
 from voxtune.data.cases import LabelName
 from voxtune.errors import InputError

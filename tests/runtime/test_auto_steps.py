@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.conftest import GOLDENS
 
 import voxtune
+from tests.factories import GOLDENS
 from voxtune.cli.main import main
 from voxtune.errors import InputError
 from voxtune.runtime.model import Model

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.conftest import GOLDENS
-from tests.runtime.test_generate import write_mask
 
 import voxtune
+from tests.factories import GOLDENS
+from tests.factories.nifti import write_mask
 from voxtune.cli.main import main
 from voxtune.diffusion import SAMPLERS, full_steps
 from voxtune.errors import InputError

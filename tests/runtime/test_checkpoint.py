@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.runtime.tinyrun import SIZE, Blobs, rows, tiny_config, weights
 
+from tests.factories.tiny_training import SIZE, Blobs, rows, tiny_config, weights
 from voxtune.errors import InputError
 from voxtune.runtime.storage import read_safetensors, write_safetensors
 from voxtune.training.checkpoint import (

@@ -9,6 +9,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 
+from tests.factories.nifti import write_mask
 from voxtune.data.cohort import cohort_contract
 from voxtune.errors import InputError
 from voxtune.runtime.generate import generate, output_names, prepare
@@ -27,18 +28,6 @@ def model():
             sampling=SamplingConfig(sampler="ddim", steps=2),
         )
     )
-
-
-def write_mask(path, shape=(14, 17, 11), affine=None, values=(0, 1, 2)):
-    labels = np.zeros(shape, np.uint8)
-    labels[3:-3, 3:-3, 3:-3] = values[1]
-    labels[5:7, 5:7, 5:7] = values[2]
-    affine = np.diag([12.0, 12.0, 12.0, 1.0]) if affine is None else affine
-    image = nib.Nifti1Image(labels, affine)
-    image.set_sform(affine, 2)
-    image.set_qform(affine, 1)
-    nib.save(image, path)
-    return path
 
 
 @pytest.mark.parametrize("flips", list(itertools.product([1, -1], repeat=3)))

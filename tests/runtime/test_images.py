@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.conftest import GOLDENS
 
+from tests.factories import GOLDENS
 from voxtune.errors import InputError
 from voxtune.runtime.generate import generate_images
 from voxtune.runtime.model import Model, ModelConfig, SamplingConfig

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.bare import voxtune_bare
 
+from tests.factories.core_only import voxtune_bare
 from voxtune.cli.main import main
 from voxtune.data.contract import DataContract, Label, encode_mask
 from voxtune.data.splits import Volumes

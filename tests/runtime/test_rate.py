@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-from tests.runtime.tinyrun import Blobs, rows, tiny_config, weights
 
+from tests.factories.tiny_training import Blobs, rows, tiny_config, weights
 from voxtune.errors import InputError
 from voxtune.runtime.storage import load
 from voxtune.training import loop as train_module

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.runtime.tinyrun import (
+
+from tests.factories.tiny_training import (
     Blobs,
     child,
     finish,
@@ -23,7 +24,6 @@ from tests.runtime.tinyrun import (
     tiny_config,
     weights,
 )
-
 from voxtune.errors import InputError
 from voxtune.training.checkpoint import checkpoints
 from voxtune.training.data import epoch_order

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.conftest import GOLDENS
 
 import voxtune
+from tests.factories import GOLDENS
 from voxtune.diffusion import SAMPLERS
 from voxtune.errors import InputError
 from voxtune.runtime.model import Model, SamplingConfig

@@ -8,8 +8,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from tests.bare import voxtune_bare
 
+from tests.factories.core_only import voxtune_bare
 from voxtune.cli.main import main
 from voxtune.data import subjects
 from voxtune.data.contract import generic_contract

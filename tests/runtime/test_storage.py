@@ -9,9 +9,9 @@ import zipfile
 
 import pytest
 import torch
-from tests.conftest import GOLDENS
 
 import voxtune
+from tests.factories import GOLDENS
 from voxtune.data import contract
 from voxtune.errors import InputError
 from voxtune.files import replacing

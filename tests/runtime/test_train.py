@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.runtime.tinyrun import MODEL, SIZE, Blobs, rows, tiny_config, weights
 
+from tests.factories.tiny_training import MODEL, SIZE, Blobs, rows, tiny_config, weights
 from voxtune.data.contract import generic_contract
 from voxtune.errors import InputError
 from voxtune.runtime.model import Model, ModelConfig

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.runtime.tinyrun import Blobs, rows, tiny_config
 
+from tests.factories.tiny_training import Blobs, rows, tiny_config
 from voxtune.training.checkpoint import checkpoints, read_checkpoint
 from voxtune.training.loop import train
 

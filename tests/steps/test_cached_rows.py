@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.steps import made
+from tests.factories import analytic
 from voxtune.errors import InputError
 from voxtune.evaluation.step_search import TableOptions, _cached_ways, confirm_table, numerics_table, step_table
 from voxtune.evaluation.steps import precisions, read_earlier
@@ -34,7 +34,7 @@ class Parted(nn.Module):
 
     def __init__(self, schedule, stale=False, full=SLOW, between=0.0):
         super().__init__()
-        self.best = made.Best(schedule)
+        self.best = analytic.Best(schedule)
         self.stale, self.full, self.between = stale, full, between
 
     def forward(self, x, t_N, cond):
@@ -62,10 +62,16 @@ class _Between(_Full):
 
 
 def table(caches, steps=(20,), options=QUICK, **network):
-    model = made.model()
+    model = analytic.model()
     parted = Model(model.config, Parted(model.schedule, **network))
     found = step_table(
-        parted, made.subjects(16), made.segmenter(), samplers=("ddim",), steps=steps, caches=caches, options=options
+        parted,
+        analytic.subjects(16),
+        analytic.segmenter(),
+        samplers=("ddim",),
+        steps=steps,
+        caches=caches,
+        options=options,
     )
     return found, {row.name: row for row in found.rows}
 
@@ -91,11 +97,11 @@ def test_a_cache_is_confirmed_beside_the_row_without_it(tmp_path):
     about = {"format": FORMAT, "table": "steps", "model_sha256": "a", "subjects": 64, "skip": 0, "margin": 0.5}
     (tmp_path / "steps.json").write_text(json.dumps({**about, "chosen": "kept", "rows": rows}))
     slow = 5 * SLOW  # what is to be told apart by the clock, on a machine with other work
-    model = made.model()
+    model = analytic.model()
     for change, chosen in (({"full": slow}, " cache 4"), ({"full": 0.0, "between": slow}, "")):
         parted = Model(model.config, Parted(model.schedule, **change))
         ways = read_earlier(tmp_path / "steps.json", parted, "a").ways
-        found = confirm_table(parted, made.subjects(16), made.segmenter(), ways, options=QUICK)
+        found = confirm_table(parted, analytic.subjects(16), analytic.segmenter(), ways, options=QUICK)
         assert [row.name for row in found.rows[2:]] == ["ddim 20 logsnr cache 4", "ddim 20 logsnr"]
         assert found.chosen == f"ddim 20 logsnr{chosen}"
 
@@ -125,7 +131,7 @@ def test_where_nothing_is_good_enough_nothing_is_kept():
 
 
 def test_more_steps_are_tried_where_arithmetic_leaves_them_less_to_do():
-    model = made.model()
+    model = analytic.model()
     how = {"sampler": "ddim", "steps": 6, "spacing": "leading", "clip": False}
     row = Row(name="ddim 6", how=how, seconds=1.0, figures={})
     numbers = (4, 6, 8, 12, 24)
@@ -134,7 +140,7 @@ def test_more_steps_are_tried_where_arithmetic_leaves_them_less_to_do():
         for interval in (2, 4, 12)
     }
     # Never fewer steps than the row has, nor than the interval. Of 8 steps with interval 2, five are full.
-    assert 0.2 < shallow_share(model.config.network, made.SIZE, 0) < 0.3
+    assert 0.2 < shallow_share(model.config.network, analytic.SIZE, 0) < 0.3
     assert tried == {2: [6, 8], 4: [6, 8], 12: [12]}
     way, _ = _cached_ways(model, Cache(interval=2, depth=0), row, numbers)
     assert (way.sampler, way.spacing, way.clip) == ("ddim", "leading", False)
@@ -144,13 +150,13 @@ def test_more_steps_are_tried_where_arithmetic_leaves_them_less_to_do():
 @pytest.mark.skipif(slow_half("cpu") is not None, reason=str(slow_half("cpu")))
 def test_numerics_draw_with_what_is_kept():
     torch.manual_seed(0)
-    model = Model(made.model(4).config)
+    model = Model(analytic.model(4).config)
     without_zeros(model.network)
     (_, fp32), (_, bf16) = precisions(model, "auto")
-    cond = made.subjects(2).condition([0, 1])
+    cond = analytic.subjects(2).condition([0, 1])
     a, b = (m.sample(cond, sampler="ddim", steps=4, cache=2) for m in (fp32, bf16))
     assert 0 < float((a - b).norm() / a.norm()) < 0.2
-    found = numerics_table([("FP32", model)], made.subjects(2), made.segmenter(), steps=2, options=QUICK)
+    found = numerics_table([("FP32", model)], analytic.subjects(2), analytic.segmenter(), steps=2, options=QUICK)
     assert found.refusal() is None
 
 
@@ -163,13 +169,19 @@ def test_numerics_draw_with_what_is_kept():
     ],
 )
 def test_what_cannot_be_tried_is_refused_before_any_work(cache, message):
-    model = Model(made.model().config)
+    model = Model(analytic.model().config)
     with pytest.raises(InputError, match=message):
         step_table(
-            model, made.subjects(4), made.segmenter(), samplers=("ddim",), steps=(10, 20), caches=[cache], options=QUICK
+            model,
+            analytic.subjects(4),
+            analytic.segmenter(),
+            samplers=("ddim",),
+            steps=(10, 20),
+            caches=[cache],
+            options=QUICK,
         )
 
 
 def test_a_network_without_parts_is_refused_before_any_work():
     with pytest.raises(InputError, match="Best"):
-        step_table(made.model(), made.subjects(4), made.segmenter(), steps=(4,), caches=[Cache(interval=2)])
+        step_table(analytic.model(), analytic.subjects(4), analytic.segmenter(), steps=(4,), caches=[Cache(interval=2)])

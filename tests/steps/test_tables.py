@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.steps import made
+from tests.factories import analytic
 from voxtune.errors import InputError
 from voxtune.evaluation.step_search import TableOptions, distances, numerics_table, step_table
 from voxtune.evaluation.steps import precisions
@@ -31,9 +31,9 @@ KEPT = []
 @pytest.fixture(scope="module")
 def table():
     found = step_table(
-        made.model(),
-        made.subjects(16),
-        made.segmenter(),
+        analytic.model(),
+        analytic.subjects(16),
+        analytic.segmenter(),
         samplers=("ddpm", "ddim"),
         steps=(1, 20, 24),
         options=QUICK,
@@ -92,9 +92,9 @@ def test_every_sampler_is_tried_without_clamping_and_what_is_fine_in_fewer_steps
 
 def test_one_spacing_is_compared_alone():
     found = step_table(
-        made.model(),
-        made.subjects(4),
-        made.segmenter(),
+        analytic.model(),
+        analytic.subjects(4),
+        analytic.segmenter(),
         samplers=("ddim",),
         steps=(3, 20),
         spacings=("logsnr",),
@@ -131,9 +131,9 @@ def timeless(found):
 def test_the_same_seed_gives_the_same_table_whatever_the_batch():
     def again(**options):
         return step_table(
-            made.model(8),
-            made.subjects(6),
-            made.segmenter(),
+            analytic.model(8),
+            analytic.subjects(6),
+            analytic.segmenter(),
             samplers=("ddim",),
             steps=(4,),
             options=replace(QUICK, **options),
@@ -158,27 +158,29 @@ class Broken(nn.Module):
 
 
 def test_volumes_with_nan_are_worse_whatever_else():
-    model = made.model(8)
+    model = analytic.model(8)
     broken = Model(model.config, Broken(model.network))
-    found = numerics_table([("fine", model), ("broken", broken)], made.subjects(4), made.segmenter(), options=QUICK)
+    found = numerics_table(
+        [("fine", model), ("broken", broken)], analytic.subjects(4), analytic.segmenter(), options=QUICK
+    )
     assert found.rows[2].broken == 4 and "NaN" in found.rows[2].worse
     assert found.chosen is None
     found.markdown("still a page")
 
 
 def test_a_reference_with_nan_is_no_reference():
-    model = made.model(8)
+    model = analytic.model(8)
     broken = Model(model.config, Broken(model.network))
     with pytest.raises(InputError, match="of the reference hold NaN"):
-        step_table(broken, made.subjects(4), made.segmenter(), samplers=("ddim",), steps=(1,), options=QUICK)
+        step_table(broken, analytic.subjects(4), analytic.segmenter(), samplers=("ddim",), steps=(1,), options=QUICK)
 
 
 def test_numerics_from_the_same_noise():
     torch.manual_seed(0)
-    model = Model(made.model(4).config)
+    model = Model(analytic.model(4).config)
     without_zeros(model.network)
     ways = [*precisions(model, "auto"), ("the same", model)]
-    found = numerics_table(ways, made.subjects(2), made.segmenter(), sampler="ddim", steps=2, options=QUICK)
+    found = numerics_table(ways, analytic.subjects(2), analytic.segmenter(), sampler="ddim", steps=2, options=QUICK)
     rows = {row.name: row for row in found.rows}
     if slow_half("cpu") is None:
         assert 0 < rows["BF16 autocast"].distance["relative"] <= rows["BF16 autocast"].distance["relative_worst"] < 0.2
@@ -211,4 +213,4 @@ def test_distances_are_those_of_the_worst_volume():
 def test_what_cannot_be_compared_is_refused(change, message):
     with pytest.raises(InputError, match=message):
         options = TableOptions(**change.pop("options", {}))
-        step_table(made.model(), made.subjects(4), made.segmenter(), options=options, **change)
+        step_table(analytic.model(), analytic.subjects(4), analytic.segmenter(), options=options, **change)

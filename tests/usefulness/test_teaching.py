@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.steps import made
+from tests.factories import analytic
 from voxtune.data.splits import Volumes
 from voxtune.errors import InputError
 from voxtune.evaluation import usefulness as teaching
@@ -26,13 +26,13 @@ QUICK = SegmentTraining(steps=40, batch=4, learning_rate=3e-2)
 
 
 def volumes(count=10):
-    found = made.subjects(count)
-    return Volumes(contract=made.CONTRACT, images_NDHW=found.images_NDHW, classes_NDHW=found.classes_NDHW)
+    found = analytic.subjects(count)
+    return Volumes(contract=analytic.CONTRACT, images_NDHW=found.images_NDHW, classes_NDHW=found.classes_NDHW)
 
 
 def held_out(count=6):
     """Of the same kind, and none of those above."""
-    found = made.subjects(20 + count)
+    found = analytic.subjects(20 + count)
     return replace(found, images_NDHW=found.images_NDHW[20:], classes_NDHW=found.classes_NDHW[20:])
 
 
@@ -114,7 +114,7 @@ def test_a_seed_at_a_time_is_given():
 
 
 def test_drawn_volumes_belong_to_their_masks_whatever_the_batch():
-    model, masks = made.model(4), volumes(3)
+    model, masks = analytic.model(4), volumes(3)
     how = model.drawing(steps=4)
     one = draw(model, masks, 5, how, seed=0, batch=1, say=lambda _: None)
     many = draw(model, masks, 5, how, seed=0, batch=4, say=lambda _: None)
@@ -138,7 +138,7 @@ class Sometimes(nn.Module):
 
 
 def test_broken_volumes_are_left_out_and_counted():
-    model = made.model(2)
+    model = analytic.model(2)
     how = model.drawing(steps=2)
 
     def drawn(broken):
@@ -163,7 +163,7 @@ def test_dice_leaves_out_subjects_without_the_label():
     test = held_out(3)
     classes = test.classes_NDHW.clone()
     classes[0] = classes[0].clamp(max=1)
-    found = measure(made.segmenter(), replace(test, classes_NDHW=classes))
+    found = measure(analytic.segmenter(), replace(test, classes_NDHW=classes))
     assert np.isnan(found["tumour"][0]) and not np.isnan(found["tumour"][1:]).any()
     arms = tuple(Arm(name=n, real=3, synthetic=0, dice_SN={k: v[None] for k, v in found.items()}) for n in "ab")
     result = Usefulness(arms=arms, settings=Bootstrap(resamples=20), about={})
@@ -202,7 +202,7 @@ def test_few_must_be_fewer(few):
 
 
 def test_a_stored_choice_is_drawn_by():
-    model, masks = made.model(4), volumes(2)
+    model, masks = analytic.model(4), volumes(2)
     evidence = Evidence(file="steps.json", sha256="0" * 64, subjects=64, summary="")
     auto = AutoSampling(sampler="ddim", steps=2, spacing="leading", clip=False, evidence=evidence)
     stored = Model(replace(model.config, sampling=replace(model.config.sampling, auto=auto)), model.network)

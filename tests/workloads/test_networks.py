@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.conftest import GOLDENS
 
+from tests.factories import GOLDENS
 from voxtune.diffusion import DiffusionConfig, add_noise, make_schedule, noise_loss
 from voxtune.errors import InputError
 from voxtune.workloads import WORKLOADS, ConvNeXtConfig, MedDDPMConfig, build, workload

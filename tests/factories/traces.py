@@ -10,7 +10,7 @@ from voxtune.profile.attribution import launch_rows
 from voxtune.profile.session import Session, frame
 from voxtune.profile.trace import Trace, read_trace
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parent.parent / "profile" / "fixtures"
 
 
 def text(name: str) -> str:

@@ -8,7 +8,7 @@ import stat
 import sys
 from pathlib import Path
 
-from tests.profile.samples import text
+from tests.factories.traces import text
 
 WORKER = """
 import json, pathlib, sys, time

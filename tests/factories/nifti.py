@@ -1,4 +1,4 @@
-"""NIfTI files and volumes for the tests of `voxtune.data`."""
+"""NIfTI files, volumes and masks."""
 
 from __future__ import annotations
 
@@ -54,3 +54,16 @@ def save(
 
 def volume(array: np.ndarray, affine: np.ndarray | None = None) -> Volume:
     return Volume(array=array, affine=np.eye(4) if affine is None else affine)
+
+
+def write_mask(path, shape=(14, 17, 11), affine=None, values=(0, 1, 2)):
+    """Writes a mask with two nested boxes, 12 mm voxels unless `affine` is given."""
+    labels = np.zeros(shape, np.uint8)
+    labels[3:-3, 3:-3, 3:-3] = values[1]
+    labels[5:7, 5:7, 5:7] = values[2]
+    affine = np.diag([12.0, 12.0, 12.0, 1.0]) if affine is None else affine
+    image = nib.Nifti1Image(labels, affine)
+    image.set_sform(affine, 2)
+    image.set_qform(affine, 1)
+    nib.save(image, path)
+    return path
