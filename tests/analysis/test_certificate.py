@@ -4,8 +4,8 @@ import pytest
 
 from tests.factories.sessions import counted, kernel, session, train
 from voxtune.analysis.certificate import certificate, certify, refusal, window
-from voxtune.analysis.compare import compare_classes, normalised, side_by_side, window_share
-from voxtune.analysis.figures import figure_8, figure_12, figure_13
+from voxtune.analysis.compare import compare_classes, normalised, side_by_side
+from voxtune.analysis.study import study_table
 from voxtune.errors import InputError
 
 
@@ -58,17 +58,23 @@ def test_the_seeds_window_is_kernels_11_to_110_of_one_step():
     assert list(cut.launches["name"]) == [f"k{i}" for i in range(11, 111)]
     assert cut.meta["window"] == {"name": "seed", "skip": 10, "count": 100, "kept": 100, "of": 200}
     assert "launches 11 to 110" in refusal([cut], "time")
-    assert window_share(session(rows))["launches_pct"] == 50
     with pytest.raises(InputError, match="unknown window"):
         window(session(rows), "other")
 
 
 def test_no_ratio_without_coverage():
-    good, bad = train([counted(0, 98)], name="good"), train([counted(0, 50), kernel(50, 48)], name="bad")
-    for table in (normalised([good, bad]), figure_12([good, bad]), figure_13([good, bad])):
-        assert table.rows == [] and "bad does not cover its step" in table.refused
-    mixed = figure_8([good, bad])
-    assert mixed.column("cycles_ratio") == [None, None] and mixed.rows[1]["elementwise"] > 0
+    good = train([counted(0, 98, warps_active=4.0, stall_long_scoreboard=1.0)], name="good")
+    partial = [counted(0, 50, warps_active=4.0, stall_long_scoreboard=1.0), kernel(50, 48)]
+    bad = train(partial, name="bad", config="tf32")
+    table = normalised([good, bad])
+    assert table.rows == [] and "bad does not cover its step" in table.refused
+    study = study_table([good, bad])
+    for quantity in ("cycles_ratio", "warps_active_ratio", "stall_long_scoreboard_ratio"):
+        row = study.row(quantity=quantity, config="tf32")
+        assert row["step"] is None and row["step_plain"] is None
+    assert any("bad does not cover its step" in note for note in study.notes)
+    # A share of kernel time is no ratio between sessions.
+    assert study.row(quantity="elementwise_share", config="tf32")["step"] > 0
     # Times come from the timeline, which is whole in both.
     assert compare_classes([good, bad]).refused is None
     assert compare_classes([good, window(bad)]).refused

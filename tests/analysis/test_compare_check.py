@@ -8,7 +8,7 @@ import pytest
 from tests.factories.sessions import counted, kernel, session
 from voxtune.analysis.check import change, check, parse_percent
 from voxtune.analysis.compare import compare_classes, compare_modules, normalised
-from voxtune.analysis.study import CONFIGS, measure, seed, study_table
+from voxtune.analysis.study import CONFIGS, measure, paper, study_table
 from voxtune.cli.check import command
 from voxtune.errors import InputError
 
@@ -143,7 +143,7 @@ def test_study_shows_seed_window_and_step():
 
 def test_the_seeds_values_are_whole_and_every_quantity_is_measurable():
     made = _study_sessions()[0]
-    facts = seed()["facts"]
+    facts = paper()["facts"]
     assert {f["figure"] for f in facts} == set(range(4, 14))
     for fact in facts:
         assert fact["config"] in CONFIGS and fact["gpu"] in ("V100", "A100", "H100", "all")

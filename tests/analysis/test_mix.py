@@ -5,9 +5,20 @@ import math
 import pytest
 
 from tests.factories.sessions import counted, kernel, session
-from voxtune.analysis import counters, figures
+from voxtune.analysis import counters
 from voxtune.analysis.frame import geometric_mean, mean, numbers, short
-from voxtune.analysis.mix import group_of, instruction_mix, ipc_stack, kernel_mix, kernel_shares, pipe_of
+from voxtune.analysis.mix import (
+    group_of,
+    instruction_mix,
+    ipc_stack,
+    kernel_mix,
+    kernel_shares,
+    opcode_counts,
+    paper_shares,
+    pipe_of,
+)
+from voxtune.analysis.priority import priority
+from voxtune.analysis.study import measure, study_table
 
 
 @pytest.mark.parametrize(
@@ -112,23 +123,25 @@ def test_means_weigh_by_what_they_say():
 def test_missing_is_none_never_zero():
     made = session([kernel(0, 1)])
     assert counters.totals(made)["cycles"] is None
-    assert figures.figure_10([made]).rows[0]["tensor_pct"] is None
+    assert measure(made, "tensor_pct", plain=False) is None
+    assert measure(made, "tensor_pct", plain=True) is None
     assert mean(numbers(made.launches, "ipc")) is None
     assert geometric_mean(numbers(made.launches, "ipc")) is None
 
 
-def test_every_figure_is_drawn_from_sessions():
+def test_the_papers_quantities_are_computed_from_sessions():
     opcodes = [{"name": "k", "grid": "g", "block": "b", "opcode": "FFMA", "executed": 1.0}]
     full = {"grid": "g", "block": "b", "est_speedup_pct": 50.0, "est_rule": "r", "warps_active": 8.0}
     full |= {"stall_long_scoreboard": 2.0, "tensor_pct": 1.0, "l1_hit_pct": 20.0}
     base = session([counted(0, 10, "conv_fprop", **full)], opcodes=opcodes, name="a")
-    new = session([counted(0, 5, "conv_fprop", **full | {"warps_active": 12.0})], opcodes=opcodes, name="b")
-    for draw in figures.SINGLE.values():
-        assert draw(base).rows and draw(base).refused is None
-    drawn = {n: draw([base, new]) for n, draw in figures.SEVERAL.items()}
-    assert all(t.rows for t in drawn.values())
-    assert drawn[8].rows[1]["cycles_ratio"] == 0.5
-    assert drawn[9].rows[0]["FP"] == 100
-    assert drawn[12].rows[1]["warps_active_ratio"] == 1.5
-    assert drawn[13].rows[1]["stall_math_pipe_throttle_ratio"] is None
-    assert math.isclose(drawn[11].rows[0]["l1_hit_pct"], 20)
+    new = session(
+        [counted(0, 5, "conv_fprop", **full | {"warps_active": 12.0})], opcodes=opcodes, name="b", config="tf32"
+    )
+    for table in (ipc_stack(base), priority(base, "class"), kernel_shares(base), instruction_mix(base)):
+        assert table.rows and table.refused is None
+    study = study_table([base, new])
+    assert study.row(quantity="cycles_ratio", config="tf32")["step"] == 0.5
+    assert paper_shares(opcode_counts(base))["FP"] == 100
+    assert study.row(quantity="warps_active_ratio", config="tf32", figure=12)["step"] == 1.5
+    assert study.row(quantity="stall_math_pipe_throttle_ratio", config="tf32")["step"] is None
+    assert math.isclose(study.row(quantity="l1_hit_pct", config="baseline", figure=11)["step"], 20)

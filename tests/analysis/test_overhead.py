@@ -4,7 +4,7 @@ import pytest
 
 from tests.factories.sessions import kernel, session
 from voxtune.analysis.compare import compare_modules, normalised, side_by_side
-from voxtune.analysis.frame import UNTOLD, labels
+from voxtune.analysis.frame import MODULE_UNKNOWN, labels
 from voxtune.analysis.step import overhead
 from voxtune.profile.session import frame
 
@@ -32,10 +32,10 @@ def test_a_compiled_step_leaves_modules_empty_not_zero():
     fused = session([kernel(0, 60, "triton", module=None)], name="work compiled")
     found = compare_modules([plain, fused])
     assert found.row(module="a")["compiled ms"] is None
-    assert found.row(module=UNTOLD)["plain ms"] is None
-    assert found.row(module=UNTOLD)["compiled ms"] == pytest.approx(0.06)
+    assert found.row(module=MODULE_UNKNOWN)["plain ms"] is None
+    assert found.row(module=MODULE_UNKNOWN)["compiled ms"] == pytest.approx(0.06)
     assert found.row(module="all")["compiled difference"] == pytest.approx(-0.09)
-    assert any(UNTOLD in note for note in found.notes)
+    assert any(MODULE_UNKNOWN in note for note in found.notes)
 
 
 def test_one_session_without_counters_costs_its_own_ratios_alone():

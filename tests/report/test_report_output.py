@@ -115,8 +115,8 @@ def test_window_is_shown_beside_the_step(two_sessions):
 def test_modes_are_compared_apart():
     made = [make(c, launches=60, mode=m) for m in ("train", "sample") for c in ("tf32", "baseline")]
     compare = next(s for s in build(made).sections if s.id == "compare")
-    assert [p.label for p in compare.panels] == ["training", "sampling"]
-    first = next(b for b in compare.panels[0].blocks if isinstance(b, Bars))
+    assert [p.label for p in compare.tabs] == ["training", "sampling"]
+    first = next(b for b in compare.tabs[0].blocks if isinstance(b, Bars))
     assert [s.name for s in first.series] == ["baseline", "tf32"]
 
 

@@ -19,7 +19,7 @@ from voxtune.data.cases import LabelName
 from voxtune.errors import InputError
 from voxtune.report import view
 from voxtune.report.embedding import Embedding
-from voxtune.report.measured import read_metrics
+from voxtune.report.metrics import read_metrics
 from voxtune.report.picture import label_colour
 from voxtune.report.view import view_page
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from voxtune.analysis.certificate import refusal, window
 from voxtune.analysis.counters import totals
-from voxtune.analysis.frame import UNTOLD, family, labels, module_names, numbers, ratio, share, steps
+from voxtune.analysis.frame import MODULE_UNKNOWN, OUTSIDE_MODULES, family, labels, module_names, numbers, ratio, share
 from voxtune.analysis.step import spread_pct, wall_samples
 from voxtune.analysis.table import Column, Table
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from voxtune.profile.session import Session
 
-OUTSIDE = "(outside its modules)"
 RATIOS = ("cycles", "instructions", "ipc", "device_ms")
 
 
@@ -33,7 +32,7 @@ def compare_classes(sessions: Sequence[Session]) -> Table:
 
 
 def _cut(module: str, depth: int | None) -> str:
-    return ".".join(module.split(".")[:depth]) or OUTSIDE
+    return ".".join(module.split(".")[:depth]) or OUTSIDE_MODULES
 
 
 def _compare(sessions: Sequence[Session], by: str, key: Any) -> Table:
@@ -68,8 +67,10 @@ def _compare(sessions: Sequence[Session], by: str, key: Any) -> Table:
         "Time on the device of a mean step. ± is the larger of a row's own spread over recorded steps and the run's "
         "spread (half of p20 to p80 of whole steps); empty where neither was recorded."
     ]
-    if any(UNTOLD in found for found in times):
-        notes.append(f"{UNTOLD}: a fused kernel does not say which it serves; the other modules of its step are empty.")
+    if any(MODULE_UNKNOWN in found for found in times):
+        notes.append(
+            f"{MODULE_UNKNOWN}: a fused kernel does not say which it serves; the other modules of its step are empty."
+        )
     return Table(title, columns, rows, notes)
 
 
@@ -98,13 +99,13 @@ def _by_step(session: Session, key: Any) -> dict[str, np.ndarray[Any, Any]]:
 def _mean(found: dict[str, np.ndarray[Any, Any]], key: str) -> float | None:
     """None where a compiled step does not say what this module took of it, and for the region itself elsewhere."""
     if key not in found:
-        return None if UNTOLD in (*found, key) else 0.0
+        return None if MODULE_UNKNOWN in (*found, key) else 0.0
     return float(found[key].mean())
 
 
 def _spread(found: dict[str, np.ndarray[Any, Any]], key: str, run_pct: float | None) -> float | None:
     if key not in found:
-        return None if UNTOLD in (*found, key) else 0.0
+        return None if MODULE_UNKNOWN in (*found, key) else 0.0
     own = float(np.ptp(found[key]) / 2) if len(found[key]) > 1 else None
     run = None if run_pct is None else float(found[key].mean()) * run_pct / 100
     known = [s for s in (own, run) if s is not None]
@@ -169,15 +170,3 @@ def _ratio_columns() -> list[Column]:
             for k in RATIOS
         ),
     ]
-
-
-def window_share(session: Session, name: str = "seed") -> dict[str, float | None]:
-    """How much of one step a window sees: launches and kernel time, in percent."""
-    cut = window(session, name)
-    mark = cut.meta["window"]
-    spent, whole = totals(cut)["device_ms"], totals(session)["device_ms"]
-    return {
-        "launches_pct": share(mark["kept"], mark["of"]),
-        "time_pct": share(spent, whole),
-        "steps": float(steps(session)),
-    }

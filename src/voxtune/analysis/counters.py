@@ -33,7 +33,6 @@ WEIGHT = {
 UTILISATION = ("tensor_pct", "fma_pct", "alu_pct", "sm_pct")
 CACHES = ("l1_hit_pct", "l2_hit_pct", "dram_pct", "memory_pct")
 WARPS = ("warps_active", "occupancy_pct")
-SEED_STALLS = ("stall_long_scoreboard", "stall_math_pipe_throttle", "stall_branch_resolving")
 
 
 def weight_of(counter: str) -> str:

@@ -20,7 +20,9 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 CONVOLUTIONS = ("conv_fprop", "conv_dgrad", "conv_wgrad", "conv_backward")
 MOVEMENT = ("layout", "padding", "cast", "copy")
 # A fused kernel of a compiled step does not say which module it serves.
-UNTOLD = "(module unknown)"
+MODULE_UNKNOWN = "(module unknown)"
+# Launches by the network's own forward code, the loss or the optimizer.
+OUTSIDE_MODULES = "(outside its modules)"
 
 
 def family(kernel_class: str) -> str:
@@ -144,4 +146,4 @@ def labels(sessions: Sequence[Session]) -> list[str]:
 
 def module_names(rows: pd.DataFrame, own: str = "") -> list[str]:
     """The module of each launch; `own` for the network's and the step's own lines, which lie outside its modules."""
-    return [str(m) or own for m in rows["module"].fillna(UNTOLD)]
+    return [str(m) or own for m in rows["module"].fillna(MODULE_UNKNOWN)]

@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from voxtune.analysis.frame import MOVEMENT, family, kernels, milliseconds, module_names, numbers, share, steps
+from voxtune.analysis.frame import (
+    MOVEMENT,
+    OUTSIDE_MODULES,
+    family,
+    kernels,
+    milliseconds,
+    module_names,
+    numbers,
+    share,
+    steps,
+)
 from voxtune.analysis.table import Column, Table
 
 if TYPE_CHECKING:
@@ -14,7 +24,6 @@ if TYPE_CHECKING:
 
     from voxtune.profile.session import Session
 
-OUTSIDE = "(outside its modules)"
 # Tensor pipes busy below this are rounding, not work.
 TENSOR_PCT = 0.1
 
@@ -33,7 +42,7 @@ def layout_ledger(session: Session) -> Table:
     step = milliseconds(session.launches, count)
     moved = ran.loc[ran["class"].isin(MOVEMENT), ["module", "module_type", "class", "duration_us"]]
     rows: list[dict[str, Any]] = []
-    for module, some in moved.assign(module=module_names(moved, OUTSIDE)).groupby("module"):
+    for module, some in moved.assign(module=module_names(moved, OUTSIDE_MODULES)).groupby("module"):
         time, kinds = numbers(some, "duration_us") / 1e3 / count, some["class"].to_numpy(str)
         parts = {f"{c}_ms": float(np.nansum(time[kinds == c])) for c in MOVEMENT}
         kind = [t for t in some["module_type"].dropna().unique() if t]
@@ -70,7 +79,7 @@ def precision_audit(session: Session) -> Table:
         why = "no convolution or product was recorded"
         return Table(f"Precision audit: {session.name}", columns, refused=why, extra=nothing)
     heavy = heavy.assign(
-        verdict=tensor_use(heavy), module=module_names(heavy, OUTSIDE), phase=heavy["phase"].fillna("")
+        verdict=tensor_use(heavy), module=module_names(heavy, OUTSIDE_MODULES), phase=heavy["phase"].fillna("")
     )
     rows = [
         _audit(dict(zip(("module", "phase", "class"), map(str, key), strict=True)), some, count)

@@ -12,6 +12,11 @@ import numpy as np
 from voxtune.analysis.frame import family, kernels, mean, module_names, numbers, share, short, steps, total
 from voxtune.analysis.table import Column, Table
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from voxtune.profile.session import Session
+
 
 @functools.cache
 def _groups() -> dict[str, frozenset[str]]:
@@ -48,13 +53,8 @@ def _stem(opcode: str) -> str:
     return opcode.partition(".")[0].strip().upper()
 
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from voxtune.profile.session import Session
-
 # The seed's letters, for its figures.
-SEED_GROUPS = {
+PAPER_GROUPS = {
     "FP": ("fp32", "fp16", "fp64"),
     "INT": ("int", "convert"),
     "LS": ("memory",),
@@ -156,12 +156,12 @@ def grouped(counts: dict[str, float], how: str = "group") -> dict[str, float]:
     return out
 
 
-def seed_shares(counts: dict[str, float] | None) -> dict[str, float | None]:
+def paper_shares(counts: dict[str, float] | None) -> dict[str, float | None]:
     """Percent by the seed's letters; all None when there are no opcodes."""
     if not counts or not sum(counts.values()):
-        return dict.fromkeys(SEED_GROUPS)
+        return dict.fromkeys(PAPER_GROUPS)
     groups, whole = grouped(counts), sum(counts.values())
-    return {letter: 100 * sum(groups.get(g, 0.0) for g in members) / whole for letter, members in SEED_GROUPS.items()}
+    return {letter: 100 * sum(groups.get(g, 0.0) for g in members) / whole for letter, members in PAPER_GROUPS.items()}
 
 
 def instruction_mix(session: Session, how: str = "group") -> Table:
@@ -189,7 +189,7 @@ def instruction_mix(session: Session, how: str = "group") -> Table:
 
 def ipc_stack(session: Session, top: int = 8) -> Table:
     """IPC of the kernels with most cycles, split by what the instructions do: the parts of a row add up to its IPC."""
-    letters = list(SEED_GROUPS)
+    letters = list(PAPER_GROUPS)
     columns = [
         Column("kernel", kind="text"),
         Column("class", kind="text"),
@@ -206,7 +206,7 @@ def ipc_stack(session: Session, top: int = 8) -> Table:
         if cycles is None:
             continue
         ipc = mean(numbers(some, "ipc"), numbers(some, "cycles_active"))
-        shares = seed_shares(opcode_counts(session, some))
+        shares = paper_shares(opcode_counts(session, some))
         parts = {f"{k}_share": v for k, v in shares.items()}
         stack = {f"{k}_ipc": None if v is None or ipc is None else ipc * v / 100 for k, v in shares.items()}
         cells = {"kernel": name, "class": family(str(some["class"].iloc[0])), "cycles": cycles / steps(session)}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from voxtune.analysis.frame import Array, labels, mean, milliseconds, numbers, on_gpu, ratio, steps
+from voxtune.analysis.frame import Array, labels, milliseconds, numbers, on_gpu, ratio, short, steps
 from voxtune.analysis.table import Column, Table
 
 if TYPE_CHECKING:
@@ -27,11 +27,6 @@ def wall_samples(session: Session) -> tuple[str, Array]:
             return tier, found
     spans = np.array([_span(rows) / 1e3 for _, rows in session.launches.groupby("step")])
     return "timeline", spans[~np.isnan(spans)]
-
-
-def median_wall_ms(session: Session) -> float | None:
-    _, found = wall_samples(session)
-    return float(np.median(found)) if len(found) else None
 
 
 def spread_pct(samples: Array) -> float | None:
@@ -140,8 +135,6 @@ def gaps(session: Session, top: int = 20) -> Table:
     title = f"Gaps in which the device idled: {session.name}"
     if not on_gpu(session):
         return Table(title, columns, refused="recorded on a CPU: operators nest, there is no queue to run dry")
-    from voxtune.analysis.frame import short
-
     found: dict[tuple[str, str], list[float]] = {}
     for _, rows in session.launches.groupby("step"):
         start, duration, asked = (numbers(rows, c) for c in ("start_us", "duration_us", "launch_us"))
@@ -197,16 +190,6 @@ def transfers(session: Session) -> Table:
     return Table(
         f"Transfers: {session.name}", columns, rows, ["DtoD here is cudaMemcpy; copies by kernels are in the ledger."]
     )
-
-
-def mean_step_ms(session: Session) -> float | None:
-    """Mean over recorded steps of the time on the device: what shares of the step are shares of."""
-    found = [np.nansum(numbers(rows, "duration_us")) / 1e3 for _, rows in session.launches.groupby("step")]
-    return mean(np.array(found)) if found else None
-
-
-if TYPE_CHECKING:
-    from voxtune.profile.session import Session
 
 
 def overhead(sessions: Sequence[Session]) -> Table:

@@ -13,7 +13,7 @@ import numpy as np
 from voxtune.analysis.certificate import Level, refusal, window
 from voxtune.analysis.counters import average, totals
 from voxtune.analysis.frame import family, kernels, numbers, ratio, share, short, steps, total
-from voxtune.analysis.mix import kernel_shares, opcode_counts, seed_shares
+from voxtune.analysis.mix import kernel_shares, opcode_counts, paper_shares
 from voxtune.analysis.priority import priority
 from voxtune.analysis.table import Column, Table
 from voxtune.errors import InputError
@@ -29,9 +29,9 @@ NAMES = {"baseline": "Baseline", "tf32": "OPT1", "channels_last": "OPT2", "tf32+
 
 
 @functools.cache
-def seed() -> dict[str, Any]:
+def paper() -> dict[str, Any]:
     """The paper's stated values and how they were taken."""
-    return json.loads(resources.files("voxtune.analysis").joinpath("data/seed.json").read_text())
+    return json.loads(resources.files("voxtune.analysis").joinpath("data/paper.json").read_text())
 
 
 def value_text(fact: dict[str, Any]) -> str:
@@ -77,7 +77,7 @@ def study_table(sessions: Sequence[Session]) -> Table:
         rows.append(products | {"config": config} | told | counted)
     rows.sort(key=lambda r: r["figure"])
     missing = [c for c in CONFIGS if c not in by_config]
-    notes = [seed()["source"], "tensor_pipe_pct is the seed's metric, constants loaded through the pipe included; "]
+    notes = [paper()["source"], "tensor_pipe_pct is the seed's metric, constants loaded through the pipe included; "]
     notes[-1] += "tensor_pct is matrix products alone."
     notes += [
         "A whole step's ratio is empty where a session does not cover its step; a value stands on the counted share."
@@ -85,7 +85,7 @@ def study_table(sessions: Sequence[Session]) -> Table:
     notes += [f"{c}: {reason}" for c, reason in whole["few"].items() if reason]
     notes += [f"not recorded here: {', '.join(missing)}"] if missing else []
     return Table(
-        "The seed's study on this GPU", columns, rows, notes, extra={"configs": NAMES, "method": seed()["method"]}
+        "The seed's study on this GPU", columns, rows, notes, extra={"configs": NAMES, "method": paper()["method"]}
     )
 
 
@@ -103,7 +103,7 @@ def _by_config(sessions: Sequence[Session]) -> dict[str, Session]:
 
 def _grouped() -> dict[tuple[int, str, str], list[dict[str, Any]]]:
     out: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
-    for fact in seed()["facts"]:
+    for fact in paper()["facts"]:
         out.setdefault((fact["figure"], fact["quantity"], fact["config"]), []).append(fact)
     return out
 
@@ -144,7 +144,7 @@ def measure(session: Session, quantity: str, *, plain: bool) -> float | None:
     if quantity.endswith("_share"):
         return _share_of(session, quantity.removesuffix("_share").split("_"))
     if quantity.startswith("convolution_"):
-        return seed_shares(opcode_counts(session, _of_family(session, "convolution")))[quantity.split("_")[1]]
+        return paper_shares(opcode_counts(session, _of_family(session, "convolution")))[quantity.split("_")[1]]
     return average(kernels(session), quantity, plain=plain)
 
 
@@ -200,7 +200,7 @@ def _dominant(session: Session, what: str) -> float | None:
         "cycles": lambda: _a_step(total(numbers(rows, "cycles")), steps(session)),
         "ipc": lambda: average(rows, "ipc"),
     }
-    return measures[what]() if what in measures else seed_shares(opcode_counts(session, rows))[what]
+    return measures[what]() if what in measures else paper_shares(opcode_counts(session, rows))[what]
 
 
 def _a_step(value: float | None, count: int) -> float | None:

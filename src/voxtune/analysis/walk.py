@@ -64,7 +64,7 @@ class Walk:
     widest_norm: float = 0.0
 
 
-class Autocast(TorchFunctionMode):
+class MetaAutocast(TorchFunctionMode):
     """What torch.autocast does on a GPU for the operators of these networks; the real one ignores meta tensors."""
 
     NAMES = frozenset({"conv1d", "conv2d", "conv3d", "linear", "einsum", "bmm", "matmul"})
@@ -166,7 +166,7 @@ def walk(
         tensors = [t if t is None or not t.is_floating_point() else t.to(dtype) for t in inputs()]
     if channels_last:
         network, tensors = _to_channels_last(network, tensors)
-    casting: contextlib.AbstractContextManager[Any] = Autocast() if autocast else contextlib.nullcontext()
+    casting: contextlib.AbstractContextManager[Any] = MetaAutocast() if autocast else contextlib.nullcontext()
     with casting, Recorder(channels_last=channels_last) as recorder:
         for tensor in [*network.parameters(), *(t for t in tensors if t is not None)]:
             recorder.hold(tensor)

@@ -11,13 +11,13 @@ from voxtune.analysis.frame import kernels, labels
 from voxtune.analysis.step import step_totals
 from voxtune.analysis.table import Table
 from voxtune.errors import InputError
+from voxtune.report.charts import MODES
 from voxtune.report.document import Document, Fact, Section
 from voxtune.report.numbers import MISSING, clip, number
 from voxtune.report.sections import comparison as about_comparison
 from voxtune.report.sections import counters as about_counters
 from voxtune.report.sections import findings as about_findings
 from voxtune.report.sections import step as about_step
-from voxtune.report.shape import MODES
 
 if TYPE_CHECKING:
     from voxtune.analysis.table import Table

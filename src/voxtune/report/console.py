@@ -76,10 +76,10 @@ def _print_section(section: Section, console: Console, rows: int) -> None:
     console.rule(Line(section.title, style="bold"), align="left", style="dim")
     for block in section.blocks:
         _print_block(block, console, rows)
-    for panel in section.panels:
-        if len(section.panels) > 1:
-            console.print(Line(panel.label, style="bold underline"))
-        for block in panel.blocks:
+    for tab in section.tabs:
+        if len(section.tabs) > 1:
+            console.print(Line(tab.label, style="bold underline"))
+        for block in tab.blocks:
             _print_block(block, console, rows)
 
 

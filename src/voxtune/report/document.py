@@ -51,7 +51,7 @@ Block = Text | Badge | Figure | TableBlock
 
 
 @dataclass(kw_only=True)
-class Panel:
+class Tab:
     """What a section shows for one session; the reader chooses among its fellows."""
 
     label: str
@@ -64,12 +64,12 @@ class Section:
     title: str
     lead: str = ""
     blocks: list[Block] = field(default_factory=list)
-    panels: list[Panel] = field(default_factory=list)
+    tabs: list[Tab] = field(default_factory=list)
 
     def all_blocks(self) -> Iterator[Block]:
         yield from self.blocks
-        for panel in self.panels:
-            yield from panel.blocks
+        for tab in self.tabs:
+            yield from tab.blocks
 
 
 @dataclass(kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -141,8 +140,3 @@ class Tree(Figure):
     def to_json(self) -> dict[str, Any]:
         names = list(dict.fromkeys(self.groups))
         return {**super().to_json(), "palette": {g: palette.colour(g, i) for i, g in enumerate(names)}}
-
-
-def series_of(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> list[Series]:
-    """A series for each named column of rows."""
-    return [Series(name=n, values=[row.get(n) for row in rows]) for n in names]

@@ -17,7 +17,7 @@ from typing import Any
 
 from voxtune.analysis.table import Table
 from voxtune.report import palette
-from voxtune.report.document import Badge, Block, Document, Fact, Panel, Section, TableBlock, Text
+from voxtune.report.document import Badge, Block, Document, Fact, Section, Tab, TableBlock, Text
 from voxtune.report.figure import Bars, Figure
 from voxtune.report.numbers import heading
 from voxtune.versions import __version__
@@ -107,29 +107,29 @@ def _badge(badge: Badge) -> str:
 def _section(section: Section) -> str:
     lead = f'<p class="lead">{escape(section.lead)}</p>' if section.lead else ""
     blocks = "\n".join(_block(b) for b in section.blocks)
-    return f'<section id="{section.id}"><h2>{escape(section.title)}</h2>{lead}\n{blocks}\n{_panels(section)}</section>'
+    return f'<section id="{section.id}"><h2>{escape(section.title)}</h2>{lead}\n{blocks}\n{_tabs(section)}</section>'
 
 
-def _panels(section: Section) -> str:
-    if len(section.panels) < 2:
-        return "\n".join(_block(b) for p in section.panels for b in p.blocks)
+def _tabs(section: Section) -> str:
+    if len(section.tabs) < 2:
+        return "\n".join(_block(b) for t in section.tabs for b in t.blocks)
 
-    def tab(i: int, panel: Panel) -> str:
+    def button(i: int, tab: Tab) -> str:
         chosen = "true" if i == 0 else "false"
         return (
             f'<button type="button" role="tab" id="{section.id}-tab{i}" aria-controls="{section.id}-panel{i}"'
-            f' aria-selected="{chosen}" tabindex="{0 if i == 0 else -1}">{escape(panel.label)}</button>'
+            f' aria-selected="{chosen}" tabindex="{0 if i == 0 else -1}">{escape(tab.label)}</button>'
         )
 
-    def body(i: int, panel: Panel) -> str:
-        blocks = "\n".join(_block(b) for b in panel.blocks)
+    def body(i: int, tab: Tab) -> str:
+        blocks = "\n".join(_block(b) for b in tab.blocks)
         hidden = "" if i == 0 else " hidden"
         names = f'id="{section.id}-panel{i}" aria-labelledby="{section.id}-tab{i}"'
         return f'<div role="tabpanel" {names}{hidden}>{blocks}</div>'
 
-    tabs = "".join(tab(i, p) for i, p in enumerate(section.panels))
-    bodies = "\n".join(body(i, p) for i, p in enumerate(section.panels))
-    return f'<div role="tablist" aria-label="Configuration">{tabs}</div>\n{bodies}'
+    buttons = "".join(button(i, t) for i, t in enumerate(section.tabs))
+    bodies = "\n".join(body(i, t) for i, t in enumerate(section.tabs))
+    return f'<div role="tablist" aria-label="Configuration">{buttons}</div>\n{bodies}'
 
 
 def _block(block: Block) -> str:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from voxtune.report import palette
+from voxtune.report.canvas import CHARACTER, INK, MUTED, Canvas, linear_ticks, log_ticks, x_axis, y_axis
 from voxtune.report.document import Document
 from voxtune.report.figure import Area, Bars, Figure, Scatter, Series, Timeline, Tree
 from voxtune.report.numbers import clip, number
-from voxtune.report.sheet import CHARACTER, INK, MUTED, Sheet, linear_ticks, log_ticks, x_axis, y_axis
 
 # Above so many launches a timeline leaves their names out, or the file would be mostly names.
 NAMED_LAUNCHES = 1500
@@ -37,10 +37,10 @@ def render_svg(figure: Figure) -> str:
 
 
 def _bars(f: Bars) -> str:
-    sheet = Sheet()
-    top = sheet.heading(f.title, [(s.name, s.colour) for s in f.series] if len(f.series) > 1 else [])
+    canvas = Canvas()
+    top = canvas.heading(f.title, [(s.name, s.colour) for s in f.series] if len(f.series) > 1 else [])
     left = min(280.0, max(len(clip(label, 42)) for label in f.labels) * CHARACTER + 10)
-    right = sheet.width - (12 if f.stacked else 62)
+    right = canvas.width - (12 if f.stacked else 62)
     values = _totals(f) if f.stacked else [v for s in f.series for v in [*s.values, *(s.high or [])] if v is not None]
     most = max([*values, f.mark or 0, 1e-12])
     thick = 24.0 if f.stacked else 13.0 if len(f.series) > 1 else 18.0
@@ -54,30 +54,30 @@ def _bars(f: Bars) -> str:
             return left + (right - left) * math.log10(max(value, low) / low) / math.log10(high / low)
         return left + (right - left) * value / most
 
-    x_axis(sheet, log_ticks(low, high) if low else linear_ticks(most), place, top, bottom, f.unit)
+    x_axis(canvas, log_ticks(low, high) if low else linear_ticks(most), place, top, bottom, f.unit)
     for i, label in enumerate(f.labels):
-        sheet.text(left - 8, top + row * (i + 0.5) + 4, clip(label, 42), anchor="end")
+        canvas.text(left - 8, top + row * (i + 0.5) + 4, clip(label, 42), anchor="end")
         draw = _stacked_row if f.stacked else _grouped_row
-        draw(sheet, f, i, top + row * i + 6, thick, place)
+        draw(canvas, f, i, top + row * i + 6, thick, place)
     if f.mark is not None:
-        sheet.line(place(f.mark), top, place(f.mark), bottom, stroke=INK, dash="4 3")
-    return sheet.finish(bottom + 42, f.title)
+        canvas.line(place(f.mark), top, place(f.mark), bottom, stroke=INK, dash="4 3")
+    return canvas.finish(bottom + 42, f.title)
 
 
 def _totals(f: Bars) -> list[float]:
     return [sum(s.values[i] or 0.0 for s in f.series) for i in range(len(f.labels))]
 
 
-def _stacked_row(sheet: Sheet, f: Bars, i: int, y: float, thick: float, place: Callable[[float], float]) -> None:
+def _stacked_row(canvas: Canvas, f: Bars, i: int, y: float, thick: float, place: Callable[[float], float]) -> None:
     at = 0.0
     for s in f.series:
         value = s.values[i]
         if not value:
             continue
         width = place(at + value) - place(at)
-        sheet.rect(place(at), y, width, thick, s.colour, tip=_tip(f, s, i), edge="#fff")
+        canvas.rect(place(at), y, width, thick, s.colour, tip=_tip(f, s, i), edge="#fff")
         if width > 34:
-            sheet.text(
+            canvas.text(
                 place(at) + width / 2,
                 y + 16,
                 _short(value, f.digits),
@@ -87,25 +87,25 @@ def _stacked_row(sheet: Sheet, f: Bars, i: int, y: float, thick: float, place: C
             )
         at += value
     if all(s.values[i] is None for s in f.series):
-        sheet.text(place(0) + 4, y + 16, "not measured", size=11, fill=MUTED)
+        canvas.text(place(0) + 4, y + 16, "not measured", size=11, fill=MUTED)
 
 
-def _grouped_row(sheet: Sheet, f: Bars, i: int, y: float, thick: float, place: Callable[[float], float]) -> None:
+def _grouped_row(canvas: Canvas, f: Bars, i: int, y: float, thick: float, place: Callable[[float], float]) -> None:
     for j, s in enumerate(f.series):
         value, top = s.values[i], y + thick * j
         if value is None:
-            sheet.text(place(0) + 4, top + thick - 3, "not measured", size=10, fill=MUTED)
+            canvas.text(place(0) + 4, top + thick - 3, "not measured", size=10, fill=MUTED)
             continue
         end = place(value)
-        sheet.rect(place(0), top, end - place(0), thick - 2, s.colour, tip=_tip(f, s, i))
+        canvas.rect(place(0), top, end - place(0), thick - 2, s.colour, tip=_tip(f, s, i))
         if s.low and s.high and s.low[i] is not None and s.high[i] is not None:
             low, high = place(s.low[i] or 0.0), place(s.high[i] or 0.0)
             middle = top + (thick - 2) / 2
-            sheet.line(low, middle, high, middle, stroke=INK, width=1.5)
+            canvas.line(low, middle, high, middle, stroke=INK, width=1.5)
             for x in (low, high):
-                sheet.line(x, middle - 4, x, middle + 4, stroke=INK, width=1.5)
+                canvas.line(x, middle - 4, x, middle + 4, stroke=INK, width=1.5)
             end = high
-        sheet.text(end + 5, top + thick - 3, _short(value, f.digits), size=10.5, fill=MUTED)
+        canvas.text(end + 5, top + thick - 3, _short(value, f.digits), size=10.5, fill=MUTED)
 
 
 def _tip(f: Bars, s: Series, i: int) -> str:
@@ -117,10 +117,10 @@ def _short(value: float, digits: int) -> str:
 
 
 def _scatter(f: Scatter) -> str:
-    sheet = Sheet()
+    canvas = Canvas()
     colours = dict(f.to_json()["groups"])
-    top = sheet.heading(f.title, list(colours.items()))
-    left, right, bottom = 62.0, sheet.width - 16, top + 380
+    top = canvas.heading(f.title, list(colours.items()))
+    left, right, bottom = 62.0, canvas.width - 16, top + 380
     xs, ys = [p.x for p in f.points], [p.y for p in f.points]
     flats, slopes = [r.flat for r in f.roofs if r.flat], [r.per_x for r in f.roofs if r.per_x]
     high, steep = max([*flats, *ys]), max(slopes, default=0.0)
@@ -133,22 +133,22 @@ def _scatter(f: Scatter) -> str:
     def place_y(v: float) -> float:
         return bottom - (bottom - top) * math.log(v / low_y) / math.log(high_y / low_y)
 
-    x_axis(sheet, log_ticks(low_x, high_x), place_x, top, bottom, f.x_title)
-    y_axis(sheet, log_ticks(low_y, high_y), place_y, left, right, f.y_title)
+    x_axis(canvas, log_ticks(low_x, high_x), place_x, top, bottom, f.x_title)
+    y_axis(canvas, log_ticks(low_y, high_y), place_y, left, right, f.y_title)
     for roof in f.roofs:
         if roof.flat:
             start = max(low_x, roof.flat / steep if steep else low_x)
-            sheet.line(place_x(start), place_y(roof.flat), right, place_y(roof.flat), stroke=MUTED)
-            sheet.text(right - 4, place_y(roof.flat) - 5, roof.name, anchor="end", size=11, fill=MUTED)
+            canvas.line(place_x(start), place_y(roof.flat), right, place_y(roof.flat), stroke=MUTED)
+            canvas.text(right - 4, place_y(roof.flat) - 5, roof.name, anchor="end", size=11, fill=MUTED)
         elif roof.per_x:
             start = max(low_x, low_y / roof.per_x)
-            sheet.line(
+            canvas.line(
                 place_x(start), place_y(start * roof.per_x), place_x(high / roof.per_x), place_y(high), stroke=MUTED
             )
     for p in f.points:
         tip = f"{p.name}: {number(p.x)} {f.x_title}, {number(p.y)} {f.y_title}"
-        sheet.circle(place_x(p.x), place_y(p.y), 2.5 + math.sqrt(max(p.size, 0)) * 2.5, colours[p.group], tip=tip)
-    return sheet.finish(bottom + 42, f.title)
+        canvas.circle(place_x(p.x), place_y(p.y), 2.5 + math.sqrt(max(p.size, 0)) * 2.5, colours[p.group], tip=tip)
+    return canvas.finish(bottom + 42, f.title)
 
 
 def _decades(low: float, high: float) -> tuple[float, float]:
@@ -156,28 +156,28 @@ def _decades(low: float, high: float) -> tuple[float, float]:
 
 
 def _timeline(f: Timeline) -> str:
-    sheet = Sheet()
+    canvas = Canvas()
     colours = f.to_json()["colours"]
-    top = sheet.heading(f.title, list(zip(f.groups, colours, strict=True)))
+    top = canvas.heading(f.title, list(zip(f.groups, colours, strict=True)))
     lanes = [*f.rows, *(["idle"] if f.gaps else [])]
-    left, right = max(len(lane) for lane in lanes) * CHARACTER + 14, sheet.width - 12
+    left, right = max(len(lane) for lane in lanes) * CHARACTER + 14, canvas.width - 12
     bottom = top + 50 * len(lanes)
     length = max(f.length_us, 1e-9) / 1000
 
     def place(ms: float) -> float:
         return left + (right - left) * ms / length
 
-    x_axis(sheet, linear_ticks(length, 8), place, top, bottom, "ms into the step")
+    x_axis(canvas, linear_ticks(length, 8), place, top, bottom, "ms into the step")
     for i, lane in enumerate(lanes):
-        sheet.text(left - 8, top + 50 * i + 29, lane, anchor="end")
+        canvas.text(left - 8, top + 50 * i + 29, lane, anchor="end")
     for start, us, group, name, _, row in f.items:
         tip = f"{f.names[name]}: {number(float(us), 1)} µs" if len(f.items) <= NAMED_LAUNCHES else ""
-        sheet.rect(
+        canvas.rect(
             place(start / 1000), top + 50 * row + 6, max(0.3, place(us / 1000) - left), 38, colours[group], tip=tip
         )
     for start, us in f.gaps:
         y = top + 50 * len(f.rows) + 6
-        sheet.rect(
+        canvas.rect(
             place(start / 1000),
             y,
             max(0.5, place(us / 1000) - left),
@@ -185,13 +185,13 @@ def _timeline(f: Timeline) -> str:
             "#a5260f",
             tip=f"idle: {number(float(us), 1)} µs",
         )
-    return sheet.finish(bottom + 42, f.title)
+    return canvas.finish(bottom + 42, f.title)
 
 
 def _area(f: Area) -> str:
-    sheet = Sheet()
-    top = sheet.heading(f.title, [(s.name, s.colour) for s in f.series])
-    left, right, bottom = 58.0, sheet.width - 12, top + 240
+    canvas = Canvas()
+    top = canvas.heading(f.title, [(s.name, s.colour) for s in f.series])
+    left, right, bottom = 58.0, canvas.width - 12, top + 240
     floor = [0.0] * len(f.x)
     most = max((sum(s.values[i] or 0.0 for s in f.series) for i in range(len(f.x))), default=0) or 1.0
     first, last = f.x[0], max(f.x[-1], f.x[0] + 1e-9)
@@ -202,14 +202,14 @@ def _area(f: Area) -> str:
     def place_y(v: float) -> float:
         return bottom - (bottom - top) * v / most
 
-    x_axis(sheet, [t for t in linear_ticks(last, 8) if t >= first], place_x, top, bottom, f.x_title)
-    y_axis(sheet, linear_ticks(most, 5), place_y, left, right, f.unit)
+    x_axis(canvas, [t for t in linear_ticks(last, 8) if t >= first], place_x, top, bottom, f.x_title)
+    y_axis(canvas, linear_ticks(most, 5), place_y, left, right, f.unit)
     for s in f.series:
         roof = [a + (v or 0.0) for a, v in zip(floor, s.values, strict=True)]
         upper, lower = _steps(f.x, roof, place_x, place_y), _steps(f.x, floor, place_x, place_y)
-        sheet.polygon([*upper, *reversed(lower)], s.colour)
+        canvas.polygon([*upper, *reversed(lower)], s.colour)
         floor = roof
-    return sheet.finish(bottom + 42, f.title)
+    return canvas.finish(bottom + 42, f.title)
 
 
 def _steps(x: list[float], y: list[float], place_x: Any, place_y: Any) -> list[tuple[float, float]]:

@@ -21,7 +21,7 @@ from voxtune.errors import InputError
 from voxtune.files import write_whole
 from voxtune.report.embedding import Embedding, TooLargeError
 from voxtune.report.html import asset, embed, policy
-from voxtune.report.measured import Measured, Metrics, read_metrics
+from voxtune.report.metrics import MetricRow, Metrics, read_metrics
 from voxtune.versions import __version__
 
 MEGABYTE = 1_000_000
@@ -158,7 +158,7 @@ def _choice(place: int, case: dict[str, Any]) -> str:
     return f'<li><button type="button" data-case="{place}">{escape(case["subject"])}{note}</button></li>'
 
 
-def _table(figures: tuple[Measured, ...]) -> str:
+def _table(figures: tuple[MetricRow, ...]) -> str:
     if not figures:
         return ""
     rows = "".join(

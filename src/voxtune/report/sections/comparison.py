@@ -12,10 +12,10 @@ from voxtune.analysis.frame import labels
 from voxtune.analysis.priority import achieved
 from voxtune.analysis.study import study_table
 from voxtune.errors import InputError
-from voxtune.report.document import Block, Panel, Section, Text
+from voxtune.report.charts import MODES, block, overview, present
+from voxtune.report.document import Block, Section, Tab, Text
 from voxtune.report.figure import Bars, Series
 from voxtune.report.palette import in_sequence
-from voxtune.report.shape import MODES, block, overview, shown
 
 if TYPE_CHECKING:
     from voxtune.analysis.table import Table
@@ -36,8 +36,8 @@ def alike(sessions: Sequence[Session]) -> dict[str, list[Session]]:
     return {name: sorted(group, key=lambda s: s.meta["config"] != "baseline") for name, group in groups.items()}
 
 
-def _per_group(sessions: Sequence[Session], make: Callable[[list[Session], int], list[Block]]) -> list[Panel]:
-    return [Panel(label=name, blocks=make(group, i)) for i, (name, group) in enumerate(alike(sessions).items())]
+def _per_group(sessions: Sequence[Session], make: Callable[[list[Session], int], list[Block]]) -> list[Tab]:
+    return [Tab(label=name, blocks=make(group, i)) for i, (name, group) in enumerate(alike(sessions).items())]
 
 
 def comparison(names: Sequence[str], sessions: Sequence[Session]) -> Section:
@@ -51,13 +51,13 @@ def comparison(names: Sequence[str], sessions: Sequence[Session]) -> Section:
         for found in gained:
             found.folded = not found.table.refused
         whole = block("compare", normalised(group), i, part="ratios")
-        return [*shown(_modules(table, group, i)), block("compare", table, i), whole, *gained]
+        return [*present(_modules(table, group, i)), block("compare", table, i), whole, *gained]
 
     return Section(
         id="compare",
         title="Configurations by module",
         lead="The same modules under each configuration, though their kernels differ. The first is what others are held against.",
-        panels=_per_group(sessions, one),
+        tabs=_per_group(sessions, one),
     )
 
 
@@ -80,14 +80,14 @@ def windows(names: Sequence[str], sessions: Sequence[Session]) -> Section:
         if len(group) < 2:
             return [Text(text=ALONE, tone="missing")]
         table = side_by_side(group)
-        return [*shown(_two_answers(table, i)), block("window", table, i)]
+        return [*present(_two_answers(table, i)), block("window", table, i)]
 
     return Section(
         id="window",
         title="The seed's window and the whole step",
         lead=f"Launches {skip + 1} to {skip + count}, as the seed profiled, beside every launch of the step. Where the two "
         "disagree, the window was not about the step.",
-        panels=_per_group(sessions, one),
+        tabs=_per_group(sessions, one),
     )
 
 
@@ -116,7 +116,7 @@ def study(names: Sequence[str], sessions: Sequence[Session]) -> Section:
         id="study",
         title="The seed's figures here",
         lead="Figure by figure: the published V100, A100 and H100 values, this GPU in the seed's window, and its whole step.",
-        panels=_per_group(sessions, one),
+        tabs=_per_group(sessions, one),
     )
 
 

@@ -6,11 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from voxtune.analysis import counters
-from voxtune.analysis.mix import SEED_GROUPS, instruction_mix, ipc_stack
+from voxtune.analysis.mix import PAPER_GROUPS, instruction_mix, ipc_stack
 from voxtune.analysis.priority import priority
+from voxtune.report.charts import (
+    bars_from_rows,
+    block,
+    coverage_note,
+    grouped_bars,
+    not_recorded,
+    overview,
+    present,
+    stacked_bars,
+)
 from voxtune.report.document import Block, Section
 from voxtune.report.figure import Bars, Series
-from voxtune.report.shape import beside, block, counted, missing, overview, rows_as_bars, shown, stacked
 
 if TYPE_CHECKING:
     from voxtune.analysis.table import Table
@@ -22,13 +31,13 @@ OVERALL = {"class": "overall"}
 def instructions(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     tables = {n: instruction_mix(s) for n, s in zip(names, sessions, strict=True)}
     pipes = {n: instruction_mix(s, "pipe") for n, s in zip(names, sessions, strict=True)}
-    figure = stacked(
+    figure = stacked_bars(
         tables, id="instructions-share", title="Instructions by what they do", key="group", value="share", unit="%"
     )
 
     def one(session: Session, i: int) -> list[Block]:
         if tables[names[i]].refused:
-            return [missing(session, "opcodes", "Opcodes were")]
+            return [not_recorded(session, "opcodes", "Opcodes were")]
         return [block("instructions", tables[names[i]], i), block("instructions", pipes[names[i]], i, part="pipes")]
 
     lead = "Warp instructions executed, each distinct launch as often as it ran in the step."
@@ -36,7 +45,7 @@ def instructions(names: Sequence[str], sessions: Sequence[Session]) -> Section:
 
 
 def ipc(names: Sequence[str], sessions: Sequence[Session]) -> Section:
-    letters = [f"{k}_ipc" for k in SEED_GROUPS]
+    letters = [f"{k}_ipc" for k in PAPER_GROUPS]
     totals = [counters.totals(s) for s in sessions]
     series = [
         Series(name="geometric mean of launches (the seed's)", values=[t["ipc"] for t in totals]),
@@ -50,12 +59,14 @@ def ipc(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     def one(session: Session, i: int) -> list[Block]:
         table = ipc_stack(session)
         if table.refused:
-            return [missing(session, "few", "Cycles and instructions were")]
+            return [not_recorded(session, "few", "Cycles and instructions were")]
         title = "IPC of the kernels with most cycles, by kind of instruction"
-        figure = rows_as_bars(table, id=f"ipc-{i}", title=title, key="kernel", values=letters, unit="IPC", stacked=True)
+        figure = bars_from_rows(
+            table, id=f"ipc-{i}", title=title, key="kernel", values=letters, unit="IPC", stacked=True
+        )
         for part in figure.series if figure else []:
             part.name = part.name.removesuffix(" ipc")
-        return [*shown(_recoloured(figure)), block("ipc", table, i, folded=True)]
+        return [*present(_recoloured(figure)), block("ipc", table, i, folded=True)]
 
     lead = "How many instructions an SM issues a cycle. A high IPC is not speed: layout copies have it too."
     return overview("ipc", "IPC", lead, [overall if known else None], names, sessions, one)
@@ -82,22 +93,22 @@ def _counter_section(
     """Sessions beside each other overall, then each session class by class."""
     tables = {n: analyse(s) for n, s in zip(names, sessions, strict=True)}
     heading = _heading(names, sessions)
-    overall = beside(tables, id=f"{id}-overall", title=heading, row=OVERALL, values=values, unit=unit)
+    overall = grouped_bars(tables, id=f"{id}-overall", title=heading, row=OVERALL, values=values, unit=unit)
 
     def one(session: Session, i: int) -> list[Block]:
         table = tables[names[i]]
-        figure = rows_as_bars(
+        figure = bars_from_rows(
             table, id=f"{id}-{i}", title="By class of kernel", key="class", values=values, unit=unit, digits=1
         )
         if figure is None:
-            return [missing(session, tier, f"{title}: counters were")]
+            return [not_recorded(session, tier, f"{title}: counters were")]
         return [figure, block(id, table, i, folded=True)]
 
     return overview(id, title, lead, [overall], names, sessions, one, "full")
 
 
 def _heading(names: Sequence[str], sessions: Sequence[Session]) -> str:
-    return "Over the counted part of the step" if counted(names, sessions, "full") else "Over the whole step"
+    return "Over the counted part of the step" if coverage_note(names, sessions, "full") else "Over the whole step"
 
 
 def pipes(names: Sequence[str], sessions: Sequence[Session]) -> Section:
@@ -125,14 +136,16 @@ def stalls(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     tables = {n: counters.stalls(s) for n, s in zip(names, sessions, strict=True)}
     reasons = list(dict.fromkeys(c.name for t in tables.values() for c in t.columns if c.name.startswith("stall_")))[:8]
     heading = _heading(names, sessions)
-    figure = beside(tables, id="stalls-overall", title=heading, row=OVERALL, values=reasons, unit="warps an issue")
+    figure = grouped_bars(
+        tables, id="stalls-overall", title=heading, row=OVERALL, values=reasons, unit="warps an issue"
+    )
     if figure:
         figure.stacked, figure.caption = True, "The largest eight reasons."
 
     def one(session: Session, i: int) -> list[Block]:
         table = tables[names[i]]
         if table.refused:
-            return [missing(session, "full", "Stall counters were")]
+            return [not_recorded(session, "full", "Stall counters were")]
         return [block("stalls", table, i)]
 
     lead = "Why warps waited: stalled warps for each instruction issued."
@@ -143,8 +156,8 @@ def priorities(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     def one(session: Session, i: int) -> list[Block]:
         table = priority(session)
         if table.refused:
-            return [missing(session, "full", "Estimated speed-ups were")]
-        figure = rows_as_bars(
+            return [not_recorded(session, "full", "Estimated speed-ups were")]
+        figure = bars_from_rows(
             table,
             id=f"priority-{i}",
             title="Score and honest gain by class of kernel",
@@ -153,7 +166,7 @@ def priorities(names: Sequence[str], sessions: Sequence[Session]) -> Section:
             unit="ms",
         )
         return [
-            *shown(figure),
+            *present(figure),
             block("priority", table, i),
             block("priority", priority(session, "kernel"), i, part="kernels"),
         ]

@@ -11,9 +11,9 @@ from voxtune.analysis.ledger import layout_ledger, precision_audit
 from voxtune.analysis.mix import kernel_shares
 from voxtune.analysis.roofline import roofline as roofline_table
 from voxtune.analysis.table import Column, Table
+from voxtune.report.charts import bars_from_rows, block, not_recorded, overview, present
 from voxtune.report.document import Badge, Block, Section, Text
 from voxtune.report.figure import Bars, Point, Roof, Scatter, Series
-from voxtune.report.shape import block, missing, overview, rows_as_bars, shown
 
 if TYPE_CHECKING:
     from voxtune.profile.session import Session
@@ -57,7 +57,7 @@ def ledger(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     )
 
     def one(session: Session, i: int) -> list[Block]:
-        figure = rows_as_bars(
+        figure = bars_from_rows(
             tables[i],
             id=f"ledger-{i}",
             title="Charged to the module that caused it",
@@ -69,7 +69,7 @@ def ledger(names: Sequence[str], sessions: Sequence[Session]) -> Section:
         )
         for part in figure.series if figure else []:
             part.name = part.name.removesuffix(" ms")
-        return [*shown(_recoloured(figure)), block("ledger", tables[i], i)]
+        return [*present(_recoloured(figure)), block("ledger", tables[i], i)]
 
     lead = "Layout conversions, padding, casts and copies by kernels: work that computes nothing."
     return overview("ledger", "Layout ledger", lead, [overall], names, sessions, one)
@@ -90,7 +90,7 @@ def precision(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     figure = Bars(id="precision-all", title=title, labels=list(names), series=series, unit="%", digits=1)
 
     def one(session: Session, i: int) -> list[Block]:
-        absent = [missing(session, "few", "Tensor-core counters were")] if shares[i] is None else []
+        absent = [not_recorded(session, "few", "Tensor-core counters were")] if shares[i] is None else []
         return [*absent, block("precision", tables[i], i)]
 
     lead = "Which convolutions and products really ran on tensor cores. A kernel's name is a claim; a counter is proof."
@@ -102,10 +102,10 @@ def roofline(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     def one(session: Session, i: int) -> list[Block]:
         table = roofline_table(session)
         if table.refused:
-            return [missing(session, "full", "Operation counters were")]
+            return [not_recorded(session, "full", "Operation counters were")]
         figure = _roofline_figure(table, kernel_shares(session, top=10**6), i)
         tables = [block("roofline", table, i), block("roofline", roofline_table(session, "module"), i, part="modules")]
-        return [*shown(figure), *tables]
+        return [*present(figure), *tables]
 
     lead = "Arithmetic against bytes moved, both by counters. A point's area is its time in the step."
     return overview("roofline", "Roofline", lead, [], names, sessions, one)

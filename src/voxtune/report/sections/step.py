@@ -7,13 +7,14 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from voxtune.analysis.components import component_table, transfer_breakdown
+from voxtune.analysis.frame import OUTSIDE_MODULES
 from voxtune.analysis.memory import memory_peak, memory_timeline
 from voxtune.analysis.mix import kernel_mix, kernel_shares
 from voxtune.analysis.step import gaps, overhead, step_totals, transfers
 from voxtune.analysis.table import Table
+from voxtune.report.charts import PHASES, block, in_order, not_recorded, overview, split_by_mode, stacked_bars
 from voxtune.report.document import Block, Section
 from voxtune.report.figure import Area, Bars, Series, Timeline, Tree
-from voxtune.report.shape import PHASES, apart, block, in_order, missing, overview, stacked
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -93,12 +94,6 @@ def _note(module: Any, phase: Any) -> str:
     return ", ".join(v for v in (phase, module) if isinstance(v, str) and v)
 
 
-if TYPE_CHECKING:
-    from voxtune.profile.session import Session
-
-OUTSIDE = "(outside its modules)"
-
-
 def step_time(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     table = step_totals(sessions)
     return Section(
@@ -106,7 +101,7 @@ def step_time(names: Sequence[str], sessions: Sequence[Session]) -> Section:
         title="Step time",
         lead="Median wall time of a whole step; the whisker is the run-to-run spread, half of p20 to p80 either side.",
         blocks=[
-            *(b for f in (_walls(table), _busy(table)) if f is not None for b in apart(f, names, sessions)),
+            *(b for f in (_walls(table), _busy(table)) if f is not None for b in split_by_mode(f, names, sessions)),
             block("time", table),
             block("time", overhead(sessions), part="overhead"),
         ],
@@ -143,8 +138,10 @@ def _busy(table: Table) -> Bars | None:
 
 def mix(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     tables = {n: kernel_mix(s, by=("class",)) for n, s in zip(names, sessions, strict=True)}
-    time = stacked(tables, id="mix-ms", title="Time of a step by class of kernel", key="class", value="ms", unit="ms")
-    part = stacked(tables, id="mix-share", title="The same as shares", key="class", value="share", unit="%")
+    time = stacked_bars(
+        tables, id="mix-ms", title="Time of a step by class of kernel", key="class", value="ms", unit="ms"
+    )
+    part = stacked_bars(tables, id="mix-share", title="The same as shares", key="class", value="share", unit="%")
 
     def one(session: Session, i: int) -> list[Block]:
         return [block("mix", tables[names[i]], i), block("mix", kernel_shares(session), i, part="kernels")]
@@ -155,7 +152,7 @@ def mix(names: Sequence[str], sessions: Sequence[Session]) -> Section:
 
 def phases(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     tables = {n: kernel_mix(s, by=("phase",)) for n, s in zip(names, sessions, strict=True)}
-    figure = stacked(
+    figure = stacked_bars(
         tables, id="phases-ms", title="Time of a step by phase", key="phase", value="ms", unit="ms", order=PHASES
     )
 
@@ -169,8 +166,8 @@ def phases(names: Sequence[str], sessions: Sequence[Session]) -> Section:
 def modules(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     def one(session: Session, i: int) -> list[Block]:
         by_class, by_module = kernel_mix(session, by=("module", "class")), kernel_mix(session, by=("module",))
-        paths = [r["module"] or OUTSIDE for r in by_class.rows]
-        rows = [{**r, "module": r["module"] or OUTSIDE} for r in by_module.rows]
+        paths = [r["module"] or OUTSIDE_MODULES for r in by_class.rows]
+        rows = [{**r, "module": r["module"] or OUTSIDE_MODULES} for r in by_module.rows]
         table = Table(f"Time by module: {session.name}", by_module.columns, rows)
         tree = Tree(
             id=f"modules-tree-{i}",
@@ -190,7 +187,7 @@ def timeline(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     def one(session: Session, i: int) -> list[Block]:
         figure = step_timeline(session, f"timeline-{i}")
         if figure is None:
-            return [missing(session, "census", "The timeline was")]
+            return [not_recorded(session, "census", "The timeline was")]
         return [figure, block("timeline", gaps(session), i, part="gaps"), block("timeline", transfers(session), i)]
 
     lead = "Every launch of one step in its order, and the gaps between them."
@@ -201,7 +198,7 @@ def memory(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     def one(session: Session, i: int) -> list[Block]:
         table = memory_timeline(session)
         if table.refused:
-            return [missing(session, "memory", "Memory over the step was")]
+            return [not_recorded(session, "memory", "Memory over the step was")]
         end = _until_the_host_waits(table.column("time_ms"))
         series = [Series(name=c.name, values=table.column(c.name)[:end]) for c in table.columns[1:]]
         title = "Memory over the step, by what holds it"
@@ -222,7 +219,7 @@ def _until_the_host_waits(times: list[float]) -> int:
 
 def components(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     tables = {n: component_table(s) for n, s in zip(names, sessions, strict=True)}
-    figure = stacked(
+    figure = stacked_bars(
         tables, id="components-share", title="Device time by component", key="component", value="share", unit="%"
     )
 

@@ -1,4 +1,4 @@
-"""A sheet to draw SVG on: shapes, escaped text, axes. For documents, so in light colours on no background."""
+"""A canvas to draw SVG on: shapes, escaped text, axes. For documents, so in light colours on no background."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHARACTER = 7.0  # a generous mean width at 12 px
 _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-class Sheet:
+class Canvas:
     def __init__(self, width: float = 760):
         self.width = width
         self.parts: list[str] = []
@@ -104,20 +104,20 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def x_axis(
-    sheet: Sheet, ticks: list[float], place: Callable[[float], float], top: float, bottom: float, name: str
+    canvas: Canvas, ticks: list[float], place: Callable[[float], float], top: float, bottom: float, name: str
 ) -> None:
     for tick in ticks:
-        sheet.line(place(tick), top, place(tick), bottom, stroke=HAIR)
-        sheet.text(place(tick), bottom + 15, f"{tick:g}", anchor="middle", size=11, fill=MUTED)
+        canvas.line(place(tick), top, place(tick), bottom, stroke=HAIR)
+        canvas.text(place(tick), bottom + 15, f"{tick:g}", anchor="middle", size=11, fill=MUTED)
     middle = (place(ticks[0]) + place(ticks[-1])) / 2
-    sheet.text(middle, bottom + 32, name, anchor="middle", size=11, fill=MUTED)
+    canvas.text(middle, bottom + 32, name, anchor="middle", size=11, fill=MUTED)
 
 
 def y_axis(
-    sheet: Sheet, ticks: list[float], place: Callable[[float], float], left: float, right: float, name: str
+    canvas: Canvas, ticks: list[float], place: Callable[[float], float], left: float, right: float, name: str
 ) -> None:
     for tick in ticks:
-        sheet.line(left, place(tick), right, place(tick), stroke=HAIR)
-        sheet.text(left - 6, place(tick) + 4, f"{tick:g}", anchor="end", size=11, fill=MUTED)
+        canvas.line(left, place(tick), right, place(tick), stroke=HAIR)
+        canvas.text(left - 6, place(tick) + 4, f"{tick:g}", anchor="end", size=11, fill=MUTED)
     middle = (place(ticks[0]) + place(ticks[-1])) / 2
-    sheet.text(12, middle, name, anchor="middle", size=11, fill=MUTED, turn=True)
+    canvas.text(12, middle, name, anchor="middle", size=11, fill=MUTED, turn=True)

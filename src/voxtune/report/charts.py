@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from voxtune.analysis.frame import OUTSIDE_MODULES
 from voxtune.profile.classify import CLASSES
-from voxtune.report.document import Block, Panel, Section, TableBlock, Text
+from voxtune.report.document import Block, Section, Tab, TableBlock, Text
 from voxtune.report.figure import Bars, Figure, Series
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def in_order(names: Iterable[str], order: Sequence[str] = ORDER) -> list[str]:
     return sorted(dict.fromkeys(names), key=lambda n: place.get(n, len(place)))
 
 
-def stacked(
+def stacked_bars(
     tables: dict[str, Table],
     *,
     id: str,
@@ -81,7 +82,7 @@ def _sums(table: Table, key: str, value: str) -> dict[str, float]:
     return out
 
 
-def beside(
+def grouped_bars(
     tables: dict[str, Table],
     *,
     id: str,
@@ -105,7 +106,7 @@ def _cells(table: Table, match: dict[str, Any]) -> dict[str, Any]:
     return found[0] if found and not table.refused else {}
 
 
-def rows_as_bars(
+def bars_from_rows(
     table: Table,
     *,
     id: str,
@@ -123,7 +124,7 @@ def rows_as_bars(
     if table.refused or not rows:
         return None
     series = [Series(name=label(v), values=[r[v] for r in rows]) for v in values]
-    labels = [str(r[key] or "(outside its modules)") for r in rows]
+    labels = [str(r[key] or OUTSIDE_MODULES) for r in rows]
     return Bars(
         id=id, title=title, caption=caption, labels=labels, series=series, unit=unit, digits=digits, stacked=stacked
     )
@@ -133,22 +134,24 @@ def block(section: str, table: Table, place: int = 0, *, folded: bool = False, p
     return TableBlock(id=f"{section}-{part}-{place}", table=table, folded=folded)
 
 
-def shown(*found: Figure | None) -> list[Block]:
+def present(*found: Figure | None) -> list[Block]:
     return [f for f in found if f is not None]
 
 
-def panels(
+def make_tabs(
     names: Sequence[str], sessions: Sequence[Session], make: Callable[[Session, int], list[Block]]
-) -> list[Panel]:
+) -> list[Tab]:
     """What `make` shows for each session."""
-    return [Panel(label=n, blocks=make(s, i)) for i, (n, s) in enumerate(zip(names, sessions, strict=True))]
+    return [Tab(label=n, blocks=make(s, i)) for i, (n, s) in enumerate(zip(names, sessions, strict=True))]
 
 
-def apart(figure: Bars, names: Sequence[str], sessions: Sequence[Session], tier: str | None = None) -> list[Block]:
+def split_by_mode(
+    figure: Bars, names: Sequence[str], sessions: Sequence[Session], tier: str | None = None
+) -> list[Block]:
     """One figure a mode: a training step beside a sampling step only hides the shorter one. `tier`: what it stands on."""
     modes = list(dict.fromkeys(str(s.meta["mode"]) for s in sessions))
     if len(modes) < 2:
-        figure.caption = f"{figure.caption} {counted(names, sessions, tier)}".strip()
+        figure.caption = f"{figure.caption} {coverage_note(names, sessions, tier)}".strip()
         return [figure]
     out: list[Block] = []
     for mode in modes:
@@ -168,7 +171,7 @@ def apart(figure: Bars, names: Sequence[str], sessions: Sequence[Session], tier:
         title = f"{figure.title}: {MODES.get(mode, mode)}"
         labels = [names[i].removeprefix(f"{mode} ") for i in rows]
         told = {**vars(figure), "id": f"{figure.id}-{mode}", "title": title, "labels": labels, "series": series}
-        caption = f"{figure.caption} {counted(labels, [sessions[i] for i in rows], tier)}".strip()
+        caption = f"{figure.caption} {coverage_note(labels, [sessions[i] for i in rows], tier)}".strip()
         out.append(Bars(**told | {"caption": caption}))
     return out
 
@@ -184,11 +187,11 @@ def overview(
     tier: str | None = None,
 ) -> Section:
     """The shape of most sections: all sessions in one figure a mode, then what `one` shows for each session."""
-    blocks = [b for f in figures if f is not None for b in apart(f, names, sessions, tier)]
-    return Section(id=id, title=title, lead=lead, blocks=blocks, panels=panels(names, sessions, one))
+    blocks = [b for f in figures if f is not None for b in split_by_mode(f, names, sessions, tier)]
+    return Section(id=id, title=title, lead=lead, blocks=blocks, tabs=make_tabs(names, sessions, one))
 
 
-def counted(names: Sequence[str], sessions: Sequence[Session], tier: str | None) -> str:
+def coverage_note(names: Sequence[str], sessions: Sequence[Session], tier: str | None) -> str:
     """The share of kernel time behind a tier's figure, session by session; nothing to say where it is the whole."""
     shares = [(s.meta["tiers"].get(tier) or {}).get("time_share") for s in sessions]
     known = [(n, float(share)) for n, share in zip(names, shares, strict=True) if share]
@@ -198,7 +201,7 @@ def counted(names: Sequence[str], sessions: Sequence[Session], tier: str | None)
     return f"Counted is a share of kernel time: {told}."
 
 
-def missing(session: Session, tier: str, what: str) -> Text:
+def not_recorded(session: Session, tier: str, what: str) -> Text:
     """Says that something was not recorded, and why."""
     tiers = session.meta["tiers"]
     state = tiers.get(tier) or tiers.get("full") or {}

@@ -14,7 +14,7 @@ from voxtune.report.numbers import MISSING, number
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MetricRow:
     """One figure as text. `interval` and `count` are empty where the file has none."""
 
     name: str
@@ -27,7 +27,7 @@ class Measured:
 class Metrics:
     """`figures` are of all volumes together; `volumes` holds names and values of one volume, by its file's name."""
 
-    figures: tuple[Measured, ...] = ()
+    figures: tuple[MetricRow, ...] = ()
     volumes: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
 
 
@@ -65,11 +65,11 @@ def _values(row: dict[str, Any]) -> list[tuple[str, str]]:
     return values
 
 
-def _row(figure: dict[str, Any]) -> Measured:
+def _row(figure: dict[str, Any]) -> MetricRow:
     unit = figure.get("unit")
     unit = f" {unit}" if isinstance(unit, str) and unit else ""
     low, high, count = (_finite(figure.get(key)) for key in ("low", "high", "n"))
-    return Measured(
+    return MetricRow(
         name=str(figure["name"]),
         value=_text(figure.get("value")) + unit,
         interval=f"{_text(low)} to {_text(high)}" if low is not None and high is not None else "",
