@@ -64,7 +64,7 @@ def test_a_choice_is_stored_with_its_evidence_and_sampled_with(capsys, folders, 
     assert code == 0, err
     table = json.loads(out)
     assert table == json.loads((tmp_path / "out" / "steps.json").read_text())
-    assert table["subjects"] == 3 and table["data"] == "cohort 0, subjects 100000 to 100002"
+    assert table["subjects"] == 3 and table["data"] == "simulated cohort, seed 0, subjects 100000 to 100002"
     assert len(table["model_sha256"]) == len(table["segmenter_sha256"]) == 64
     assert [row["name"] for row in table["rows"]][:4] == ["ddpm 4, reference", "ddpm 4, seed 1", "ddim 1", "ddim 2"]
     auto = load(model).config.sampling.auto
@@ -145,7 +145,10 @@ def test_other_subjects_confirm_what_a_search_passed(capsys, folders, tmp_path):
     passed = {row["name"] for row in search["rows"] if row["verdict"] == "not worse"}
     expected = [chosen["name"], *(n for n in (f"ddim {m}{tail}" for m in more) if n in passed)]
     assert [row["name"] for row in table["rows"][2:]] == expected
-    assert table["data"] == "cohort 0, subjects 100003 to 100005" and (search["skip"], table["skip"]) == (0, 3)
+    assert table["data"] == "simulated cohort, seed 0, subjects 100003 to 100005" and (
+        search["skip"],
+        table["skip"],
+    ) == (0, 3)
     digest = hashlib.sha256((tmp_path / "a" / "steps.json").read_bytes()).hexdigest()
     assert (table["confirms"]["sha256"], table["confirms"]["subjects"]) == (digest, 3)
     auto = load(model).config.sampling.auto
@@ -244,7 +247,7 @@ def test_a_lesion_that_the_grid_loses_is_told(folders, tmp_path, caplog):
         labels = np.minimum(np.asanyarray(image.dataobj), 1).astype(np.uint8)
         labels[tuple(np.argwhere(labels == 1)[0])] = 2
         nib.save(nib.Nifti1Image(labels, image.affine), pair.mask)
-    held_out_folders(load(folders[0]), tmp_path / "real", tmp_path / "real" / "derivatives")
+    held_out_folders(load(folders[0]).config.data, tmp_path / "real", tmp_path / "real" / "derivatives")
     assert "tumour" in caplog.text
 
 
@@ -369,12 +372,12 @@ def test_subjects_and_segmenters_of_another_grid_are_refused(capsys, folders, tm
     save(other, tmp_path / "other", card="")
     options = ("--segmenter", folders[1], "-o", tmp_path / "out", "--steps", 2, "--device", "cpu", "-q")
     code, _, err = run(capsys, "steps", tmp_path / "other", "--subjects", folders[2], *options)
-    assert code == 2 and "another size" in err and "segmenter" in err and "pack --model" in err
+    assert code == 2 and "size (" in err and "differs" in err and "segmenter" in err and "pack --model" in err
     network = SegmentConfig(base=4)
     save_segmenter(Segmenter(SegmenterConfig(network=network, data=contract)), tmp_path / "fits", card="")
     fitting = (*options[2:], "--segmenter", tmp_path / "fits")
     code, _, err = run(capsys, "steps", tmp_path / "other", "--subjects", folders[2], *fitting)
-    assert code == 2 and "another size" in err and "subjects.npz" in err
+    assert code == 2 and "size (" in err and "differs" in err and "subjects.npz" in err
     # Packed for the model, they fit.
     packed = ("pack", "--cohort", 1, "--held-out", 2, "--model", tmp_path / "other", "-o", tmp_path / "fit.npz", "-q")
     assert run(capsys, *packed)[0] == 0
@@ -383,7 +386,7 @@ def test_subjects_and_segmenters_of_another_grid_are_refused(capsys, folders, tm
     code, _, err = run(capsys, *packed, "--overwrite", "--size", "16,16,16")
     assert code == 2 and "leave --size" in err
     code, _, err = run(capsys, "steps", tmp_path / "other", "--held-out", 2, *options)
-    assert code == 2 and "another size" in err and "segmenter" in err
+    assert code == 2 and "size (" in err and "differs" in err and "segmenter" in err
 
 
 @pytest.mark.parametrize("steps", ["0", "-1", "few", "1e3", "9" * 30, ""])

@@ -71,7 +71,7 @@ def test_the_cohort_and_more_volumes_than_subjects(capsys, folders, tmp_path):
     assert code == 0, err
     found = json.loads(out)
     assert found == json.loads((tmp_path / "usefulness.json").read_text())
-    assert found["held_out"] == "cohort 0, subjects 100000 to 100001"
+    assert found["held_out"] == "simulated cohort, seed 0, subjects 100000 to 100001"
     assert found["drawing"]["steps"] == 4 and "nothing is stored" in err and "one seed" in err
     code, _, err = run(capsys, "usefulness", folders[0], "-o", tmp_path, *options)
     assert code == 2 and "--overwrite" in err
@@ -149,4 +149,4 @@ def test_a_model_of_another_grid_is_refused(capsys, folders, tmp_path):
     save(other, tmp_path / "other", card="")
     options = ("--subjects", folders[1], "-o", tmp_path / "out", "--device", "cpu", "-q")
     code, _, err = run(capsys, "usefulness", tmp_path / "other", *options)
-    assert code == 2 and "another size" in err and "subjects.npz" in err and err.count("\n") == 1
+    assert code == 2 and "size (" in err and "differs" in err and "subjects.npz" in err and err.count("\n") == 1

@@ -8,8 +8,9 @@ import nibabel as nib
 import numpy as np
 import pytest
 
-from voxtune.data.bids import find_subjects, write_cohort
+from voxtune.data.bids import write_cohort
 from voxtune.data.cohort import subject
+from voxtune.data.pairing import pair_folders
 from voxtune.errors import InputError
 
 SIZE = (16, 18, 20)
@@ -20,6 +21,12 @@ def cohort(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bids") / "cohort"
     write_cohort(folder, 3, 7, SIZE)
     return folder
+
+
+def find_subjects(folder):
+    pairing = pair_folders(folder, folder / "derivatives")
+    pairing.report.raise_errors()
+    return pairing.pairs
 
 
 def contents(folder):
@@ -106,7 +113,3 @@ def test_what_is_not_ours_is_never_removed(tmp_path):
 def test_bad_requests(tmp_path):
     with pytest.raises(InputError, match="one or more"):
         write_cohort(tmp_path / "x", 0, 0, SIZE)
-    with pytest.raises(InputError, match="no such folder"):
-        find_subjects(tmp_path / "gone")
-    with pytest.raises(InputError, match="derivatives"):
-        find_subjects(tmp_path)

@@ -122,10 +122,10 @@ def test_nilearn_itself_is_not_imported():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_only_numpy_is_needed_to_import_the_room():
+def test_only_numpy_and_torch_are_required_to_import_the_package():
     for path in Path(anatomy.__file__).parent.glob("*.py"):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             roots = {name.split(".")[0] for name in names}
-            assert roots <= {*sys.stdlib_module_names, "numpy", "voxtune"}, f"{path.name} imports {roots}"
+            assert roots <= {*sys.stdlib_module_names, "numpy", "torch", "voxtune"}, f"{path.name} imports {roots}"

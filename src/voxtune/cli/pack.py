@@ -29,7 +29,7 @@ def command(
     quiet: QuietOption = False,
 ) -> None:
     """Write subjects, prepared and checked, into one file that `train`, `steps` and `usefulness` take by --subjects."""
-    from voxtune.data.splits import contract_of
+    from voxtune.data.splits import single_image_contract
     from voxtune.data.subjects import open_sources, pack
     from voxtune.errors import InputError
     from voxtune.files import check_room
@@ -41,7 +41,7 @@ def command(
     output = Output(json=json, quiet=quiet)
     train, last, origin = open_sources(
         parse_size(size or "64,64,64"),
-        contract=None if model is None else contract_of(load(model)),
+        contract=None if model is None else single_image_contract(load(model).config.data),
         cohort=cohort,
         seed=seed,
         images=images,

@@ -179,15 +179,15 @@ def _masks(paths: list[Path]) -> list[Path]:
 
 
 def _picture(drawn: Any) -> Path:
-    from voxtune.report.picture import Panel, contact_sheet
+    from voxtune.report.picture import SlicePanel, contact_sheet
 
     # The model's grid has an orientation and a spacing of its own; pictures are in RAS.
     turn = drawn.request.placement.upright
     labels, spacing = turn(drawn.request.labels_DHW)
     images = [turn(image_DHW)[0] for image_DHW in drawn.images_CDHW]
-    panels = [Panel(title="mask", volume_DHW=labels, labels=True, spacing_DHW=spacing)]
+    panels = [SlicePanel(title="mask", volume_DHW=labels, labels=True, spacing_DHW=spacing)]
     panels += [
-        Panel(title=file.name, volume_DHW=image, spacing_DHW=spacing)
+        SlicePanel(title=file.name, volume_DHW=image, spacing_DHW=spacing)
         for file, image in zip(drawn.files, images, strict=True)
     ]
     return contact_sheet(

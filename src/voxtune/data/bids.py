@@ -20,7 +20,7 @@ import numpy as np
 from voxtune.data.cohort import LABELS, TUMOUR, Subject, subject
 from voxtune.data.contract import Shape
 from voxtune.data.nifti import write_volume
-from voxtune.data.pairing import Pair, pair_folders
+from voxtune.data.pairing import Pair
 from voxtune.errors import InputError
 from voxtune.files import write_whole
 
@@ -68,18 +68,6 @@ def write_cohort(
     # Last: a cohort that lists its participants is complete.
     _write_text(folder / "participants.tsv", "\n".join(rows) + "\n")
     return pairs
-
-
-def find_subjects(folder: str | Path) -> list[Pair]:
-    """The T1w images of a BIDS folder with their masks below derivatives/."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder")
-    if not (folder / "derivatives").is_dir():
-        raise InputError(f"{folder}: no derivatives/ folder with masks (*_dseg.nii.gz); is it a BIDS dataset?")
-    pairing = pair_folders(folder, folder / "derivatives")
-    pairing.report.raise_errors()
-    return list(pairing.pairs)
 
 
 def _write_subject(folder: Path, drawn: Subject) -> Pair:

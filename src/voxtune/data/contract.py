@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from voxtune.data.orientation import check_orientation
 from voxtune.errors import InputError
 
 Shape = tuple[int, int, int]
-AXIS_PAIRS = ("RL", "AP", "SI")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +98,6 @@ def check_size(size: Any) -> None:
     """Refuses a grid that is not three positive integers."""
     if len(size) != 3 or not all(isinstance(n, int | np.integer) and n > 0 for n in size):
         raise InputError(f"size {size}: give three positive whole numbers of voxels (D, H, W)")
-
-
-def check_orientation(code: str) -> None:
-    """Refuses an axis code that does not name each of the three directions once."""
-    letters = code if isinstance(code, str) else ""
-    if len(letters) != 3 or any(sum(letter in pair for letter in letters) != 1 for pair in AXIS_PAIRS):
-        raise InputError(f"orientation {code!r}: give one of R or L, A or P, S or I in any order, such as 'RAS'")
 
 
 def _repeated(items: list[Any]) -> list[Any]:

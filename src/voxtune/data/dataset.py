@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from voxtune.data.cohort import FIELD_OF_VIEW, LABELS, cohort_spacing, subject
 from voxtune.data.contract import DataContract, Shape, encode_mask, scale_image
 from voxtune.data.grid import Mode, fit
 from voxtune.data.nifti import Volume, read_labels, read_volume
+from voxtune.data.orientation import reorder
 from voxtune.data.pairing import Pair, pair_folders
 from voxtune.data.preflight import Finding, Report, check_kept, check_mask, check_pair
 from voxtune.errors import InputError
@@ -79,16 +80,6 @@ log = logging.getLogger("voxtune")
 CACHE_BYTES = 2 * 2**30
 # Of a drawn subject: a float32 image and its labels.
 BYTES_A_VOXEL = 5
-
-
-class Subjects(Protocol):
-    """A source of training subjects."""
-
-    contract: DataContract
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
 
 
 class PairedFolders:
@@ -254,9 +245,9 @@ def _on_grid(images: list[Volume], mask: Volume, contract: DataContract, mode: M
 
 def _ras_size(contract: DataContract) -> Shape:
     """The contract's grid as the (D, H, W) of a RAS volume, so that turning it to the contract's axes is exact."""
-    sides = dict(zip(contract.orientation, contract.size[::-1], strict=True))
-    depth, height, width = (next(sides[c] for c in pair if c in sides) for pair in ("SI", "AP", "RL"))
-    return (depth, height, width)
+    (x, y, z), _ = reorder(contract.orientation, "RAS")
+    size_XYZ = contract.size[::-1]
+    return (size_XYZ[z], size_XYZ[y], size_XYZ[x])
 
 
 def _isotropic_spacing(contract: DataContract) -> float:

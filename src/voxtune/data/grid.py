@@ -16,6 +16,7 @@ import numpy as np
 
 from voxtune.data.contract import DataContract, Shape, check_size
 from voxtune.data.nifti import Volume, check_affine
+from voxtune.data.orientation import Axes, Flips, axis_codes, flipped, reorder, reorder_affine
 from voxtune.errors import InputError
 
 Mode = Literal["auto", "pad", "resample"]
@@ -28,8 +29,8 @@ class Placement:
 
     shape: Shape
     size: Shape
-    axes: Shape
-    flips: tuple[bool, bool, bool]
+    axes: Axes
+    flips: Flips
     scale: tuple[float, float, float]
     origin: tuple[float, float, float]
     mode: Literal["pad", "resample"]
@@ -42,7 +43,7 @@ class Placement:
     def apply(self, array_XYZ: np.ndarray, *, label: bool, fill: float = 0) -> np.ndarray:
         """From the source's grid to the model's, (D, H, W): nearest for labels, linear for images."""
         assert array_XYZ.shape == self.shape, f"{array_XYZ.shape} is not the placed grid {self.shape}"
-        turned = array_XYZ.transpose(self.axes)[_flip(self.flips)]
+        turned = flipped(array_XYZ.transpose(self.axes), self.flips)
         coords = [o + s * np.arange(n) for o, s, n in zip(self.origin, self.scale, self.size[::-1], strict=True)]
         return np.ascontiguousarray(_sample(turned, coords, label, fill).transpose(2, 1, 0))
 
@@ -52,14 +53,14 @@ class Placement:
         turned_shape = [self.shape[axis] for axis in self.axes]
         coords = [(np.arange(n) - o) / s for o, s, n in zip(self.origin, self.scale, turned_shape, strict=True)]
         turned = _sample(array_DHW.transpose(2, 1, 0), coords, label, fill)
-        return np.ascontiguousarray(turned[_flip(self.flips)].transpose(np.argsort(self.axes)))
+        return np.ascontiguousarray(flipped(turned, self.flips).transpose(np.argsort(self.axes)))
 
     @property
     def model_affine(self) -> np.ndarray:
         """World coordinates of the model's grid, for (x, y, z) = tensor (W, H, D) indices."""
         step = np.diag([*self.scale, 1.0])
         step[:3, 3] = self.origin
-        return np.array(self.source_affine) @ _turning(self.shape, self.axes, self.flips) @ step
+        return np.array(self.source_affine) @ reorder_affine(self.shape, self.axes, self.flips) @ step
 
     def upright(self, array_DHW: np.ndarray) -> tuple[np.ndarray, tuple[float, float, float]]:
         """An array on the model's grid, in RAS for a picture, and its millimetres a voxel."""
@@ -94,12 +95,13 @@ def fit(
     if volume.array.ndim != 3 or 0 in volume.shape:
         raise InputError(f"{volume.name}: {_by(volume.shape)} is not a 3D volume")
     check_affine(volume.affine, volume.name)
-    axes, flips, source_orientation = _turn(volume.affine, contract.orientation)
+    source_orientation = axis_codes(volume.affine)
+    axes, flips = reorder(source_orientation, contract.orientation)
     wanted = contract.spacing[::-1]
     spacing = tuple(volume.spacing[axis] for axis in axes)
     chosen, reason = _choose(mode, spacing, wanted)
     scale = tuple(w / s if chosen == "resample" else 1.0 for w, s in zip(wanted, spacing, strict=True))
-    turned = volume.array.transpose(axes)[_flip(flips)]
+    turned = flipped(volume.array.transpose(axes), flips)
     boxes = _boxes(turned) if label else None
     origin = []
     for i, (n, k, s) in enumerate(zip(turned.shape, size[::-1], scale, strict=True)):
@@ -108,7 +110,7 @@ def fit(
     return Placement(
         shape=_triple(volume.shape),
         size=_triple(size),
-        axes=_triple(axes),
+        axes=axes,
         flips=flips,
         scale=(scale[0], scale[1], scale[2]),
         origin=(origin[0], origin[1], origin[2]),
@@ -123,9 +125,9 @@ def fit(
 
 def turned(volume: Volume) -> Volume:
     """The same voxels with their axes in RAS; nothing is resampled."""
-    axes, flips, _ = _turn(volume.affine, "RAS")
-    affine = volume.affine @ _turning(_triple(volume.shape), axes, flips)
-    return replace(volume, array=volume.array.transpose(axes)[_flip(flips)], affine=affine)
+    axes, flips = reorder(axis_codes(volume.affine), "RAS")
+    affine = volume.affine @ reorder_affine(volume.shape, axes, flips)
+    return replace(volume, array=flipped(volume.array.transpose(axes), flips), affine=affine)
 
 
 def upright(volume: Volume) -> tuple[np.ndarray, tuple[float, float, float]]:
@@ -180,27 +182,6 @@ def _boxes(array: np.ndarray) -> list[tuple[int, int]] | None:
     return boxes
 
 
-def _turn(affine: np.ndarray, orientation: str) -> tuple[Shape, tuple[bool, bool, bool], str]:
-    """For each axis of `orientation` the source axis and whether it runs the other way; and the source's own code."""
-    from nibabel import orientations
-
-    source = orientations.io_orientation(affine)
-    change = orientations.ornt_transform(source, orientations.axcodes2ornt(tuple(orientation)))
-    axes = np.argsort(change[:, 0]).astype(int)
-    flips = tuple(bool(change[axis, 1] < 0) for axis in axes)
-    return _triple(axes), (flips[0], flips[1], flips[2]), "".join(orientations.ornt2axcodes(source))
-
-
-def _turning(shape: Shape, axes: Shape, flips: tuple[bool, bool, bool]) -> np.ndarray:
-    """From voxels of the turned array to those of the source."""
-    turn = np.zeros((4, 4))
-    turn[3, 3] = 1
-    for new, (old, flip) in enumerate(zip(axes, flips, strict=True)):
-        turn[old, new] = -1 if flip else 1
-        turn[old, 3] = shape[old] - 1 if flip else 0
-    return turn
-
-
 def _sample(array: np.ndarray, coords: list[np.ndarray], label: bool, fill: float) -> np.ndarray:
     """`array` at the product of per-axis coordinates; `fill` beyond the outer faces of the edge voxels."""
     result = array if label else array.astype(np.float32)
@@ -232,10 +213,6 @@ def _linear(array: np.ndarray, at: np.ndarray, axis: int) -> np.ndarray:
         return array.take(low, axis=axis)
     weight = weight.reshape([-1 if a == axis else 1 for a in range(3)])
     return array.take(low, axis=axis) * (1 - weight) + array.take(np.minimum(low + 1, n - 1), axis=axis) * weight
-
-
-def _flip(flips: tuple[bool, bool, bool]) -> tuple[slice, ...]:
-    return tuple(slice(None, None, -1) if flip else slice(None) for flip in flips)
 
 
 def _triple(values: Any) -> Shape:

@@ -54,8 +54,8 @@ class Report:
         if self.errors:
             raise InputError("; ".join(f.message for f in self.errors))
 
-    def tell(self, warn: Callable[[str], None] = log.warning) -> None:
-        """Raises the errors; else tells the warnings, the first of many."""
+    def raise_or_warn(self, warn: Callable[[str], None] = log.warning) -> None:
+        """Raises the errors; without errors, passes the first warnings to `warn` and counts the rest."""
         self.raise_errors()
         for finding in self.warnings[:SHOWN_WARNINGS]:
             warn(finding.message)

@@ -1,4 +1,4 @@
-"""Subjects that nothing learned from, on a model's own grid: of the embedded cohort, of folders, or of one packed file."""
+"""Training and held-out subjects in memory, on a model's grid: from the cohort, from folders or from a packed file."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from voxtune.data.contract import DataContract
 from voxtune.data.subjects import Packed, Shifted, classes_of, encoded, unpack
 from voxtune.errors import InputError
 
+# One subject in this many is held out of folders by default.
+HELD_OUT_ONE_IN = 10
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeldOut:
-    """`images_NDHW` in [-1, 1]; `classes_NDHW` are 0 for background, else 1 + the label's channel."""
+    """Held-out subjects: `images_NDHW` in [-1, 1]; `classes_NDHW` are 0 for background, else 1 + the label's channel."""
 
     contract: DataContract
     images_NDHW: Tensor
@@ -35,108 +38,13 @@ class HeldOut:
         return HeldOut(contract=self.contract, images_NDHW=images, classes_NDHW=classes, origin=self.origin)
 
     def condition(self, numbers: list[int]) -> Tensor:
-        """The masks of these subjects as the model takes them, (N, L, D, H, W)."""
+        """The masks of these subjects as the model's condition, (N, L, D, H, W)."""
         return condition_of(self.classes_NDHW[numbers], self.contract)
-
-
-def condition_of(classes_NDHW: Tensor, contract: DataContract) -> Tensor:
-    """Classes as the model takes a mask, (N, L, D, H, W)."""
-    return encoded(classes_NDHW, range(1, 1 + len(contract.labels)), contract)
-
-
-def held_out_cohort(model: Any, count: int, seed: int = 0, *, skip: int = 0) -> HeldOut:
-    """Subjects 100000, 100001, ... of the embedded cohort, each with a lesion; without the first `skip` of them."""
-    from voxtune.data.dataset import CohortSource
-
-    if count < 2:
-        raise InputError(f"--held-out {count}: at least 2 subjects are needed, and 64 for a result")
-    contract = contract_of(model)
-    first = HELD_OUT + skip
-    source = Shifted(CohortSource(contract, seed, first + count, healthy_fraction=0.0), first, count)
-    return gathered(source, contract, f"cohort {seed}, subjects {first} to {first + count - 1}")
-
-
-def held_out_folders(model: Any, real: Path, masks: Path, *, skip: int = 0) -> HeldOut:
-    """Real volumes and their masks, paired by name; without the first `skip` of them."""
-    from voxtune.data.dataset import PairedFolders
-
-    contract = contract_of(model)
-    source = PairedFolders(contract, real, masks)
-    source.check().tell()
-    left = Shifted(source, skip, max(0, len(source) - skip))
-    return gathered(left, contract, f"{len(left)} subjects of the folder {real.name}{_after(skip)}")
-
-
-def held_out_packed(model: Any, path: Path, count: int | None = None, *, skip: int = 0) -> HeldOut:
-    """The held-out subjects of a file that `voxtune pack` wrote; without the first `skip` of them."""
-    contract = contract_of(model)
-    _, source = unpack(path)
-    left = source.part(skip, len(source))
-    check_packed(path, left, contract, count)
-    left = left.part(0, len(left) if count is None else count)
-    return gathered(left, contract, f"{len(left)} packed subjects{_after(skip)}")
-
-
-def _after(skip: int) -> str:
-    return f", after the first {skip}" if skip else ""
-
-
-def check_packed(path: Path, held_out: Packed, contract: DataContract, count: int | None) -> None:
-    """Raises where packed subjects are not on the model's grid, or fewer than `count` are held out."""
-    difference = unlike(held_out.contract, contract)
-    if difference:
-        raise InputError(f"{path}: {difference} than the model's; pack them for this model, with pack --model")
-    if count is not None and count < 2:
-        raise InputError(f"--held-out {count}: at least 2 subjects are needed, and 64 for a result")
-    if count is not None and count > len(held_out):
-        raise InputError(f"{path}: holds {len(held_out)} held-out subjects, {count} were asked for")
-
-
-def contract_of(model: Any) -> DataContract:
-    contract = model.config.data
-    if contract is None or len(contract.images) != 1:
-        found = "no label contract" if contract is None else f"{len(contract.images)} images"
-        raise InputError(f"this model has {found}: this is measured for models that draw one image from a mask")
-    return contract
-
-
-def unlike(found: DataContract, wanted: DataContract) -> str | None:
-    """How two contracts differ in what matters here."""
-    if found.size != wanted.size:
-        return f"another size, {found.size} rather than {wanted.size},"
-    if not all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(found.spacing, wanted.spacing, strict=True)):
-        return f"another spacing, {found.spacing} rather than {wanted.spacing},"
-    if found.orientation != wanted.orientation:
-        return f"another orientation, {found.orientation} rather than {wanted.orientation},"
-    if found.values != wanted.values or len(found.images) != len(wanted.images):
-        return f"other labels or images, {found.describe_labels()} rather than {wanted.describe_labels()},"
-    return None
-
-
-def gathered(source: Any, contract: DataContract, origin: str) -> HeldOut:
-    """All subjects of a source in memory."""
-    if len(source) < 2:
-        raise InputError(f"{origin}: at least 2 subjects are needed, and 64 for a result")
-    images, classes = [], []
-    for number in range(len(source)):
-        image_CDHW, cond_LDHW = source[number]
-        images.append(image_CDHW[0])
-        classes.append(classes_of(cond_LDHW))
-    return HeldOut(
-        contract=contract,
-        images_NDHW=torch.from_numpy(np.stack(images)),
-        classes_NDHW=torch.from_numpy(np.stack(classes)),
-        origin=origin,
-    )
-
-
-# Of folders, one subject in so many is held out.
-ONE_IN = 10
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Volumes:
-    """What a segmenter learns from: `images_NDHW` in [-1, 1], and the class of each voxel as in `HeldOut`."""
+    """Training data of a segmenter: `images_NDHW` in [-1, 1] and the class of each voxel as in `HeldOut`."""
 
     contract: DataContract
     images_NDHW: Tensor
@@ -146,7 +54,7 @@ class Volumes:
         return len(self.images_NDHW)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(image (1, D, H, W), condition (L, D, H, W)), as every source gives them."""
+        """(image (1, D, H, W), condition (L, D, H, W)), as every `Source`."""
         return self.images_NDHW[index][None].numpy(), self.condition([index])[0].numpy()
 
     def __add__(self, other: Volumes) -> Volumes:
@@ -166,54 +74,149 @@ class Volumes:
         return images, condition_of(masks, self.contract)
 
     def condition(self, numbers: list[int]) -> Tensor:
-        """The masks of these subjects as the model takes them, (N, L, D, H, W)."""
+        """The masks of these subjects as the model's condition, (N, L, D, H, W)."""
         return condition_of(self.classes_NDHW[numbers], self.contract)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Split:
-    """`origin` says in words what is learned from; `held_out.origin`, what is not."""
+    """Training and held-out subjects. `origin` describes the training subjects, `held_out.origin` the others."""
 
     learn: Volumes
     held_out: HeldOut
     origin: str
 
 
-def split_packed(model: Any, path: Path, count: int, held_out: int | None = None) -> Split:
-    """At most `count` subjects to learn from, and the held-out ones, of a file that `voxtune pack` wrote."""
-    contract = contract_of(model)
-    learn, unseen = unpack(path)
-    check_packed(path, unseen, contract, held_out)
-    unseen = unseen.part(0, len(unseen) if held_out is None else held_out)
-    test = gathered(unseen, contract, f"{len(unseen)} packed subjects")
-    words = f"packed subjects ({learn.origin})" if learn.origin else "packed subjects"
-    return _split(learn.part(0, min(count, len(learn))), test, contract, words)
+def condition_of(classes_NDHW: Tensor, contract: DataContract) -> Tensor:
+    """Classes as the model's condition, (N, L, D, H, W)."""
+    return encoded(classes_NDHW, range(1, 1 + len(contract.labels)), contract)
 
 
-def split_cohort(model: Any, count: int, held_out: int, seed: int = 0) -> Split:
-    """Subjects 0, 1, ... of the embedded cohort to learn from; 100000, 100001, ... are held out."""
+def single_image_contract(contract: DataContract | None) -> DataContract:
+    """Returns a model's contract; raises InputError unless the model generates one image from a mask."""
+    if contract is None or len(contract.images) != 1:
+        problem = "no label contract" if contract is None else f"{len(contract.images)} images"
+        raise InputError(
+            f"this model has {problem}; this command requires a model that generates one image from a mask"
+        )
+    return contract
+
+
+def held_out_cohort(contract: DataContract, count: int, seed: int = 0, *, skip: int = 0) -> HeldOut:
+    """Simulated subjects 100000, 100001, ... of the cohort, each with a lesion; the first `skip` are left out."""
     from voxtune.data.dataset import CohortSource
 
-    contract = contract_of(model)
-    test = held_out_cohort(model, held_out, seed)
-    return _split(CohortSource(contract, seed, count), test, contract, f"subjects of the embedded cohort, seed {seed}")
+    _check_count(count, f"--held-out {count}")
+    first = HELD_OUT + skip
+    source = Shifted(CohortSource(contract, seed, first + count, healthy_fraction=0.0), first, count)
+    return gather(source, contract, f"simulated cohort, seed {seed}, subjects {first} to {first + count - 1}")
 
 
-def split_folders(model: Any, real: Path, masks: Path, count: int, held_out: int | None = None) -> Split:
-    """Volumes and masks paired by name; the last of them are held out, by default one in ten."""
+def held_out_folders(contract: DataContract, images: Path, masks: Path, *, skip: int = 0) -> HeldOut:
+    """A user's images and masks, paired by name; the first `skip` subjects are left out."""
+    source = _folders(contract, images, masks)
+    rest = Shifted(source, skip, max(0, len(source) - skip))
+    return gather(rest, contract, f"{len(rest)} subjects of the folder {images.name}{_after(skip)}")
+
+
+def held_out_packed(contract: DataContract, path: Path, count: int | None = None, *, skip: int = 0) -> HeldOut:
+    """The held-out subjects of a file written by `voxtune pack`; the first `skip` are left out."""
+    _, source = unpack(path)
+    rest = source.part(skip, len(source))
+    check_packed(path, rest, contract, count)
+    rest = rest.part(0, len(rest) if count is None else count)
+    return gather(rest, contract, f"{len(rest)} packed subjects{_after(skip)}")
+
+
+def split_cohort(contract: DataContract, count: int, held_out: int, seed: int = 0) -> Split:
+    """Simulated subjects 0, 1, ... of the cohort for training; 100000, 100001, ... are held out."""
+    from voxtune.data.dataset import CohortSource
+
+    test = held_out_cohort(contract, held_out, seed)
+    return _split(CohortSource(contract, seed, count), test, contract, f"simulated subjects of the cohort, seed {seed}")
+
+
+def split_folders(contract: DataContract, images: Path, masks: Path, count: int, held_out: int | None = None) -> Split:
+    """A user's images and masks, paired by name; the last are held out, by default one in ten."""
+    source = _folders(contract, images, masks)
+    n_train = len(source) - (max(2, len(source) // HELD_OUT_ONE_IN) if held_out is None else held_out)
+    if n_train < 2:
+        raise InputError(f"{images}: {len(source)} subjects are too few to train on some and hold out others")
+    test = gather(Shifted(source, n_train, len(source) - n_train), contract, f"the last of the folder {images.name}")
+    return _split(Shifted(source, 0, min(count, n_train)), test, contract, f"subjects of the folder {images.name}")
+
+
+def split_packed(contract: DataContract, path: Path, count: int, held_out: int | None = None) -> Split:
+    """At most `count` training subjects, and the held-out ones, of a file written by `voxtune pack`."""
+    train, rest = unpack(path)
+    check_packed(path, rest, contract, held_out)
+    rest = rest.part(0, len(rest) if held_out is None else held_out)
+    test = gather(rest, contract, f"{len(rest)} packed subjects")
+    origin = f"packed subjects ({train.origin})" if train.origin else "packed subjects"
+    return _split(train.part(0, min(count, len(train))), test, contract, origin)
+
+
+def check_packed(path: Path, held_out: Packed, contract: DataContract, count: int | None) -> None:
+    """Raises InputError where packed subjects are not on the model's grid, or fewer than `count` are held out."""
+    difference = contract_difference(held_out.contract, contract)
+    if difference:
+        raise InputError(f"{path}: {difference}; pack subjects for this model with voxtune pack --model")
+    if count is None:
+        return
+    _check_count(count, f"--held-out {count}")
+    if count > len(held_out):
+        raise InputError(f"--held-out {count}: {path} has only {len(held_out)} held-out subjects")
+
+
+def contract_difference(contract: DataContract, model: DataContract) -> str | None:
+    """How the grid or the labels of `contract` differ from the model's; None where they are equal."""
+    if contract.size != model.size:
+        return f"size {contract.size} differs from the model's {model.size}"
+    if not all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(contract.spacing, model.spacing, strict=True)):
+        return f"voxel spacing {contract.spacing} mm differs from the model's {model.spacing}"
+    if contract.orientation != model.orientation:
+        return f"orientation {contract.orientation} differs from the model's {model.orientation}"
+    if contract.values != model.values:
+        return f"labels {contract.describe_labels()} differ from the model's {model.describe_labels()}"
+    if len(contract.images) != len(model.images):
+        return f"images {', '.join(contract.images)} differ from the model's {', '.join(model.images)}"
+    return None
+
+
+def gather(source: Any, contract: DataContract, origin: str) -> HeldOut:
+    """Reads all subjects of a source into memory."""
+    _check_count(len(source), origin)
+    images, classes = [], []
+    for number in range(len(source)):
+        image_CDHW, cond_LDHW = source[number]
+        images.append(image_CDHW[0])
+        classes.append(classes_of(cond_LDHW))
+    return HeldOut(
+        contract=contract,
+        images_NDHW=torch.from_numpy(np.stack(images)),
+        classes_NDHW=torch.from_numpy(np.stack(classes)),
+        origin=origin,
+    )
+
+
+def _folders(contract: DataContract, images: Path, masks: Path) -> Any:
     from voxtune.data.dataset import PairedFolders
 
-    contract = contract_of(model)
-    source = PairedFolders(contract, real, masks)
-    source.check().tell()
-    kept = len(source) - (max(2, len(source) // ONE_IN) if held_out is None else held_out)
-    if kept < 2:
-        raise InputError(f"{real}: {len(source)} subjects, too few to learn from some and hold others out")
-    test = gathered(Shifted(source, kept, len(source) - kept), contract, f"the last of the folder {real.name}")
-    return _split(Shifted(source, 0, min(count, kept)), test, contract, f"subjects of the folder {real.name}")
+    source = PairedFolders(contract, images, masks)
+    source.check().raise_or_warn()
+    return source
 
 
-def _split(source: Any, held_out: HeldOut, contract: DataContract, words: str) -> Split:
-    found = gathered(source, contract, words)
-    learn = Volumes(contract=contract, images_NDHW=found.images_NDHW, classes_NDHW=found.classes_NDHW)
-    return Split(learn=learn, held_out=held_out, origin=f"{len(learn)} {words}")
+def _split(source: Any, held_out: HeldOut, contract: DataContract, origin: str) -> Split:
+    train = gather(source, contract, origin)
+    learn = Volumes(contract=contract, images_NDHW=train.images_NDHW, classes_NDHW=train.classes_NDHW)
+    return Split(learn=learn, held_out=held_out, origin=f"{len(learn)} {origin}")
+
+
+def _check_count(count: int, where: str) -> None:
+    if count < 2:
+        raise InputError(f"{where}: at least 2 subjects are required, 64 or more for a reliable result")
+
+
+def _after(skip: int) -> str:
+    return f", after the first {skip}" if skip else ""

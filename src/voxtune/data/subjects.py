@@ -118,7 +118,7 @@ def folder_sources(
     from voxtune.data.dataset import PairedFolders
 
     source = PairedFolders(contract, images, masks)
-    source.check().tell()
+    source.check().raise_or_warn()
     if len(source) < 2:
         raise InputError(f"{images}: one subject; bring more, one in ten is held out to measure")
     kept = len(source) - (max(1, len(source) // 10) if held_out is None else held_out)

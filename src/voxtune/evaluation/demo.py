@@ -15,7 +15,7 @@ from voxtune.errors import InputError
 from voxtune.evaluation.describe import find_sets
 from voxtune.evaluation.evaluate import evaluate, write_result
 from voxtune.quality.result import Evaluation
-from voxtune.report.picture import Panel, contact_sheet
+from voxtune.report.picture import SlicePanel, contact_sheet
 from voxtune.report.view import view_page
 from voxtune.runtime.generate import Drawn, generate, mask_contract, prepare
 from voxtune.runtime.model import Model
@@ -101,10 +101,10 @@ def demonstrate(
     drawn = _draw(fast, how, folder, shown, voice, seed, provenance(path, model))
     shown.seconds["drawing"] = clock.lap()
     panels = [
-        Panel(title="mask", volume_DHW=person.labels_DHW, labels=True),
-        Panel(title="real", volume_DHW=person.image_DHW),
+        SlicePanel(title="mask", volume_DHW=person.labels_DHW, labels=True),
+        SlicePanel(title="real", volume_DHW=person.image_DHW),
         # The cohort is in RAS; a model's grid has an orientation of its own.
-        Panel(title="synthetic", volume_DHW=drawn.request.placement.upright(drawn.images_CDHW[0])[0]),
+        SlicePanel(title="synthetic", volume_DHW=drawn.request.placement.upright(drawn.images_CDHW[0])[0]),
     ]
     shown.files["picture"] = contact_sheet(panels, folder / "picture.png", around=person.labels_DHW)
     _tell(_measured(folder, model), folder, shown, voice)

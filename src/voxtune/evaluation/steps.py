@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from voxtune.config import from_mapping
+from voxtune.data.contract import DataContract
 from voxtune.data.splits import (
     HeldOut,
-    contract_of,
     held_out_cohort,
     held_out_folders,
     held_out_packed,
+    single_image_contract,
 )
 from voxtune.errors import InputError
 from voxtune.evaluation.step_search import TableOptions, confirm_table, numerics_table, step_table
@@ -171,12 +172,13 @@ def run(request: Request, say: Say) -> Table:
     numbers, caches = numbers_of(request.steps), caches_of(request.cache)
     model = load(request.model, device=request.device)
     segmenter = _segmenter(request.segmenter)
-    check_segmenter(segmenter, contract_of(model))
+    contract = single_image_contract(model.config.data)
+    check_segmenter(segmenter, contract)
     about: dict[str, Any] = {"model_sha256": weights_sha256(request.model), "plan": request.plan}
     earlier = None if request.confirm is None else read_earlier(request.confirm, model, about["model_sha256"])
     seen = 0 if earlier is None else earlier.seen
     skip = seen if request.skip is None else request.skip
-    subjects = _subjects(request, model, skip)
+    subjects = _subjects(request, contract, skip)
     about |= {"skip": skip} | ({} if earlier is None else {"confirms": earlier.to_json()})
 
     def traced(table: Table) -> Table:
@@ -291,12 +293,12 @@ def _segmenter(path: Path | None) -> Segmenter:
     return load_segmenter(chosen)
 
 
-def _subjects(request: Request, model: Model, skip: int) -> HeldOut:
+def _subjects(request: Request, contract: DataContract, skip: int) -> HeldOut:
     if request.subjects is not None:
-        return held_out_packed(model, request.subjects, request.held_out, skip=skip)
+        return held_out_packed(contract, request.subjects, request.held_out, skip=skip)
     if request.real is not None and request.masks is not None:
-        return held_out_folders(model, request.real, request.masks, skip=skip)
-    return held_out_cohort(model, HELD_OUT if request.held_out is None else request.held_out, skip=skip)
+        return held_out_folders(contract, request.real, request.masks, skip=skip)
+    return held_out_cohort(contract, HELD_OUT if request.held_out is None else request.held_out, skip=skip)
 
 
 def _one(values: Sequence[Any] | None, option: str) -> Any:

@@ -13,7 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from voxtune.data.splits import HeldOut, Split, Volumes, split_cohort, split_folders, split_packed
+from voxtune.data.splits import (
+    HeldOut,
+    Split,
+    Volumes,
+    single_image_contract,
+    split_cohort,
+    split_folders,
+    split_packed,
+)
 from voxtune.diffusion.schedule import Spacing
 from voxtune.errors import InputError
 from voxtune.evaluation.bench import unit
@@ -255,12 +263,13 @@ def write(result: Usefulness, path: Path, title: str) -> None:
 
 
 def _split(request: Request, model: Model) -> Split:
+    contract = single_image_contract(model.config.data)
     if request.subjects is not None:
-        return split_packed(model, request.subjects, request.volumes, request.held_out)
+        return split_packed(contract, request.subjects, request.volumes, request.held_out)
     if request.real is not None and request.masks is not None:
-        return split_folders(model, request.real, request.masks, request.volumes, request.held_out)
+        return split_folders(contract, request.real, request.masks, request.volumes, request.held_out)
     held_out = HELD_OUT if request.held_out is None else request.held_out
-    return split_cohort(model, request.volumes, held_out)
+    return split_cohort(contract, request.volumes, held_out)
 
 
 def _checked(subjects: Split, request: Request) -> Split:

@@ -12,7 +12,7 @@ from voxtune.data.grid import turned, upright
 from voxtune.data.nifti import Volume, read_labels, read_volume
 from voxtune.data.preflight import check_pair
 from voxtune.report.embedding import finite
-from voxtune.report.picture import Panel, gallery
+from voxtune.report.picture import SlicePanel, gallery
 from voxtune.report.view import case_name
 
 # More columns than these are too small to see.
@@ -20,7 +20,7 @@ MOST = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sheet:
+class ContactSheet:
     """What was written: the cases by name, and what its reader should know."""
 
     path: Path
@@ -35,7 +35,7 @@ def case_sheet(
     real: str | Path | None = None,
     masks: str | Path | None = None,
     limit: int | None = None,
-) -> Sheet:
+) -> ContactSheet:
     """Writes the PNG of the volumes below `folder`, found as `voxtune view` finds them; the first twelve at most.
 
     A mask or real volume on another grid than its volume is left out, with a warning.
@@ -48,10 +48,10 @@ def case_sheet(
     what = "synthetic" if found.drawn else "volume"
     cases = [_panels(case, what, warnings) for case in shown]
     names = tuple(case_name(case) for case in shown)
-    return Sheet(path=gallery(cases, names, Path(output)), cases=names, warnings=tuple(dict.fromkeys(warnings)))
+    return ContactSheet(path=gallery(cases, names, Path(output)), cases=names, warnings=tuple(dict.fromkeys(warnings)))
 
 
-def _panels(case: Case, what: str, warnings: list[str]) -> list[Panel]:
+def _panels(case: Case, what: str, warnings: list[str]) -> list[SlicePanel]:
     volume = _image(case.volume, warnings)
     mask = None if case.mask is None else _on_its_grid(read_labels(case.mask), volume, warnings)
     real = None if case.real is None else _on_its_grid(_image(case.real, warnings), volume, warnings)
@@ -76,11 +76,11 @@ def _on_its_grid(partner: Volume, volume: Volume, warnings: list[str]) -> Volume
     return None
 
 
-def _panel(title: str, volume: Volume, *, labels: bool = False) -> Panel:
+def _panel(title: str, volume: Volume, *, labels: bool = False) -> SlicePanel:
     """Turned to RAS; an image to [0, 1] by its extremes."""
     array_DHW, spacing_DHW = upright(volume)
     if not labels:
         array_DHW = array_DHW.astype(np.float64)
         low, high = float(array_DHW.min()), float(array_DHW.max())
         array_DHW = (array_DHW - low) / (high - low) if high > low else np.zeros(array_DHW.shape)
-    return Panel(title=title, volume_DHW=array_DHW, labels=labels, spacing_DHW=spacing_DHW)
+    return SlicePanel(title=title, volume_DHW=array_DHW, labels=labels, spacing_DHW=spacing_DHW)

@@ -15,6 +15,7 @@ import numpy as np
 
 from voxtune.data.cases import Legend
 from voxtune.data.nifti import Volume, read_labels, read_volume, volume_bytes
+from voxtune.data.orientation import axis_codes
 from voxtune.errors import InputError
 from voxtune.report.picture import label_colour
 
@@ -116,8 +117,5 @@ def _focus(mask: Volume) -> list[float] | None:
 
 
 def _grid(volume: Volume) -> str:
-    import nibabel as nib
-
-    axes = "".join(a or "?" for a in nib.aff2axcodes(volume.affine))
     sides = " × ".join(str(n) for n in volume.shape)
-    return f"{sides} voxels, {' × '.join(f'{s:.4g}' for s in volume.spacing)} mm, {axes}"
+    return f"{sides} voxels, {' × '.join(f'{s:.4g}' for s in volume.spacing)} mm, {axis_codes(volume.affine)}"

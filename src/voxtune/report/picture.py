@@ -20,7 +20,7 @@ INK = (235, 235, 235)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Panel:
+class SlicePanel:
     """A column of the picture: an image in [0, 1], or with `labels` a label map; in RAS."""
 
     title: str
@@ -40,7 +40,7 @@ def label_colour(value: int) -> str:
     return "#" + "".join(f"{c:02x}" for c in channels)
 
 
-def contact_sheet(panels: Sequence[Panel], path: Path, *, around: np.ndarray, side: int = 256) -> Path:
+def contact_sheet(panels: Sequence[SlicePanel], path: Path, *, around: np.ndarray, side: int = 256) -> Path:
     """Draws each panel's axial, coronal and sagittal slice (superior and anterior up) through the middle of `around`'s
     highest label, and writes the PNG."""
     centre = _centre(around)
@@ -53,7 +53,7 @@ def contact_sheet(panels: Sequence[Panel], path: Path, *, around: np.ndarray, si
     return _save(sheet, path)
 
 
-def gallery(cases: Sequence[Sequence[Panel]], names: Sequence[str], path: Path, *, side: int = 150) -> Path:
+def gallery(cases: Sequence[Sequence[SlicePanel]], names: Sequence[str], path: Path, *, side: int = 150) -> Path:
     """One column a case, one row a panel and view; the cases with the most panels name the first rows.
 
     Slices go through the middle of a case's label map's highest label.
@@ -87,7 +87,7 @@ def _paper(width: int, height: int) -> tuple[Any, Any]:
 
 
 def _place(
-    sheet: Any, panel: Panel, view: str, centre: tuple[int, int, int], corner: tuple[int, int], side: int
+    sheet: Any, panel: SlicePanel, view: str, centre: tuple[int, int, int], corner: tuple[int, int], side: int
 ) -> None:
     """A slice, as large as fits a square of `side`, in its middle."""
     from PIL import Image

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from voxtune.config import from_mapping, to_mapping
 from voxtune.data.contract import DataContract
-from voxtune.data.splits import unlike
+from voxtune.data.splits import contract_difference
 from voxtune.errors import InputError
 from voxtune.files import reporting_os_errors, write_whole
 from voxtune.runtime.storage import CARD, CONFIG, WEIGHTS, check_state, read_json, read_safetensors, write_safetensors
@@ -147,10 +147,9 @@ def save_segmenter(segmenter: Segmenter, folder: str | Path, *, card: str) -> Pa
 
 def check_segmenter(segmenter: Segmenter, contract: DataContract) -> None:
     """Raises where the segmenter cannot label this model's volumes as they are."""
-    difference = unlike(segmenter.config.data, contract)
+    difference = contract_difference(segmenter.config.data, contract)
     if difference:
         raise InputError(
-            f"segmenter {segmenter.path}: {difference} than the model's; train one for it, from "
-            "subjects packed for it (voxtune pack --model MODEL, voxtune train --workload segment --subjects), and give it "
-            "with --segmenter"
+            f"segmenter {segmenter.path}: {difference}; train one on subjects packed for this model (voxtune pack --model "
+            "MODEL, voxtune train --workload segment --subjects) and pass it with --segmenter"
         )

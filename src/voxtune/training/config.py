@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from voxtune.config import from_mapping, to_mapping
 from voxtune.data.cohort import HELD_OUT
-from voxtune.data.contract import Label, check_orientation
+from voxtune.data.contract import Label
+from voxtune.data.orientation import check_orientation
 from voxtune.diffusion.noise import check_seed
 from voxtune.errors import InputError
 from voxtune.files import reporting_os_errors

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from voxtune.config import from_mapping
 from voxtune.data.contract import DataContract
-from voxtune.data.splits import unlike
+from voxtune.data.splits import contract_difference
 from voxtune.data.subjects import Compact, Packed, Source, unpack
 from voxtune.diffusion.noise import check_seed, normal_batch, philox
 from voxtune.errors import InputError
@@ -171,7 +171,7 @@ def open_source(config: TrainConfig, model: ModelConfig, warn: Warn, *, check: b
         )
     source = PairedFolders(contract, data.images, data.masks, mode=data.fit)
     if check:
-        source.check().tell(warn)
+        source.check().raise_or_warn(warn)
     return source
 
 
@@ -240,13 +240,13 @@ def packed_contract(path: str | Path) -> DataContract:
 
 
 def _check_contract(path: str | Path, found: DataContract, wanted: DataContract) -> None:
-    difference = unlike(found, wanted)
+    difference = contract_difference(found, wanted)
     if difference is None and [name.lower() for name in found.images] != [name.lower() for name in wanted.images]:
-        difference = f"other images, {', '.join(found.images)} rather than {', '.join(wanted.images)},"
+        difference = f"images {', '.join(found.images)} differ from the model's {', '.join(wanted.images)}"
     if difference is None and found.scaling != wanted.scaling:
-        difference = f"another scaling, by {found.scaling} rather than by {wanted.scaling},"
+        difference = f"scaling by {found.scaling} differs from the model's, by {wanted.scaling}"
     if difference is not None:
         raise InputError(
-            f"{path}: its subjects have {difference} than the model's; pack subjects for this model, or leave size, "
-            "spacing, labels and the like to the file"
+            f"{path}: {difference}; pack subjects for this model, or do not set size, spacing, labels or other settings "
+            "that the file already holds"
         )

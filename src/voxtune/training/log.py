@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from voxtune.data.contract import AXIS_PAIRS, DataContract
+from voxtune.data.contract import DataContract
+from voxtune.data.orientation import flipped, reorder
 from voxtune.data.pixels import sheet, to_pixels
 from voxtune.files import replacing
 
@@ -124,8 +125,9 @@ def sample_picture(
         columns.insert(0, _coloured(cond))
     spacing = (1.0, 1.0, 1.0)
     if contract is not None:
-        axes, flips = _turn(contract.orientation)
-        columns = [c.transpose(*axes, 3)[flips] for c in columns]
+        # The axes of a tensor are those of the file in reverse order.
+        axes, flips = reorder(contract.orientation[::-1], "SAR")
+        columns = [flipped(c.transpose(*axes, 3), flips) for c in columns]
         spacing = (contract.spacing[axes[0]], contract.spacing[axes[1]], contract.spacing[axes[2]])
     planes = [[_slice(c, axis, spacing) for c in columns] for axis in range(3)]
     side = max(max(cell.shape[:2]) for row in planes for cell in row)
@@ -145,15 +147,6 @@ def _coloured(cond: np.ndarray) -> np.ndarray:
     for channel, present in enumerate(cond > 0):
         pixels[present] = PALETTE[1 + channel % (len(PALETTE) - 1)]
     return pixels
-
-
-def _turn(orientation: str) -> tuple[list[int], tuple[slice, ...]]:
-    """Of D, H, W in RAS: the tensor's axis, and which way to read it. Training needs no nibabel for its pictures."""
-    letters, pairs = orientation[::-1], AXIS_PAIRS[::-1]
-    axes = [next(i for i, letter in enumerate(letters) if letter in pair) for pair in pairs]
-    return axes, tuple(
-        slice(None, None, 1 if letters[i] == pair[0] else -1) for i, pair in zip(axes, pairs, strict=True)
-    )
 
 
 def _slice(volume: np.ndarray, axis: int, spacing: tuple[float, float, float]) -> np.ndarray:
