@@ -29,7 +29,7 @@ import torch
 from results_file import RESULTS, row, write
 from torch import Tensor
 
-from voxtune.data.contract import WHOLE_HEAD, encode_mask, unscale_image
+from voxtune.data.contract import encode_mask, unscale_image
 from voxtune.precision import tf32_allowed
 from voxtune.runtime.model import Model
 from voxtune.runtime.planned import optimize, tuning_target
@@ -78,6 +78,9 @@ class Bench:
     def __init__(self, asked: argparse.Namespace):
         self.asked, self.device = asked, torch.device(asked.device)
         self.model = tuning_target("med-ddpm", asked.device)
+        contract = self.model.config.data
+        assert contract is not None
+        self.contract = contract
         self.labels_DHW = head_mask(asked.size)
         self.published: Way = {"sampler": "ddpm", "steps": asked.published_steps}
         self.default, self.default_from = default_way(asked)
@@ -92,7 +95,7 @@ class Bench:
         }
 
     def condition(self, count: int) -> Tensor:
-        return torch.from_numpy(np.stack([encode_mask(self.labels_DHW, WHOLE_HEAD)] * count))
+        return torch.from_numpy(np.stack([encode_mask(self.labels_DHW, self.contract)] * count))
 
     def draw(self, model: Model, way: Way, numbers: list[int], *, tf32: bool | None = False) -> Callable[[], Tensor]:
         """A sampling to be timed; `tf32` None leaves the flags to the plan."""
@@ -166,7 +169,7 @@ class Bench:
         times = []
         for _ in range(5):
             began = time.perf_counter()
-            encode_mask(self.labels_DHW, WHOLE_HEAD)
+            encode_mask(self.labels_DHW, self.contract)
             times.append((time.perf_counter() - began) * 1e3)
         return round(statistics.median(times), 2)
 
@@ -239,14 +242,14 @@ from pathlib import Path
 import numpy as np
 import torch
 import voxtune
-from voxtune.data.contract import WHOLE_HEAD, encode_mask, unscale_image
+from voxtune.data.contract import encode_mask, unscale_image
 from voxtune.plan.run import peak_reserved
 folder, device, way = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 marks = [time.time()]
 model = voxtune.optimize(voxtune.load(folder, device=device), search=False)
 labels = np.load(folder / "labels.npy")
 marks.append(time.time())
-x = model.sample(torch.from_numpy(encode_mask(labels, WHOLE_HEAD))[None], **way).cpu().numpy()
+x = model.sample(torch.from_numpy(encode_mask(labels, model.config.data))[None], **way).cpu().numpy()
 marks.append(time.time())
 if find_spec("nibabel") is not None:
     from voxtune.data.nifti import Volume, write_volume

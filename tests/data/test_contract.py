@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.factories.contracts import BRATS, WHOLE_HEAD
 from tests.factories.nifti import ORIENTATIONS
 from voxtune.config import from_mapping, to_mapping
 from voxtune.data.contract import (
-    BRATS,
-    WHOLE_HEAD,
     DataContract,
     Label,
     encode_mask,

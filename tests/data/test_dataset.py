@@ -11,12 +11,13 @@ from functools import partial
 import numpy as np
 import pytest
 
+from tests.factories.contracts import BRATS
 from tests.factories.nifti import oriented_affine, save
 from voxtune.data import dataset
 from voxtune.data import dataset as processes
 from voxtune.data.bids import write_cohort
 from voxtune.data.cohort import cohort_contract, subject
-from voxtune.data.contract import BRATS, DataContract, generic_contract
+from voxtune.data.contract import DataContract, generic_contract
 from voxtune.data.dataset import CohortSource, PairedFolders
 from voxtune.errors import InputError
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.factories.contracts import WHOLE_HEAD
 from tests.factories.nifti import ORIENTATIONS, oriented_affine, shapes, spacings, volume
-from voxtune.data.contract import WHOLE_HEAD, generic_contract
+from voxtune.data.contract import generic_contract
 from voxtune.data.grid import fit
 from voxtune.errors import InputError
 

@@ -9,7 +9,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 
-from voxtune.data.contract import WHOLE_HEAD
+from tests.factories.contracts import WHOLE_HEAD
 from voxtune.data.grid import fit
 from voxtune.data.nifti import read_labels, read_volume
 from voxtune.data.preflight import check_mask

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from voxtune.data.contract import BRATS
+from tests.factories.contracts import BRATS
 from voxtune.data.pairing import pair_folders
 from voxtune.errors import InputError
 

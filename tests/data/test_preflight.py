@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
+from tests.factories.contracts import BRATS, WHOLE_HEAD
 from tests.factories.nifti import oriented_affine, save, volume
-from voxtune.data.contract import BRATS, WHOLE_HEAD
 from voxtune.data.preflight import Report, check_kept, check_mask, check_pair
 from voxtune.errors import InputError
 

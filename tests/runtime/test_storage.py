@@ -12,7 +12,7 @@ import torch
 
 import voxtune
 from tests.factories import GOLDENS
-from voxtune.data import contract
+from tests.factories.contracts import WHOLE_HEAD
 from voxtune.errors import InputError
 from voxtune.files import replacing
 from voxtune.runtime import published, storage
@@ -30,7 +30,7 @@ def test_published_checkpoint_predicts_the_golden_noise(golden):
     model = voxtune.load(CHECKPOINT)
     assert model.config.diffusion.steps == 10
     assert model.config.diffusion.schedule == "cosine"
-    assert model.config.data.labels == contract.WHOLE_HEAD.labels
+    assert model.config.data.labels == WHOLE_HEAD.labels
     assert relative(model.denoise(g["x_t"], g["t"], g["cond"]), g["eps_pred"]) < 1e-5
 
 
@@ -102,7 +102,7 @@ def edited(tmp_path, change):
         (lambda s: s.update({"betas": torch.tensor([0.0] + [0.1] * 9)}), "above 0"),
         (lambda s: s.update({"betas": torch.full((60,), 1 - 1e-7)}), "signal"),
         (lambda s: s.update({"denoise_fn.time_embed.0.weight": torch.zeros(128, 0)}), "."),
-        (lambda s: s.pop("denoise_fn.input_blocks.0.0.weight"), "not a network known here"),
+        (lambda s: s.pop("denoise_fn.input_blocks.0.0.weight"), "unknown network"),
     ],
 )
 def test_a_state_dict_that_does_not_fit_is_named(tmp_path, change, message):

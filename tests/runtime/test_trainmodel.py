@@ -61,7 +61,7 @@ def test_a_stored_model_goes_on_as_it_is():
     ("data", "model", "said"),
     [
         ({"images": "a", "masks": "b"}, {}, "convnext has no masks"),
-        ({"cohort": 2}, {}, "the embedded cohort holds volumes"),
+        ({"cohort": 2}, {}, "the simulated subjects are volumes"),
         ({"fit": "pad"}, {}, "convnext has no fit"),
         ({"spacing": (1.0, 1.0, 1.0)}, {}, "convnext has no spacing"),
         ({}, {"attention": (2,)}, "convnext has no attention"),
@@ -74,7 +74,7 @@ def test_settings_of_volumes_are_refused_for_images(data, model, said):
 
 
 def test_settings_of_images_are_refused_for_volumes():
-    with pytest.raises(InputError, match="mirror is for images"):
+    with pytest.raises(InputError, match="mirror applies to images"):
         TrainConfig(data=DataSettings(mirror=True))
     with pytest.raises(InputError, match="takes 3 sides"):
         ModelSettings(size=(32, 32))

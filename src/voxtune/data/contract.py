@@ -6,7 +6,7 @@ Legend: C labels or images, D H W = the Z, Y, X axes of the file once it is in t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -85,6 +85,11 @@ class DataContract:
         """A segmenter's class of each label by name: 0 is the background, then in channel order."""
         return {label.name: 1 + label.channel for label in sorted(self.labels, key=lambda label: label.channel)}
 
+    def resized(self, size: Shape) -> DataContract:
+        """The same field of view on a grid of another size."""
+        depth, height, width = (mm * n / s for mm, n, s in zip(self.spacing, self.size, size, strict=True))
+        return replace(self, size=size, spacing=(depth, height, width))
+
     def name_of(self, value: int) -> str:
         """`value` with its name, for messages."""
         return next((f"{label.value} ({label.name})" for label in self.labels if label.value == value), str(value))
@@ -102,31 +107,6 @@ def check_size(size: Any) -> None:
 
 def _repeated(items: list[Any]) -> list[Any]:
     return [item for i, item in enumerate(items) if item in items[:i]]
-
-
-WHOLE_HEAD = DataContract(
-    size=(128, 128, 128),
-    spacing=(1.5, 1.5, 1.5),
-    orientation="RAS",
-    labels=(Label(name="brain", value=1, channel=0), Label(name="tumour", value=2, channel=1)),
-    mask_range="signed",
-    images=("T1w",),
-)
-
-# Values 1, 2, 3 are the tumour's parts in the order BraTS writes them (its 4, the enhancing part, renumbered to 3).
-BRATS = DataContract(
-    size=(144, 192, 192),
-    spacing=(1.0, 1.0, 1.0),
-    orientation="LPS",
-    labels=(
-        Label(name="necrotic core", value=1, channel=0),
-        Label(name="oedema", value=2, channel=1),
-        Label(name="enhancing tumour", value=3, channel=2),
-        Label(name="brain", value=4, channel=3),
-    ),
-    mask_range="unit",
-    images=("T1", "T1ce", "T2", "FLAIR"),
-)
 
 
 def generic_contract(

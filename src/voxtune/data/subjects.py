@@ -9,7 +9,6 @@ import io
 import json
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,12 +17,14 @@ import torch
 from torch import Tensor
 
 from voxtune.config import from_mapping, to_mapping
-from voxtune.data.cohort import HELD_OUT, cohort_contract
-from voxtune.data.contract import WHOLE_HEAD, DataContract, Label, Shape, encode_mask
+from voxtune.data.cohort import HELD_OUT, LABELS, cohort_contract
+from voxtune.data.contract import DataContract, Label, Shape, encode_mask
 from voxtune.errors import InputError
 from voxtune.files import one_line, write_whole
 
 COHORT_HELD_OUT = 24
+# The width of the grid of `head_contract`: 128 voxels of 1.5 mm.
+HEAD_MM = 192.0
 # Images are stored as whole numbers: [-1, 1] becomes 0 .. 4095, finer than their noise.
 STEPS = 4095
 
@@ -130,9 +131,9 @@ def folder_sources(
 
 
 def head_contract(size: Shape, labels: tuple[Label, ...] | None) -> DataContract:
-    """A grid of `size` that covers what the whole-head model's does."""
-    depth, height, width = (mm * n / s for mm, n, s in zip(WHOLE_HEAD.spacing, WHOLE_HEAD.size, size, strict=True))
-    return replace(WHOLE_HEAD, size=size, spacing=(depth, height, width), labels=labels or WHOLE_HEAD.labels)
+    """A grid of `size` that covers a whole head; by default with the labels of the simulated subjects."""
+    depth, height, width = (HEAD_MM / n for n in size)
+    return DataContract(size=size, spacing=(depth, height, width), orientation="RAS", labels=labels or LABELS)
 
 
 def open_sources(

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from voxtune.config import from_mapping, to_mapping
-from voxtune.data import contract
 from voxtune.data.contract import DataContract
 from voxtune.diffusion import DiffusionConfig, full_steps, make_schedule, noise_source, reusing, spaced_steps
 from voxtune.diffusion import sampler as find_sampler
@@ -20,12 +19,11 @@ from voxtune.diffusion.samplers import Denoise
 from voxtune.diffusion.schedule import Spacing
 from voxtune.errors import InputError
 from voxtune.runtime.sampling import Cache, Drawing, SamplingConfig, Steps, settle
-from voxtune.workloads import ConvNeXtConfig, MedDDPMConfig, NetworkConfig, build, split, workload
+from voxtune.workloads import FAMILIES, NetworkConfig, Workload, build, split, workload
 
 log = logging.getLogger("voxtune")
 
 FORMAT = "voxtune-model/1"
-FAMILIES: dict[str, type[NetworkConfig]] = {"med-ddpm": MedDDPMConfig, "convnext": ConvNeXtConfig}
 
 Progress = Callable[[int, int], None]
 # (seed, numbers of the samples, shape of one, device) -> draw number -> noise of the batch
@@ -64,7 +62,7 @@ class ModelConfig:
 
     @property
     def family(self) -> str:
-        return next(name for name, cls in FAMILIES.items() if isinstance(self.network, cls))
+        return self.network.family
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, "workload": self.family, **to_mapping(self)}
@@ -98,11 +96,17 @@ class ModelConfig:
 
 
 def workload_config(name: str) -> ModelConfig:
-    """The published model of a workload's name, with its label contract."""
-    found = workload(name)
-    data = {"med-ddpm": contract.WHOLE_HEAD, "med-ddpm-brats": contract.BRATS}.get(name)
-    diffusion = DiffusionConfig(schedule=found.schedule, steps=found.steps)
-    return ModelConfig(network=found.network, size=found.size, diffusion=diffusion, data=data)
+    """The published model of a workload's name, with its data contract."""
+    entry = workload(name)
+    diffusion = DiffusionConfig(schedule=entry.schedule, steps=entry.steps)
+    return ModelConfig(network=entry.network, size=entry.size, diffusion=diffusion, data=workload_contract(entry))
+
+
+def workload_contract(entry: Workload) -> DataContract | None:
+    """The data contract of a workload, None if it takes no mask."""
+    if entry.contract is None:
+        return None
+    return from_mapping(DataContract, {"size": entry.size, **entry.contract}, f"workload {entry.name}")
 
 
 class Model:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from voxtune.data import contract as contracts
+from voxtune.data.contract import DataContract, generic_contract
 from voxtune.diffusion.schedule import DiffusionConfig, recognise
 from voxtune.errors import InputError
-from voxtune.runtime.model import Model, ModelConfig
+from voxtune.runtime.model import Model, ModelConfig, workload_contract
 from voxtune.runtime.storage import network_from_state
-from voxtune.workloads import ConvNeXtConfig, MedDDPMConfig, NetworkConfig, med_ddpm
+from voxtune.workloads import FAMILIES, NetworkConfig, closest_workload, same_channels
 
 PREFIX = "denoise_fn."
 # Buffers of the diffusion that a published state dict carries beside the network.
@@ -32,9 +32,9 @@ def load_published(path: Path, size: tuple[int, ...] | None = None) -> Model:
     if size is not None and len(size) != network.dimensions:
         raise InputError(f"size {size}: this network takes {network.dimensions} sides, depth first")
     diffusion = _diffusion(betas, network, str(path))
-    return Model(
-        _config(network, diffusion, size or likely_size(network)), network_from_state(network, state, str(path))
-    )
+    size = size or likely_size(network)
+    config = ModelConfig(network=network, size=size, diffusion=diffusion, data=_contract(network, size))
+    return Model(config, network_from_state(network, state, str(path)))
 
 
 def read_checkpoint(path: Path) -> Any:
@@ -98,66 +98,28 @@ def split_checkpoint(checkpoint: Any, where: str) -> tuple[dict[str, Tensor], Te
 def infer_network(state: Mapping[str, Tensor], where: str) -> NetworkConfig:
     """The architecture that these parameter names and shapes belong to."""
     try:
-        if "input_blocks.0.0.weight" in state and "time_embed.0.weight" in state:
-            return _infer_med_ddpm(state)
-        if "init_conv.weight" in state and "time_mlp.0.weight" in state:
-            return _infer_convnext(state)
+        for family in FAMILIES.values():
+            network = family.infer(state)
+            if network is not None:
+                return network
     except (KeyError, IndexError, ZeroDivisionError) as error:
         raise InputError(f"{where}: the weights look like a known network, but {error} is missing or empty") from None
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
     names = ", ".join(list(state)[:3])
-    raise InputError(f"{where}: not a network known here (first parameters: {names}); known: Med-DDPM, ConvNeXt U-Net")
-
-
-def _infer_med_ddpm(state: Mapping[str, Tensor]) -> MedDDPMConfig:
-    base = state["time_embed.0.weight"].shape[1]
-    widths: list[list[int]] = [[]]
-    attention = set()
-    block = 1
-    while any(k.startswith(f"input_blocks.{block}.") for k in state):
-        if f"input_blocks.{block}.0.op.weight" in state:
-            widths.append([])
-        else:
-            widths[-1].append(state[f"input_blocks.{block}.0.in_layers.2.weight"].shape[0])
-            if f"input_blocks.{block}.1.qkv.weight" in state:
-                attention.add(2 ** (len(widths) - 1))
-        block += 1
-    multipliers = [level[0] / base for level in widths]
-    return MedDDPMConfig(
-        in_channels=state["input_blocks.0.0.weight"].shape[1],
-        out_channels=state["out.2.weight"].shape[0],
-        base=base,
-        blocks=len(widths[0]),
-        multipliers=tuple(multipliers),
-        attention=tuple(sorted(attention)),
-    )
-
-
-def _infer_convnext(state: Mapping[str, Tensor]) -> ConvNeXtConfig:
-    width, channels = state["init_conv.weight"].shape[:2]
-    multipliers: list[int] = []
-    while any(k.startswith(f"downs.{len(multipliers)}.") for k in state):
-        prefix = f"downs.{len(multipliers)}.2"
-        weight = state[f"{prefix}.conv.weight"] if f"{prefix}.conv.weight" in state else state[f"{prefix}.weight"]
-        multipliers.append(weight.shape[0] // width)
-    return ConvNeXtConfig(channels=channels, width=width, multipliers=tuple(multipliers))
+    raise InputError(f"{where}: unknown network (first parameters: {names}); supported: {', '.join(FAMILIES)}")
 
 
 def likely_size(network: NetworkConfig) -> tuple[int, ...]:
-    """The size a published model was trained at: attention stands where the downsampling is size // 16."""
-    if isinstance(network, ConvNeXtConfig):
-        return (8 * network.divisor,) * 2
-    if network == med_ddpm.BRATS:
-        return contracts.BRATS.size
-    return (16 * max(network.attention, default=network.divisor),) * 3
+    """The published size of a published network, else what its architecture suggests."""
+    entry = closest_workload(network)
+    return entry.size if entry.network == network else network.likely_size()
 
 
 def _diffusion(betas: Tensor | None, network: NetworkConfig, where: str) -> DiffusionConfig:
     if betas is None:
-        return (
-            DiffusionConfig() if isinstance(network, MedDDPMConfig) else DiffusionConfig(schedule="linear", steps=100)
-        )
+        entry = closest_workload(network)
+        return DiffusionConfig(schedule=entry.schedule, steps=entry.steps)
     if betas.dim() != 1 or not betas.is_floating_point():
         raise InputError(f"{where}: 'betas' has shape {tuple(betas.shape)} and type {betas.dtype}, expected a vector")
     try:
@@ -166,16 +128,11 @@ def _diffusion(betas: Tensor | None, network: NetworkConfig, where: str) -> Diff
         raise InputError(f"{where}: betas: {error}") from None
 
 
-def _config(network: NetworkConfig, diffusion: DiffusionConfig, size: tuple[int, ...]) -> ModelConfig:
-    data = None
-    if isinstance(network, MedDDPMConfig) and network.mask_channels:
-        sides = (size[0], size[1], size[2])
-        if (network.mask_channels, network.out_channels) == (2, 1):
-            # The published grid covers 192 mm: a smaller one covers the same head with larger voxels.
-            spacing = (192.0 / sides[0], 192.0 / sides[1], 192.0 / sides[2])
-            data = replace(contracts.WHOLE_HEAD, size=sides, spacing=spacing)
-        elif (network.mask_channels, network.out_channels) == (4, 4):
-            data = replace(contracts.BRATS, size=sides)
-        else:
-            data = contracts.generic_contract(network.mask_channels, network.out_channels, sides)
-    return ModelConfig(network=network, size=size, diffusion=diffusion, data=data)
+def _contract(network: NetworkConfig, size: tuple[int, ...]) -> DataContract | None:
+    if not network.mask_channels or network.dimensions != 3:
+        return None
+    entry, grid = closest_workload(network), (size[0], size[1], size[2])
+    contract = workload_contract(entry)
+    if contract is None or not same_channels(entry.network, network):
+        return generic_contract(network.mask_channels, network.out_channels, grid)
+    return replace(contract, size=grid) if entry.fixed_spacing else contract.resized(grid)

@@ -19,7 +19,10 @@ from voxtune.diffusion.noise import check_seed
 from voxtune.errors import InputError
 from voxtune.files import reporting_os_errors
 from voxtune.runtime.sampling import SamplerName
-from voxtune.workloads import WORKLOADS
+from voxtune.workloads import DEFAULT_WORKLOAD, WORKLOADS
+from voxtune.workloads import workload as find_workload
+
+RECIPE = WORKLOADS[DEFAULT_WORKLOAD].recipe
 
 # PyYAML follows YAML 1.1, to which 1e-5 is a string.
 NUMBER = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
@@ -118,7 +121,7 @@ class DataSettings:
 class ModelSettings:
     """The network: a stored model to go on from (`init`), or a fresh one. None: as `init`, or the workload, has it."""
 
-    workload: Literal["med-ddpm", "med-ddpm-brats", "convnext"] = "med-ddpm"
+    workload: str = DEFAULT_WORKLOAD
     init: str | None = None
     size: tuple[int, ...] | None = None
     base: int | None = None
@@ -129,6 +132,7 @@ class ModelSettings:
     diffusion_steps: int | None = None
 
     def __post_init__(self) -> None:
+        find_workload(self.workload)
         _check_path("model: init", self.init)
         if self.size is not None and len(self.size) != self.dimensions:
             raise InputError(f"model: size {self.size[:8]}: {self.workload} takes {self.dimensions} sides")
@@ -148,12 +152,12 @@ class TrainConfig:
     model: ModelSettings = field(default_factory=ModelSettings)
     steps: int = 100_000
     minutes: float | None = None
-    batch: int = 1
-    accumulation: int = 2
-    learning_rate: float = 1e-5
+    batch: int = RECIPE.batch
+    accumulation: int = RECIPE.accumulation
+    learning_rate: float = RECIPE.learning_rate
     warmup: int = 0
     decay: Literal["none", "cosine"] = "none"
-    loss: Literal["l1", "l2"] = "l1"
+    loss: Literal["l1", "l2"] = RECIPE.loss
     clip: float | None = None
     ema_decay: float = 0.995
     ema_every: int = 10
@@ -200,10 +204,6 @@ class TrainConfig:
         return self.batch * self.accumulation
 
 
-# What other networks than Med-DDPM are usually trained with: Ho et al. on CIFAR-10 (their batch, rate and loss).
-RECIPES: dict[str, dict[str, Any]] = {
-    "convnext": {"batch": 128, "accumulation": 1, "learning_rate": 2e-4, "loss": "l2"},
-}
 # What may change when a run is continued: none of it reaches the weights of a given step.
 FREE_TO_CHANGE = frozenset(
     {"steps", "minutes", "workers", "checkpoint_every", "keep", "store", "log_every", "sample_every", "sample_steps"}
@@ -214,29 +214,34 @@ OF_DECAY = frozenset({"steps", "minutes"})
 
 
 def check_volumes(config: TrainConfig) -> None:
-    """Volumes are drawn for masks."""
+    """Raises for settings that do not apply to a network for volumes, which requires masks."""
     data = config.data
     if (data.images is None) != (data.masks is None):
-        hint = "; images alone train --workload convnext" if data.masks is None else ""
+        names = [w.name for w in WORKLOADS.values() if not w.network.mask_channels]
+        hint = f"; images alone train --workload {' or '.join(names)}" if data.masks is None else ""
         raise InputError(f"data: {'masks' if data.masks is None else 'images'} is missing; the two go together{hint}")
     if data.mirror is not None:
-        raise InputError("data: mirror is for images (convnext): a head's sides are not alike, leave it out")
+        raise InputError(f"data: mirror applies to images, not to the volumes of {config.model.workload}; omit it")
+    _check_network_settings(config.model)
 
 
 def check_images(config: TrainConfig) -> None:
-    """Images are drawn from nothing: no masks, no millimetres; and their network is its width and its levels alone."""
+    """Raises for settings that do not apply to an unconditional network for images."""
+    name = config.model.workload
     if config.data.cohort is not None or config.data.subjects is not None:
-        held = "packed subjects are" if config.data.cohort is None else "the embedded cohort holds"
-        raise InputError(f"data: {held} volumes; convnext learns from images: give --images DIR")
-    of_masks = ("masks", "fit", "labels", "modalities", "spacing", "orientation", "mask_range", "scaling")
-    parts = (
-        ("data", config.data, DataSettings(), of_masks),
-        ("model", config.model, ModelSettings(), ("blocks", "attention")),
-    )
-    for section, part, plain, names in parts:
-        given = [name for name in names if getattr(part, name) != getattr(plain, name)]
-        if given:
-            raise InputError(f"{section}: convnext has no {given[0]}: leave it out")
+        source = "packed subjects are" if config.data.cohort is None else "the simulated subjects are"
+        raise InputError(f"data: {source} volumes; {name} trains on images: pass --images DIR")
+    plain = DataSettings()
+    for setting in ("masks", "fit", "labels", "modalities", "spacing", "orientation", "mask_range", "scaling"):
+        if getattr(config.data, setting) != getattr(plain, setting):
+            raise InputError(f"data: {name} has no {setting}; omit it")
+    _check_network_settings(config.model)
+
+
+def _check_network_settings(model: ModelSettings) -> None:
+    for setting in ("base", "blocks", "multipliers", "attention"):
+        if getattr(model, setting) is not None and setting not in WORKLOADS[model.workload].network.settings:
+            raise InputError(f"model: {model.workload} has no {setting}; omit it")
 
 
 def _check_range(name: str, value: int, low: int, high: int) -> None:
@@ -317,7 +322,7 @@ def make_config(data: Mapping[str, Any], overrides: Mapping[str, Any], where: st
 
 def _recipe(model: Any) -> dict[str, Any]:
     name = model.get("workload") if isinstance(model, dict) else None
-    return RECIPES.get(name, {}) if isinstance(name, str) else {}
+    return to_mapping(WORKLOADS[name].recipe) if isinstance(name, str) and name in WORKLOADS else {}
 
 
 def _override_source(merged: dict[Any, Any], overrides: Mapping[str, Any]) -> None:

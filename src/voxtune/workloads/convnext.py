@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from voxtune.errors import InputError
+from voxtune.workloads.base import TrainingRecipe, Workload, levels_that_fit
 
 BLOCKS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvNeXtConfig:
+    family: ClassVar[str] = "convnext"
+
     channels: int = 3
     width: int = 32
     multipliers: tuple[int, ...] = (1, 2, 4, 8)
@@ -55,6 +60,49 @@ class ConvNeXtConfig:
     @property
     def dimensions(self) -> int:
         return 2
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"base": self.width, "multipliers": self.multipliers}
+
+    def build(self) -> nn.Module:
+        return ConvNeXtUNet(self)
+
+    def variant(self, size: tuple[int, ...], *, images: int, labels: int, **settings: Any) -> ConvNeXtConfig:
+        multipliers = settings.get("multipliers", levels_that_fit(self.multipliers, size))
+        if any(m != int(m) for m in multipliers):
+            raise InputError(f"multipliers {multipliers[:8]}: {self.family} requires whole numbers")
+        return ConvNeXtConfig(
+            channels=images, width=settings.get("base", self.width), multipliers=tuple(int(m) for m in multipliers)
+        )
+
+    def likely_size(self) -> tuple[int, ...]:
+        return (8 * self.divisor,) * 2
+
+    @classmethod
+    def infer(cls, state: Mapping[str, Tensor]) -> ConvNeXtConfig | None:
+        if "init_conv.weight" not in state or "time_mlp.0.weight" not in state:
+            return None
+        width, channels = state["init_conv.weight"].shape[:2]
+        multipliers: list[int] = []
+        while any(k.startswith(f"downs.{len(multipliers)}.") for k in state):
+            prefix = f"downs.{len(multipliers)}.2"
+            weight = state[f"{prefix}.conv.weight"] if f"{prefix}.conv.weight" in state else state[f"{prefix}.weight"]
+            multipliers.append(weight.shape[0] // width)
+        return cls(channels=channels, width=width, multipliers=tuple(multipliers))
+
+
+WORKLOADS = (
+    Workload(
+        name="convnext",
+        network=ConvNeXtConfig(),
+        size=(64, 64),
+        steps=100,
+        schedule="linear",
+        # Batch, rate and loss of Ho et al. (2020) on CIFAR-10.
+        recipe=TrainingRecipe(batch=128, accumulation=1, learning_rate=2e-4, loss="l2"),
+    ),
+)
 
 
 def time_sinusoid(t_N: Tensor, width: int) -> Tensor:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from voxtune.errors import InputError
+from voxtune.workloads.base import TrainingRecipe, Workload, levels_that_fit
 
 GROUPS = 32
 # Published channel multipliers by in-plane image size.
@@ -32,6 +34,8 @@ PUBLISHED_MULTIPLIERS: Mapping[int, tuple[float, ...]] = {
 @dataclass(frozen=True, kw_only=True)
 class MedDDPMConfig:
     """The architecture. `attention` holds the downsampling factors whose residual blocks are followed by attention."""
+
+    family: ClassVar[str] = "med-ddpm"
 
     in_channels: int = 3
     out_channels: int = 1
@@ -65,7 +69,6 @@ class MedDDPMConfig:
 
     @property
     def divisor(self) -> int:
-        """Every side of a volume must divide by this."""
         return 2 ** (len(self.multipliers) - 1)
 
     @property
@@ -75,6 +78,64 @@ class MedDDPMConfig:
     @property
     def dimensions(self) -> int:
         return 3
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("base", "blocks", "multipliers", "attention")}
+
+    def build(self) -> nn.Module:
+        return MedDDPMUNet(self)
+
+    def variant(self, size: tuple[int, ...], *, images: int, labels: int, **settings: Any) -> MedDDPMConfig:
+        multipliers = settings.get("multipliers", default_multipliers(size))
+        values = {
+            "base": self.base,
+            "blocks": self.blocks,
+            "multipliers": multipliers,
+            "attention": default_attention(size, multipliers),
+        }
+        return MedDDPMConfig(in_channels=images + labels, out_channels=images, **{**values, **settings})
+
+    def likely_size(self) -> tuple[int, ...]:
+        """The published rule, reversed: attention stands where the downsampling is size // 16."""
+        return (16 * max(self.attention, default=self.divisor),) * 3
+
+    @classmethod
+    def infer(cls, state: Mapping[str, Tensor]) -> MedDDPMConfig | None:
+        if "input_blocks.0.0.weight" not in state or "time_embed.0.weight" not in state:
+            return None
+        base = state["time_embed.0.weight"].shape[1]
+        widths: list[list[int]] = [[]]
+        attention = set()
+        block = 1
+        while any(k.startswith(f"input_blocks.{block}.") for k in state):
+            if f"input_blocks.{block}.0.op.weight" in state:
+                widths.append([])
+            else:
+                widths[-1].append(state[f"input_blocks.{block}.0.in_layers.2.weight"].shape[0])
+                if f"input_blocks.{block}.1.qkv.weight" in state:
+                    attention.add(2 ** (len(widths) - 1))
+            block += 1
+        return cls(
+            in_channels=state["input_blocks.0.0.weight"].shape[1],
+            out_channels=state["out.2.weight"].shape[0],
+            base=base,
+            blocks=len(widths[0]),
+            multipliers=tuple(level[0] / base for level in widths),
+            attention=tuple(sorted(attention)),
+        )
+
+
+def default_multipliers(size: tuple[int, ...]) -> tuple[float, ...]:
+    """Those of the largest published size that is not larger, with as many levels as the size allows."""
+    published = max((s for s in PUBLISHED_MULTIPLIERS if s <= max(size)), default=min(PUBLISHED_MULTIPLIERS))
+    return levels_that_fit(PUBLISHED_MULTIPLIERS[published], size)
+
+
+def default_attention(size: tuple[int, ...], multipliers: tuple[float, ...]) -> tuple[int, ...]:
+    """At published sizes where the downsampling equals the in-plane size // 16; otherwise in the middle block alone."""
+    factor = max(size) // 16
+    return (factor,) if max(size) in PUBLISHED_MULTIPLIERS and factor in [2**i for i in range(len(multipliers))] else ()
 
 
 def published_config(image_size: int, *, in_channels: int, out_channels: int, base: int, blocks: int) -> MedDDPMConfig:
@@ -96,6 +157,47 @@ def published_config(image_size: int, *, in_channels: int, out_channels: int, ba
 
 WHOLE_HEAD = published_config(128, in_channels=3, out_channels=1, base=64, blocks=1)
 BRATS = published_config(192, in_channels=8, out_channels=4, base=64, blocks=2)
+RECIPE = TrainingRecipe(batch=1, accumulation=2, learning_rate=1e-5, loss="l1")
+
+WORKLOADS = (
+    Workload(
+        name="med-ddpm",
+        network=WHOLE_HEAD,
+        size=(128, 128, 128),
+        steps=250,
+        schedule="cosine",
+        recipe=RECIPE,
+        contract={
+            "spacing": (1.5, 1.5, 1.5),
+            "orientation": "RAS",
+            "labels": ({"name": "brain", "value": 1, "channel": 0}, {"name": "tumour", "value": 2, "channel": 1}),
+            "mask_range": "signed",
+            "images": ("T1w",),
+        },
+    ),
+    Workload(
+        name="med-ddpm-brats",
+        network=BRATS,
+        size=(144, 192, 192),
+        steps=250,
+        schedule="cosine",
+        recipe=RECIPE,
+        contract={
+            "spacing": (1.0, 1.0, 1.0),
+            "orientation": "LPS",
+            # 1, 2, 3 are the parts of the tumour in the order of BraTS, whose 4, the enhancing part, becomes 3.
+            "labels": (
+                {"name": "necrotic core", "value": 1, "channel": 0},
+                {"name": "oedema", "value": 2, "channel": 1},
+                {"name": "enhancing tumour", "value": 3, "channel": 2},
+                {"name": "brain", "value": 4, "channel": 3},
+            ),
+            "mask_range": "unit",
+            "images": ("T1", "T1ce", "T2", "FLAIR"),
+        },
+        fixed_spacing=True,
+    ),
+)
 
 
 def time_sinusoid(t_N: Tensor, width: int) -> Tensor:

@@ -1,50 +1,45 @@
-"""Workloads by name: the networks as published, and the sizes and steps they are run with."""
+"""The registry of networks. A new network is a new file in this package and a line in `WORKLOADS`."""
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
-from typing import Literal
 
 from torch import nn
 
 from voxtune.errors import InputError
 from voxtune.workloads import convnext, med_ddpm
+from voxtune.workloads.base import NetworkConfig, Workload
 
-NetworkConfig = med_ddpm.MedDDPMConfig | convnext.ConvNeXtConfig
+WORKLOADS: dict[str, Workload] = {w.name: w for w in (*med_ddpm.WORKLOADS, *convnext.WORKLOADS)}
+DEFAULT_WORKLOAD = "med-ddpm"
 
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """A published network: `size` is its voxels or pixels in tensor order, `steps` the length of its diffusion."""
-
-    name: str
-    network: NetworkConfig
-    size: tuple[int, ...]
-    steps: int
-    schedule: Literal["cosine", "linear"]
-
-
-WORKLOADS: dict[str, Workload] = {
-    w.name: w
-    for w in (
-        Workload(name="med-ddpm", network=med_ddpm.WHOLE_HEAD, size=(128, 128, 128), steps=250, schedule="cosine"),
-        Workload(name="med-ddpm-brats", network=med_ddpm.BRATS, size=(144, 192, 192), steps=250, schedule="cosine"),
-        Workload(name="convnext", network=convnext.ConvNeXtConfig(), size=(64, 64), steps=100, schedule="linear"),
-    )
-}
+# The "workload" key of config.json -> the configuration class.
+FAMILIES: dict[str, type[NetworkConfig]] = {w.network.family: type(w.network) for w in WORKLOADS.values()}
 
 
 def workload(name: str) -> Workload:
     if name not in WORKLOADS:
-        near = difflib.get_close_matches(name, WORKLOADS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise InputError(f"unknown workload {name!r}: known are {', '.join(WORKLOADS)}{hint}")
+        matches = difflib.get_close_matches(name, WORKLOADS, n=1)
+        hint = f"; did you mean {matches[0]!r}?" if matches else ""
+        raise InputError(f"unknown workload {name!r}; choose from {', '.join(WORKLOADS)}{hint}")
     return WORKLOADS[name]
 
 
+def closest_workload(network: NetworkConfig) -> Workload:
+    """The workload of the same family that equals `network`, else one with the same channels, else the first."""
+
+    def similarity(entry: Workload) -> tuple[bool, bool]:
+        return entry.network == network, same_channels(entry.network, network)
+
+    return max((w for w in WORKLOADS.values() if w.network.family == network.family), key=similarity)
+
+
+def same_channels(a: NetworkConfig, b: NetworkConfig) -> bool:
+    return (a.mask_channels, a.out_channels) == (b.mask_channels, b.out_channels)
+
+
 def without_zeros(network: nn.Module) -> nn.Module:
-    """Fills what is initialised to zero: such layers hide every error, and draw less power than trained ones."""
+    """Fills layers that are initialised to zero: they hide every error, and draw less power than trained ones."""
     for parameter in network.parameters():
         if parameter.dim() > 1 and not bool(parameter.any()):
             nn.init.normal_(parameter, std=0.02)
@@ -53,21 +48,16 @@ def without_zeros(network: nn.Module) -> nn.Module:
 
 def build(config: NetworkConfig) -> nn.Module:
     """The network of a config, freshly initialised."""
-    if isinstance(config, med_ddpm.MedDDPMConfig):
-        return med_ddpm.MedDDPMUNet(config)
-    return convnext.ConvNeXtUNet(config)
+    return config.build()
 
 
 def split(network: nn.Module, depth: int) -> tuple[nn.Module, nn.Module]:
-    """(full, shallow): `full(x, t, cond)` also gives the deep feature, `shallow(x, t, cond, deep)` runs only what lies around it.
+    """(full, shallow): `full(x, t, cond)` also returns the deep feature; `shallow(x, t, cond, deep)` runs only the outer levels.
 
-    Whatever wraps a network (a plan, autocast) has a `split` of its own that wraps the parts.
+    A module that wraps a network (a plan, autocast) has a `split` method that wraps both parts.
     """
-    parts = getattr(network, "split", None)
-    if parts is None:
-        raise InputError(
-            f"features can be kept between steps with Med-DDPM's network; {type(network).__name__} has no outer levels "
-            "that run alone: leave cache out"
-        )
-    found: tuple[nn.Module, nn.Module] = parts(depth)
-    return found
+    method = getattr(network, "split", None)
+    if method is None:
+        raise InputError(f"{type(network).__name__} does not support the feature cache; omit cache")
+    parts: tuple[nn.Module, nn.Module] = method(depth)
+    return parts
