@@ -39,7 +39,7 @@ def _umask() -> int:
     return mask
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes) -> None:
     """Writes `data` to `path`, making its folder; a file that was there stays until the new one is complete."""
     with reporting_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def reporting_os_errors(path: Path) -> Iterator[None]:
         raise InputError(f"{named}: {error.strerror or one_line(error)}") from error
 
 
-def check_room(file: Path, overwrite: bool) -> None:
+def check_output_path(file: Path, overwrite: bool) -> None:
     """Refuses a file that could not be written, or must not be, before the work that would be lost."""
     there = next(path for path in file.absolute().parents if path.exists())
     if not there.is_dir():

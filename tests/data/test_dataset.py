@@ -178,7 +178,7 @@ def test_processes_are_sent_the_cohort_and_not_what_is_drawn_already():
 
 def test_only_what_fits_the_cache_is_drawn_ahead(monkeypatch):
     asked = []
-    monkeypatch.setattr(dataset, "side_by_side", lambda work, count, processes: asked.append(count) or [])
+    monkeypatch.setattr(dataset, "map_in_processes", lambda work, count, processes: asked.append(count) or [])
     contract = cohort_contract((16, 16, 16))
     CohortSource(contract, 3, 40, cache_bytes=3 * 5 * 16**3).warm(4)
     CohortSource(contract, 3, 40, cache_bytes=100).warm(4)
@@ -194,7 +194,7 @@ def test_processes_that_die_or_hang_are_told_and_not_waited_for(monkeypatch, wor
     source = CohortSource(cohort_contract((16, 16, 16)), 3, 2)
     monkeypatch.setattr(source, "drawing", lambda: work)
     monkeypatch.setattr(
-        dataset, "side_by_side", partial(processes.side_by_side, patience_s=0.5 if work is hang else 60)
+        dataset, "map_in_processes", partial(processes.map_in_processes, timeout_s=0.5 if work is hang else 60)
     )
     told = []
     began = time.monotonic()

@@ -15,7 +15,7 @@ from tests.factories.nifti import ORIENTATIONS, oriented_affine, save, shapes, s
 from voxtune.data import nifti
 from voxtune.data.nifti import read_labels, read_volume, write_volume
 from voxtune.errors import InputError
-from voxtune.files import write_whole
+from voxtune.files import write_atomic
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ def test_full_disk_leaves_the_old_file(folder, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(InputError, match=r"kept\.nii.*No space left"):
-        write_whole(path, b"new")
+        write_atomic(path, b"new")
     assert path.read_bytes() == b"old" and not list(folder.glob(".kept*"))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.factories.contracts import BRATS, WHOLE_HEAD
 from tests.factories.nifti import oriented_affine, save, volume
-from voxtune.data.preflight import Report, check_kept, check_mask, check_pair
+from voxtune.data.preflight import Report, check_lost_labels, check_mask, check_pair
 from voxtune.errors import InputError
 
 
@@ -105,5 +105,5 @@ def test_pairs_that_differ():
 
 
 def test_label_lost_in_resampling_is_told():
-    message = only(check_kept(mask(1, 2), mask(1), WHOLE_HEAD, "m.nii"), "warning", "lost-label")
+    message = only(check_lost_labels(mask(1, 2), mask(1), WHOLE_HEAD, "m.nii"), "warning", "lost-label")
     assert "2 (tumour)" in message

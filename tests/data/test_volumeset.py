@@ -8,7 +8,7 @@ import pytest
 
 from voxtune.data.contract import generic_contract
 from voxtune.data.volumeset import (
-    Faults,
+    FileErrors,
     check_modalities,
     find_images,
     find_masks,
@@ -39,7 +39,7 @@ def test_bids_synthetic_and_plain_names_meet(tmp_path):
         write(tmp_path / "real" / f"{name}.nii.gz")
     for name in ("sub-01_desc-synth01_T1w", "sub-01_desc-synth02_T1w", "sub-09_desc-synth01_T1w"):
         write(tmp_path / "synth" / f"{name}.nii.gz")
-    real, synth = find_images(tmp_path / "real"), find_images(tmp_path / "synth", drawn=True)
+    real, synth = find_images(tmp_path / "real"), find_images(tmp_path / "synth", synthetic=True)
     assert [f.subject for f in real] == ["sub-01", "sub-02"]
     pairs = pair_by_subject(real, synth)
     assert [(a.path.name, b.path.name) for a, b in pairs] == [
@@ -53,7 +53,7 @@ def test_one_folder_may_hold_both_kinds(tmp_path):
     for name in ("sub-01_T1w", "sub-01_desc-synth01_T1w", "sub-01_dseg"):
         write(tmp_path / f"{name}.nii.gz")
     assert [f.path.name for f in find_images(tmp_path)] == ["sub-01_T1w.nii.gz"]
-    assert [f.path.name for f in find_images(tmp_path, drawn=True)] == ["sub-01_desc-synth01_T1w.nii.gz"]
+    assert [f.path.name for f in find_images(tmp_path, synthetic=True)] == ["sub-01_desc-synth01_T1w.nii.gz"]
 
 
 def test_several_modalities_need_a_choice(tmp_path):
@@ -141,7 +141,7 @@ def test_pairs_must_share_a_grid(tmp_path):
 
 
 def test_faults_are_told_once_and_together():
-    faults = Faults()
+    faults = FileErrors()
     for i in (0, 0, 1, 2, 3, 4, 5, 6):
         faults.add(InputError(f"file{i}"))
     with pytest.raises(InputError, match=r"file0; file1; .*file4; and 2 more") as told:

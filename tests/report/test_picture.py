@@ -17,7 +17,7 @@ from voxtune.data.grid import fit
 from voxtune.data.nifti import Volume
 from voxtune.errors import InputError
 from voxtune.report.contact_sheet import MOST, case_sheet
-from voxtune.report.picture import CAPTION, GAP, PALETTE, SlicePanel, contact_sheet, label_colour
+from voxtune.report.picture import CAPTION, GAP, PALETTE, SlicePanel, label_colour, slice_picture
 from voxtune.runtime.generate import Drawn, Request
 
 SIDE, STEP = 150, 150 + GAP
@@ -78,7 +78,7 @@ def test_a_sampled_picture_has_true_sides_and_right_on_the_right(tmp_path):
 def test_every_label_has_the_pages_colour(tmp_path):
     labels = np.arange(64).reshape(4, 4, 4)
     labels[:] = labels[2]
-    path = contact_sheet([SlicePanel(title="mask", volume_DHW=labels, labels=True)], tmp_path / "p.png", around=labels)
+    path = slice_picture([SlicePanel(title="mask", volume_DHW=labels, labels=True)], tmp_path / "p.png", around=labels)
     axial = np.asarray(Image.open(path))[CAPTION : CAPTION + 256, GAP : GAP + 256]
     assert colours(axial) == {rgb(v) for v in range(32, 48)} and len(colours(axial)) == 16
     assert rgb(0) == PALETTE[0] and len({label_colour(v) for v in range(60)}) == 60

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, ResamplesOption, choose_device
-from voxtune.files import check_room
+from voxtune.files import check_output_path
 
 if TYPE_CHECKING:
     from voxtune.quality.result import Evaluation
@@ -42,7 +42,7 @@ def command(
 
     output = Output(json=json, quiet=quiet)
     settings = Bootstrap(resamples=resamples, seed=seed)
-    check_room(out / "metrics.json", overwrite)
+    check_output_path(out / "metrics.json", overwrite)
     sets = find_sets(real, synth, masks, training, image)
     describing, labelling = _networks(features, segmenter, choose_device(device))
     output.say(f"{len(sets.real)} real, {len(sets.synth)} synthetic volumes, {len(sets.pairs)} pairs")

@@ -32,10 +32,10 @@ def command(
     from voxtune.data.splits import single_image_contract
     from voxtune.data.subjects import open_sources, pack
     from voxtune.errors import InputError
-    from voxtune.files import check_room
+    from voxtune.files import check_output_path
     from voxtune.runtime.storage import load
 
-    check_room(out, overwrite)
+    check_output_path(out, overwrite)
     if model is not None and (size is not None or labels is not None):
         raise InputError("--model has a size and labels: leave --size and --labels away")
     output = Output(json=json, quiet=quiet)

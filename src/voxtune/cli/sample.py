@@ -179,10 +179,10 @@ def _masks(paths: list[Path]) -> list[Path]:
 
 
 def _picture(drawn: Any) -> Path:
-    from voxtune.report.picture import SlicePanel, contact_sheet
+    from voxtune.report.picture import SlicePanel, slice_picture
 
     # The model's grid has an orientation and a spacing of its own; pictures are in RAS.
-    turn = drawn.request.placement.upright
+    turn = drawn.request.placement.ras_array
     labels, spacing = turn(drawn.request.labels_DHW)
     images = [turn(image_DHW)[0] for image_DHW in drawn.images_CDHW]
     panels = [SlicePanel(title="mask", volume_DHW=labels, labels=True, spacing_DHW=spacing)]
@@ -190,7 +190,7 @@ def _picture(drawn: Any) -> Path:
         SlicePanel(title=file.name, volume_DHW=image, spacing_DHW=spacing)
         for file, image in zip(drawn.files, images, strict=True)
     ]
-    return contact_sheet(
+    return slice_picture(
         panels, drawn.files[0].with_name(drawn.files[0].name.replace(".nii.gz", ".png")), around=labels
     )
 
@@ -199,7 +199,7 @@ def _page(drawn: list[DrawnImage], path: Path) -> Path:
     import numpy as np
 
     from voxtune.data.pixels import png, sheet
-    from voxtune.files import write_whole
+    from voxtune.files import write_atomic
 
-    write_whole(path, png(sheet(np.stack([image.pixels_HWC for image in drawn]))))
+    write_atomic(path, png(sheet(np.stack([image.pixels_HWC for image in drawn]))))
     return path

@@ -9,7 +9,7 @@ import typer
 
 from voxtune.cli.common import JsonOption, Output, QuietOption
 from voxtune.errors import InputError
-from voxtune.files import check_room
+from voxtune.files import check_output_path
 
 
 def command(
@@ -64,4 +64,4 @@ def _check_place(path: Path, ending: str, overwrite: bool) -> None:
     """Refuses a file that must not be written, before any work."""
     if not path.name.lower().endswith(ending):
         raise InputError(f"{path}: the name does not end in {ending}; give one that does, such as view{ending}")
-    check_room(path, overwrite)
+    check_output_path(path, overwrite)

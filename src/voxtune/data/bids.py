@@ -22,7 +22,7 @@ from voxtune.data.contract import Shape
 from voxtune.data.nifti import write_volume
 from voxtune.data.pairing import Pair
 from voxtune.errors import InputError
-from voxtune.files import write_whole
+from voxtune.files import write_atomic
 
 MASKS = Path("derivatives", "masks")
 DESCRIPTION = "dataset_description.json"
@@ -119,7 +119,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _write_text(path: Path, text: str) -> None:
-    write_whole(path, text.encode())
+    write_atomic(path, text.encode())
 
 
 def _version() -> str:

@@ -27,16 +27,16 @@ from voxtune.data.grid import Mode, fit
 from voxtune.data.nifti import Volume, read_labels, read_volume
 from voxtune.data.orientation import reorder
 from voxtune.data.pairing import Pair, pair_folders
-from voxtune.data.preflight import Finding, Report, check_kept, check_mask, check_pair
+from voxtune.data.preflight import Finding, Report, check_lost_labels, check_mask, check_pair
 from voxtune.errors import InputError
 
 T = TypeVar("T")
 # Far longer than a process needs to start and to draw a subject: whoever takes more will not come back.
-PATIENCE_S = 300.0
+TIMEOUT_S = 300.0
 
 
-def side_by_side(
-    work: Callable[[int], T], count: int, processes: int, *, patience_s: float = PATIENCE_S
+def map_in_processes(
+    work: Callable[[int], T], count: int, processes: int, *, timeout_s: float = TIMEOUT_S
 ) -> Iterator[T]:
     """work(0), work(1), ... work(count - 1), in order. `work` goes to the processes anew with every number: keep it small.
 
@@ -49,7 +49,7 @@ def side_by_side(
         try:
             futures = [pool.submit(work, number) for number in range(count)]
             for future in futures:
-                yield future.result(timeout=patience_s)
+                yield future.result(timeout=timeout_s)
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             if isinstance(error, TimeoutError):
@@ -128,7 +128,7 @@ class PairedFolders:
             placed = fit(mask, self.contract, self.mode).apply(mask.array, label=True)
         except InputError as error:
             return report + Report(findings=(Finding(level="error", code="unusable", message=str(error)),))
-        return report + check_kept(mask.array, placed, self.contract, mask.name)
+        return report + check_lost_labels(mask.array, placed, self.contract, mask.name)
 
     def _prepare(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         pair = self.pairs[index]
@@ -183,7 +183,7 @@ class CohortSource:
         if count < 1:
             return
         try:
-            for index, prepared in enumerate(side_by_side(self.drawing(), count, processes)):
+            for index, prepared in enumerate(map_in_processes(self.drawing(), count, processes)):
                 self._cache.put(index, prepared)
         except (BrokenProcessPool, TimeoutError) as error:
             told = "no subject for minutes" if isinstance(error, TimeoutError) else "a process died; out of memory?"

@@ -62,9 +62,9 @@ class Placement:
         step[:3, 3] = self.origin
         return np.array(self.source_affine) @ reorder_affine(self.shape, self.axes, self.flips) @ step
 
-    def upright(self, array_DHW: np.ndarray) -> tuple[np.ndarray, tuple[float, float, float]]:
+    def ras_array(self, array_DHW: np.ndarray) -> tuple[np.ndarray, tuple[float, float, float]]:
         """An array on the model's grid, in RAS for a picture, and its millimetres a voxel."""
-        return upright(Volume(array=array_DHW.transpose(2, 1, 0), affine=self.model_affine))
+        return ras_array(Volume(array=array_DHW.transpose(2, 1, 0), affine=self.model_affine))
 
     def describe(self) -> str:
         """One line: what is done and why."""
@@ -123,18 +123,18 @@ def fit(
     )
 
 
-def turned(volume: Volume) -> Volume:
+def to_ras(volume: Volume) -> Volume:
     """The same voxels with their axes in RAS; nothing is resampled."""
     axes, flips = reorder(axis_codes(volume.affine), "RAS")
     affine = volume.affine @ reorder_affine(volume.shape, axes, flips)
     return replace(volume, array=flipped(volume.array.transpose(axes), flips), affine=affine)
 
 
-def upright(volume: Volume) -> tuple[np.ndarray, tuple[float, float, float]]:
+def ras_array(volume: Volume) -> tuple[np.ndarray, tuple[float, float, float]]:
     """The array as (D, H, W) in RAS, and its millimetres a voxel."""
-    found = turned(volume)
-    x, y, z = found.spacing
-    return found.array.transpose(2, 1, 0), (z, y, x)
+    volume = to_ras(volume)
+    x, y, z = volume.spacing
+    return volume.array.transpose(2, 1, 0), (z, y, x)
 
 
 def _choose(

@@ -20,7 +20,7 @@ from typing import IO, Any
 import numpy as np
 
 from voxtune.errors import InputError
-from voxtune.files import one_line, write_whole
+from voxtune.files import one_line, write_atomic
 
 # Deflate looks 32 KiB back, so a piece of this size loses little by not seeing the one before it.
 PIECE = 2**19
@@ -142,7 +142,7 @@ def write_volume(path: str | Path, array: np.ndarray, like: Volume, dtype: Any =
     array stores scaled integers. The file appears whole or not at all.
     """
     path = Path(path)
-    write_whole(path, volume_bytes(array, like, dtype, compressed=_is_compressed(path)))
+    write_atomic(path, volume_bytes(array, like, dtype, compressed=_is_compressed(path)))
     return path
 
 

@@ -133,7 +133,7 @@ def check_pair(image: Volume, mask: Volume) -> Report:
     return Report()
 
 
-def check_kept(before: np.ndarray, after: np.ndarray, contract: DataContract, name: str) -> Report:
+def check_lost_labels(before: np.ndarray, after: np.ndarray, contract: DataContract, name: str) -> Report:
     """Labels that were there and vanished on the way to the model's grid: too small for its voxels."""
     lost = sorted({int(v) for v in np.unique(before)} - {int(v) for v in np.unique(after)} - {0})
     why = "is smaller than the model's voxels and was lost in resampling"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from voxtune.data.cohort import HELD_OUT
 from voxtune.data.contract import DataContract
-from voxtune.data.subjects import Packed, Shifted, classes_of, encoded, unpack
+from voxtune.data.subjects import Packed, SourceRange, classes_of, encode_classes, unpack
 from voxtune.errors import InputError
 
 # One subject in this many is held out of folders by default.
@@ -89,7 +89,7 @@ class Split:
 
 def condition_of(classes_NDHW: Tensor, contract: DataContract) -> Tensor:
     """Classes as the model's condition, (N, L, D, H, W)."""
-    return encoded(classes_NDHW, range(1, 1 + len(contract.labels)), contract)
+    return encode_classes(classes_NDHW, range(1, 1 + len(contract.labels)), contract)
 
 
 def single_image_contract(contract: DataContract | None) -> DataContract:
@@ -108,14 +108,14 @@ def held_out_cohort(contract: DataContract, count: int, seed: int = 0, *, skip: 
 
     _check_count(count, f"--held-out {count}")
     first = HELD_OUT + skip
-    source = Shifted(CohortSource(contract, seed, first + count, healthy_fraction=0.0), first, count)
+    source = SourceRange(CohortSource(contract, seed, first + count, healthy_fraction=0.0), first, count)
     return gather(source, contract, f"simulated cohort, seed {seed}, subjects {first} to {first + count - 1}")
 
 
 def held_out_folders(contract: DataContract, images: Path, masks: Path, *, skip: int = 0) -> HeldOut:
     """A user's images and masks, paired by name; the first `skip` subjects are left out."""
     source = _folders(contract, images, masks)
-    rest = Shifted(source, skip, max(0, len(source) - skip))
+    rest = SourceRange(source, skip, max(0, len(source) - skip))
     return gather(rest, contract, f"{len(rest)} subjects of the folder {images.name}{_after(skip)}")
 
 
@@ -142,8 +142,10 @@ def split_folders(contract: DataContract, images: Path, masks: Path, count: int,
     n_train = len(source) - (max(2, len(source) // HELD_OUT_ONE_IN) if held_out is None else held_out)
     if n_train < 2:
         raise InputError(f"{images}: {len(source)} subjects are too few to train on some and hold out others")
-    test = gather(Shifted(source, n_train, len(source) - n_train), contract, f"the last of the folder {images.name}")
-    return _split(Shifted(source, 0, min(count, n_train)), test, contract, f"subjects of the folder {images.name}")
+    test = gather(
+        SourceRange(source, n_train, len(source) - n_train), contract, f"the last of the folder {images.name}"
+    )
+    return _split(SourceRange(source, 0, min(count, n_train)), test, contract, f"subjects of the folder {images.name}")
 
 
 def split_packed(contract: DataContract, path: Path, count: int, held_out: int | None = None) -> Split:

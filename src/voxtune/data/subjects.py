@@ -20,7 +20,7 @@ from voxtune.config import from_mapping, to_mapping
 from voxtune.data.cohort import HELD_OUT, LABELS, cohort_contract
 from voxtune.data.contract import DataContract, Label, Shape, encode_mask
 from voxtune.errors import InputError
-from voxtune.files import one_line, write_whole
+from voxtune.files import one_line, write_atomic
 
 COHORT_HELD_OUT = 24
 # The width of the grid of `head_contract`: 128 voxels of 1.5 mm.
@@ -50,7 +50,7 @@ class Compact(Protocol):
     def unfold(self, images: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
-class Shifted:
+class SourceRange:
     """Subjects `first`, `first` + 1, ... of a source that gives any subject by its number."""
 
     def __init__(self, source: Any, first: int, count: int):
@@ -84,14 +84,14 @@ class Packed:
 
     def unfold(self, images: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
         """`stored` to what `[index]` gives, bit for bit."""
-        return images.float() * (2.0 / STEPS) - 1.0, encoded(masks, self.contract.values, self.contract)
+        return images.float() * (2.0 / STEPS) - 1.0, encode_classes(masks, self.contract.values, self.contract)
 
     def part(self, first: int, count: int) -> Packed:
         span = slice(first, first + count)
         return Packed(self.contract, self.images_NCDHW[span], self.labels_NDHW[span], self.origin)
 
 
-def encoded(masks_NDHW: Tensor, values: Iterable[int], contract: DataContract) -> Tensor:
+def encode_classes(masks_NDHW: Tensor, values: Iterable[int], contract: DataContract) -> Tensor:
     """The condition of the model (N, L, D, H, W), as `encode_mask` makes it: a channel for each of `values`, in their order."""
     inside = torch.stack([masks_NDHW == value for value in values], dim=1).float()
     return inside * 2 - 1 if contract.mask_range == "signed" else inside
@@ -103,7 +103,7 @@ def cohort_sources(contract: DataContract, seed: int, count: int, held_out: int)
 
     if count > HELD_OUT:
         raise InputError(f"--cohort {count}: subjects from {HELD_OUT} on are held out; give {HELD_OUT} at most")
-    unseen = Shifted(CohortSource(contract, seed, HELD_OUT + held_out, healthy_fraction=0.0), HELD_OUT, held_out)
+    unseen = SourceRange(CohortSource(contract, seed, HELD_OUT + held_out, healthy_fraction=0.0), HELD_OUT, held_out)
     return CohortSource(contract, seed, count), unseen
 
 
@@ -127,7 +127,7 @@ def folder_sources(
         raise InputError(
             f"{images}: {len(source)} subjects, {held_out} of them held out: some must be left on both sides"
         )
-    return Shifted(source, 0, kept), Shifted(source, kept, len(source) - kept)
+    return SourceRange(source, 0, kept), SourceRange(source, kept, len(source) - kept)
 
 
 def head_contract(size: Shape, labels: tuple[Label, ...] | None) -> DataContract:
@@ -203,7 +203,7 @@ def pack(
     np.savez_compressed(
         buffer, images=np.stack(images), labels=values[np.stack(labels)].astype(np.uint8), header=json.dumps(header)
     )
-    write_whole(Path(path), buffer.getvalue())
+    write_atomic(Path(path), buffer.getvalue())
     return Path(path)
 
 

@@ -16,7 +16,7 @@ from voxtune.data.pairing import MASK_ENDINGS, nifti_files, same_modality, split
 from voxtune.data.preflight import check_mask, check_pair
 from voxtune.errors import InputError
 
-# Faults of files that one message names; the rest are counted.
+# FileErrors of files that one message names; the rest are counted.
 SHOWN_FAULTS = 5
 DRAWN = re.compile(r"_desc-synth\d+", re.IGNORECASE)
 
@@ -40,7 +40,7 @@ class Placed:
     constant: bool
 
 
-def find_images(folder: str | Path, image: str | None = None, *, drawn: bool = False) -> list[VolumeFile]:
+def find_images(folder: str | Path, image: str | None = None, *, synthetic: bool = False) -> list[VolumeFile]:
     """The images below a folder, by name; masks are left out, and modalities other than `image` where it is given.
 
     A folder may hold real volumes and such that voxtune drew, told by desc-synth: of the two kinds only the one that is
@@ -51,7 +51,7 @@ def find_images(folder: str | Path, image: str | None = None, *, drawn: bool = F
     found = [VolumeFile(path=p, subject=s, modality=m) for p, s, m in named if m not in MASK_ENDINGS]
     if image is not None:
         found = [f for f in found if not f.modality or same_modality(f.modality, image)]
-    found = [f for f in found if bool(DRAWN.search(f.path.name)) == drawn] or found
+    found = [f for f in found if bool(DRAWN.search(f.path.name)) == synthetic] or found
     if not found:
         what = "NIfTI images (.nii, .nii.gz)" if image is None else f"{image} images"
         raise InputError(f"{folder}: no {what} below this folder")
@@ -140,7 +140,7 @@ def _unit(volume: Volume) -> np.ndarray:
     return (volume.array - np.float32(low)) / np.float32(high - low if high > low else 1.0)
 
 
-class Faults:
+class FileErrors:
     """What is wrong with files, gathered so that one message tells all."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from voxtune.errors import InputError
 from voxtune.evaluation.describe import find_sets
 from voxtune.evaluation.evaluate import evaluate, write_result
 from voxtune.quality.result import Evaluation
-from voxtune.report.picture import SlicePanel, contact_sheet
+from voxtune.report.picture import SlicePanel, slice_picture
 from voxtune.report.view import view_page
 from voxtune.runtime.generate import Drawn, generate, mask_contract, prepare
 from voxtune.runtime.model import Model
@@ -104,9 +104,9 @@ def demonstrate(
         SlicePanel(title="mask", volume_DHW=person.labels_DHW, labels=True),
         SlicePanel(title="real", volume_DHW=person.image_DHW),
         # The cohort is in RAS; a model's grid has an orientation of its own.
-        SlicePanel(title="synthetic", volume_DHW=drawn.request.placement.upright(drawn.images_CDHW[0])[0]),
+        SlicePanel(title="synthetic", volume_DHW=drawn.request.placement.ras_array(drawn.images_CDHW[0])[0]),
     ]
-    shown.files["picture"] = contact_sheet(panels, folder / "picture.png", around=person.labels_DHW)
+    shown.files["picture"] = slice_picture(panels, folder / "picture.png", around=person.labels_DHW)
     _tell(_measured(folder, model), folder, shown, voice)
     shown.seconds["metrics"] = clock.lap()
     shown.files["view"] = view_page(folder, folder / "view.html").path

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from voxtune.data.cohort import cohort_contract
 from voxtune.data.contract import DataContract
 from voxtune.data.volumeset import (
-    Faults,
+    FileErrors,
     Placed,
     VolumeFile,
     check_modalities,
@@ -64,7 +64,7 @@ def find_sets(
     real: Path, synth: Path, masks: Path | None = None, training: Path | None = None, image: str | None = None
 ) -> Sets:
     """What the folders hold; refuses what cannot be judged before anything is read."""
-    reals, synths = find_images(real, image), find_images(synth, image, drawn=True)
+    reals, synths = find_images(real, image), find_images(synth, image, synthetic=True)
     trained = None if training is None else find_images(training, image)
     check_modalities([reals, synths, trained or []])
     found = None if masks is None else find_masks(masks)
@@ -86,7 +86,7 @@ class Reader:
         # All sets are placed alike: around their labels where every volume has some, else around their middles.
         self.by_mask = sets.training is None and all(f.subject in self.masks for f in (*sets.real, *sets.synth))
         self.features, self.segmenter, self.progress = features, segmenter, progress
-        self.faults = Faults()
+        self.faults = FileErrors()
         self.constant: list[Path] = []
         self.done = 0
         self.total = sum(len(part or []) for part in (sets.real, sets.synth, sets.training, sets.pairs))

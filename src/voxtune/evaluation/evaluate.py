@@ -17,7 +17,7 @@ import torch
 from voxtune.data.volumeset import VolumeFile
 from voxtune.errors import InputError
 from voxtune.evaluation.describe import Described, Progress, Reader, Sets
-from voxtune.files import write_whole
+from voxtune.files import write_atomic
 from voxtune.quality.bootstrap import Bootstrap, figure, mean_figure
 from voxtune.quality.distributions import (
     fid_statistic,
@@ -263,6 +263,6 @@ def write_result(result: Evaluation, folder: Path, title: str, **about: Any) -> 
     """metrics.json and metrics.md in `folder`; `about` is what the caller knows besides: folders, options."""
     files = folder / "metrics.json", folder / "metrics.md"
     data = json.dumps(result.to_json(**about), indent=2, allow_nan=False) + "\n"
-    write_whole(files[0], data.encode())
-    write_whole(files[1], result.markdown(title).encode())
+    write_atomic(files[0], data.encode())
+    write_atomic(files[1], result.markdown(title).encode())
     return files

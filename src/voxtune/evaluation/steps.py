@@ -24,7 +24,7 @@ from voxtune.data.splits import (
 )
 from voxtune.errors import InputError
 from voxtune.evaluation.step_search import TableOptions, confirm_table, numerics_table, step_table
-from voxtune.files import check_room, write_whole
+from voxtune.files import check_output_path, write_atomic
 from voxtune.quality.bootstrap import Bootstrap
 from voxtune.quality.step_table import FORMAT, Row, Table
 from voxtune.runtime.model import Model
@@ -145,7 +145,7 @@ class Request:
             raise InputError(f"--skip {self.skip}: give how many subjects to leave out, 0 or more")
         if self.store:
             config_file(self.model)
-        check_room(self.result, self.overwrite)
+        check_output_path(self.result, self.overwrite)
         if self.numerics and self.plan not in ("auto", "baseline") and torch.device(self.device).type != "cuda":
             raise InputError(
                 f"--plan {self.plan}: on a CPU --numerics compares FP32 and BF16 autocast; leave --plan away"
@@ -222,8 +222,8 @@ def run(request: Request, say: Say) -> Table:
 def write(table: Table, path: Path, title: str) -> str:
     """The table as JSON at `path` and as Markdown beside it; gives the hash of the JSON."""
     data = (json.dumps(table.to_json(), indent=2, allow_nan=False) + "\n").encode()
-    write_whole(path, data)
-    write_whole(path.with_suffix(".md"), table.markdown(f"{title}: {table.about['table']}").encode())
+    write_atomic(path, data)
+    write_atomic(path.with_suffix(".md"), table.markdown(f"{title}: {table.about['table']}").encode())
     return hashlib.sha256(data).hexdigest()
 
 

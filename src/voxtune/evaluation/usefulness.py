@@ -25,7 +25,7 @@ from voxtune.data.splits import (
 from voxtune.diffusion.schedule import Spacing
 from voxtune.errors import InputError
 from voxtune.evaluation.bench import unit
-from voxtune.files import check_room, write_whole
+from voxtune.files import check_output_path, write_atomic
 from voxtune.precision import tf32_allowed
 from voxtune.quality.bootstrap import Bootstrap
 from voxtune.quality.per_volume import dice_by_label
@@ -213,7 +213,7 @@ class Request:
             )
         if self.held_out is not None and self.held_out < 2:
             raise InputError(f"--held-out {self.held_out}: at least 2 subjects are needed, and {ENOUGH} for a result")
-        check_room(self.result, self.overwrite)
+        check_output_path(self.result, self.overwrite)
 
     @property
     def result(self) -> Path:
@@ -258,8 +258,8 @@ def run(request: Request, say: Say) -> Usefulness:
 
 def write(result: Usefulness, path: Path, title: str) -> None:
     """As JSON at `path`, and as Markdown beside it."""
-    write_whole(path, (json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n").encode())
-    write_whole(path.with_suffix(".md"), result.markdown(f"{title}: usefulness").encode())
+    write_atomic(path, (json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n").encode())
+    write_atomic(path.with_suffix(".md"), result.markdown(f"{title}: usefulness").encode())
 
 
 def _split(request: Request, model: Model) -> Split:

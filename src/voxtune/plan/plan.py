@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from voxtune.errors import InputError
-from voxtune.files import write_whole
+from voxtune.files import write_atomic
 
 FORMAT = "voxtune-plan/1"
 
@@ -72,7 +72,7 @@ class Plan:
             raise InputError(f"{where}: {error}") from None
 
     def save(self, path: Path) -> None:
-        write_whole(path, (json.dumps(self.to_json(), indent=2) + "\n").encode())
+        write_atomic(path, (json.dumps(self.to_json(), indent=2) + "\n").encode())
 
     @classmethod
     def load(cls, path: Path) -> Plan:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from voxtune.data.cases import Case, find_cases
-from voxtune.data.grid import turned, upright
+from voxtune.data.grid import ras_array, to_ras
 from voxtune.data.nifti import Volume, read_labels, read_volume
 from voxtune.data.preflight import check_pair
 from voxtune.report.embedding import finite
@@ -70,7 +70,7 @@ def _image(path: Path, warnings: list[str]) -> Volume:
 def _on_its_grid(partner: Volume, volume: Volume, warnings: list[str]) -> Volume | None:
     """The partner where its voxels lie on the volume's; a sheet compares voxel by voxel, and moves none."""
     # In RAS: files of one grid may be stored in another order.
-    if check_pair(turned(partner), turned(volume)).ok:
+    if check_pair(to_ras(partner), to_ras(volume)).ok:
         return partner
     warnings.append(f"{partner.name}: lies on another grid than {volume.name}; the contact sheet leaves it out")
     return None
@@ -78,7 +78,7 @@ def _on_its_grid(partner: Volume, volume: Volume, warnings: list[str]) -> Volume
 
 def _panel(title: str, volume: Volume, *, labels: bool = False) -> SlicePanel:
     """Turned to RAS; an image to [0, 1] by its extremes."""
-    array_DHW, spacing_DHW = upright(volume)
+    array_DHW, spacing_DHW = ras_array(volume)
     if not labels:
         array_DHW = array_DHW.astype(np.float64)
         low, high = float(array_DHW.min()), float(array_DHW.max())

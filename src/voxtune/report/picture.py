@@ -40,7 +40,7 @@ def label_colour(value: int) -> str:
     return "#" + "".join(f"{c:02x}" for c in channels)
 
 
-def contact_sheet(panels: Sequence[SlicePanel], path: Path, *, around: np.ndarray, side: int = 256) -> Path:
+def slice_picture(panels: Sequence[SlicePanel], path: Path, *, around: np.ndarray, side: int = 256) -> Path:
     """Draws each panel's axial, coronal and sagittal slice (superior and anterior up) through the middle of `around`'s
     highest label, and writes the PNG."""
     centre = _centre(around)

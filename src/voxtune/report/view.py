@@ -18,7 +18,7 @@ from typing import Any
 
 from voxtune.data.cases import Case, Cases, find_cases, read_legend
 from voxtune.errors import InputError
-from voxtune.files import write_whole
+from voxtune.files import write_atomic
 from voxtune.report.embedding import Embedding, TooLargeError
 from voxtune.report.html import asset, embed, policy
 from voxtune.report.metrics import MetricRow, Metrics, read_metrics
@@ -69,7 +69,7 @@ def view_page(
         warnings.append(
             f"the page has {len(page) / MEGABYTE:.0f} MB: browsers open it slowly; --limit N shows fewer cases"
         )
-    write_whole(Path(output), page)
+    write_atomic(Path(output), page)
     return Viewed(
         path=Path(output),
         cases=tuple(case_name(c) for c in found.cases),

@@ -18,10 +18,10 @@ from voxtune.data.contract import DataContract, Shape, encode_mask, unscale_imag
 from voxtune.data.grid import Mode, Placement, fit
 from voxtune.data.nifti import Volume, read_labels, write_volume
 from voxtune.data.pixels import check_png, png, to_pixels
-from voxtune.data.preflight import check_kept, check_mask
+from voxtune.data.preflight import check_lost_labels, check_mask
 from voxtune.diffusion.schedule import Spacing
 from voxtune.errors import InputError
-from voxtune.files import write_whole
+from voxtune.files import write_atomic
 from voxtune.runtime.model import Model, check_size
 from voxtune.runtime.sampling import Cache, Steps
 
@@ -76,7 +76,7 @@ def _prepare_one(path: Path, contract: DataContract, mode: Mode, size: Shape | N
     report.raise_errors()
     placement = fit(mask, contract, mode, size)
     labels_DHW = placement.apply(mask.array, label=True)
-    report += check_kept(mask.array, labels_DHW, contract, mask.name)
+    report += check_lost_labels(mask.array, labels_DHW, contract, mask.name)
     report.raise_errors()
     warnings = tuple(f.message for f in report.warnings)
     grid = replace(mask, array=np.broadcast_to(np.zeros((), np.uint8), mask.shape))
@@ -187,7 +187,7 @@ def _write(
     for image_DHW, name in zip(images_CDHW, names, strict=True):
         files.append(write_volume(out / name, request.placement.invert(image_DHW, label=False), request.grid))
         sidecar = out / name.replace(".nii.gz", ".json")
-        write_whole(sidecar, (json.dumps(record, indent=2, default=str) + "\n").encode())
+        write_atomic(sidecar, (json.dumps(record, indent=2, default=str) + "\n").encode())
     return Drawn(request=request, index=index, images_CDHW=images_CDHW, files=tuple(files))
 
 
@@ -214,7 +214,7 @@ def _describe_folder(out: Path) -> None:
         "GeneratedBy": [{"Name": "voxtune", "Version": __version__}],
     }
     if not (out / "dataset_description.json").exists():
-        write_whole(out / "dataset_description.json", (json.dumps(description, indent=2) + "\n").encode())
+        write_atomic(out / "dataset_description.json", (json.dumps(description, indent=2) + "\n").encode())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,6 +288,6 @@ def generate_images(
                 "passes": list(getattr(model.network, "passes", ())),
             }
             pixels_HWC, file = to_pixels(image_CHW), image_path(out, i)
-            write_whole(file, png(pixels_HWC))
-            write_whole(file.with_suffix(".json"), (json.dumps(record, indent=2, default=str) + "\n").encode())
+            write_atomic(file, png(pixels_HWC))
+            write_atomic(file.with_suffix(".json"), (json.dumps(record, indent=2, default=str) + "\n").encode())
             yield DrawnImage(index=i, pixels_HWC=pixels_HWC, file=file)

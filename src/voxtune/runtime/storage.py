@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from voxtune.errors import InputError
-from voxtune.files import one_line, replacing, reporting_os_errors, write_whole
+from voxtune.files import one_line, replacing, reporting_os_errors, write_atomic
 from voxtune.runtime.model import Model, ModelConfig
 from voxtune.runtime.sampling import AutoSampling
 from voxtune.workloads import NetworkConfig, build
@@ -245,5 +245,5 @@ def store_auto(path: str | Path, auto: AutoSampling) -> Path:
     file = config_file(path)
     config = ModelConfig.from_json(read_json(file), str(file))
     changed = replace(config, sampling=replace(config.sampling, auto=auto))
-    write_whole(file, (json.dumps(changed.to_json(), indent=2) + "\n").encode())
+    write_atomic(file, (json.dumps(changed.to_json(), indent=2) + "\n").encode())
     return file

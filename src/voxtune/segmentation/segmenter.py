@@ -16,7 +16,7 @@ from voxtune.config import from_mapping, to_mapping
 from voxtune.data.contract import DataContract
 from voxtune.data.splits import contract_difference
 from voxtune.errors import InputError
-from voxtune.files import reporting_os_errors, write_whole
+from voxtune.files import reporting_os_errors, write_atomic
 from voxtune.runtime.storage import CARD, CONFIG, WEIGHTS, check_state, read_json, read_safetensors, write_safetensors
 from voxtune.workloads.segment import SegmentConfig, SegmentUNet
 
@@ -140,8 +140,8 @@ def save_segmenter(segmenter: Segmenter, folder: str | Path, *, card: str) -> Pa
         folder.mkdir(parents=True, exist_ok=True)
         state = {k: v.detach().cpu().contiguous() for k, v in segmenter.network.state_dict().items()}
         write_safetensors(folder / WEIGHTS, state, {"format": "pt"})
-    write_whole(folder / CONFIG, (json.dumps(segmenter.config.to_json(), indent=2) + "\n").encode())
-    write_whole(folder / CARD, card.encode())
+    write_atomic(folder / CONFIG, (json.dumps(segmenter.config.to_json(), indent=2) + "\n").encode())
+    write_atomic(folder / CARD, card.encode())
     return folder
 
 
