@@ -193,7 +193,8 @@ def measure(part: str, wanted: list[str] | None, seconds: float) -> list[dict]:
             continue
         error = float((y - truth).norm() / truth.norm())
         made = row(label if part == "whole_head" else f"{part}_{label}", list(size), times, peak, error)
-        rows.append(made | {"first_s": round(first, 2), "error_against": "float64" if wide else "float32"})
+        of = {"network": name, "weights": "random", "error_against": "float64" if wide else "float32"}
+        rows.append(made | {"first_s": round(first, 2)} | of)
         show(rows[-1:])
         step = None  # type: ignore[assignment]
     return rows

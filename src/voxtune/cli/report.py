@@ -36,11 +36,23 @@ def command(
     recorded: Annotated[
         bool, typer.Option("--recorded", help="Report on the sessions that ship with voxtune.")
     ] = False,
+    waterfall: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RESULTS.json",
+            help="Instead of sessions: draw a benchmark results file as a waterfall of one denoising step (SVG).",
+        ),
+    ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Show where a step's time goes, from recorded sessions, with no GPU at hand."""
     out = Output(json=as_json, quiet=quiet)
+    if waterfall is not None:
+        if folders or recorded or window:
+            raise InputError("--waterfall cannot be combined with sessions, --recorded or --window")
+        _write_waterfall(waterfall, output or Path("waterfall.svg"), out)
+        return
     sessions = load(folders or [], recorded=recorded)
     from voxtune.report.build import build
 
@@ -48,6 +60,14 @@ def command(
     files = write(document, form.value, output, out)
     tables = [b.table.to_json() for b in document.tables()] if form is Form.console else []
     out.result({**summary(document, sessions, files), **({"tables": tables} if tables else {})})
+
+
+def _write_waterfall(results: Path, target: Path, out: Output) -> None:
+    from voxtune.report.waterfall import write_waterfall
+
+    write_waterfall(results, target)
+    out.say(f"{target}: waterfall of {results}")
+    out.result({"files": [str(target)]})
 
 
 def load(folders: list[Path], *, recorded: bool) -> list[Session]:

@@ -13,16 +13,41 @@ CHARACTER = 7.0  # a generous mean width at 12 px
 _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
+# The colours of a card by preference; attributes are presentation hints, which a style sheet overrides.
+PAPER = "#fdfdfe"
+_DARK = {PAPER: "#14181d", INK: "#e8ebef", MUTED: "#a3abb5", LINE: "#3a414a", HAIR: "#262c33"}
+_CARD = (
+    "<style>@media (prefers-color-scheme: dark) {"
+    + "".join(
+        f' [fill="{light}"] {{fill: {dark}}} [stroke="{light}"] {{stroke: {dark}}}' for light, dark in _DARK.items()
+    )
+    + f' }}</style>\n<rect width="100%" height="100%" rx="8" fill="{PAPER}"/>'
+)
+
+
 class Canvas:
-    def __init__(self, width: float = 760):
+    """`card`: on a background of its own, light or dark as the reader prefers. Else transparent, in light colours."""
+
+    def __init__(self, width: float = 760, *, card: bool = False):
         self.width = width
+        self.card = card
         self.parts: list[str] = []
 
     def rect(
-        self, x: float, y: float, width: float, height: float, fill: str, *, tip: str = "", edge: str = ""
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        fill: str,
+        *,
+        tip: str = "",
+        edge: str = "",
+        opacity: float = 1.0,
     ) -> None:
         inner = f"<title>{clean(tip)}</title>" if tip else ""
         stroke = f' stroke="{edge}"' if edge else ""
+        stroke += f' fill-opacity="{opacity:g}"' if opacity < 1 else ""
         shape = (
             f'x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{max(height, 0):.2f}" fill="{fill}"{stroke}'
         )
@@ -75,7 +100,7 @@ class Canvas:
         return y + 12 if shown else 30.0
 
     def finish(self, height: float, title: str) -> str:
-        body = "\n".join(self.parts)
+        body = "\n".join([*([_CARD] if self.card else []), *self.parts])
         label = quoteattr(_FORBIDDEN.sub("�", title))
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:.0f}" height="{height:.0f}" '

@@ -140,3 +140,25 @@ class Tree(Figure):
     def to_json(self) -> dict[str, Any]:
         names = list(dict.fromkeys(self.groups))
         return {**super().to_json(), "palette": {g: palette.colour(g, i) for i, g in enumerate(names)}}
+
+
+@dataclass(kw_only=True)
+class WaterfallRow:
+    """`previous_ms` is the row that this one improves on; None for a row that stands alone."""
+
+    label: str
+    note: str
+    ms: float
+    previous_ms: float | None
+    factor: float
+    error: str
+    tip: str
+
+
+@dataclass(kw_only=True)
+class Waterfall(Figure):
+    """A bar per configuration and, beside it, the time that it removes or adds. For documents: drawn as SVG only."""
+
+    kind: ClassVar[str] = "waterfall"
+    rows: list[WaterfallRow]
+    compared: list[WaterfallRow] = field(default_factory=list)

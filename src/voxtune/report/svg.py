@@ -11,8 +11,8 @@ from typing import Any
 from voxtune.report import palette
 from voxtune.report.canvas import CHARACTER, INK, MUTED, Canvas, linear_ticks, log_ticks, x_axis, y_axis
 from voxtune.report.document import Document
-from voxtune.report.figure import Area, Bars, Figure, Scatter, Series, Timeline, Tree
-from voxtune.report.numbers import clip, number
+from voxtune.report.figure import Area, Bars, Figure, Scatter, Series, Timeline, Tree, Waterfall, WaterfallRow
+from voxtune.report.numbers import MISSING, clip, number
 
 # Above so many launches a timeline leaves their names out, or the file would be mostly names.
 NAMED_LAUNCHES = 1500
@@ -232,10 +232,66 @@ def _tree(f: Tree) -> str:
     return _bars(Bars(id=f.id, title=f.title, labels=labels, series=series, unit=f.unit, digits=f.digits, stacked=True))
 
 
+GAIN, LOSS, SOLID, OTHER = "#3aa57c", "#d9722b", "#3178b5", "#858c95"
+
+
+def _waterfall(f: Waterfall) -> str:
+    canvas = Canvas(880, card=True)
+    canvas.text(20, 32, f.title, size=15, bold=True)
+    left, right, height = 262.0, 620.0, 38.0
+    ms_at, factor_at, error_at = 722.0, 790.0, 860.0
+    for x, head in ((ms_at, "ms"), (factor_at, "vs FP32"), (error_at, "error")):
+        canvas.text(x, 58, head, anchor="end", size=11, fill=MUTED)
+    most = max(max(r.ms, r.previous_ms or 0.0) for r in [*f.rows, *f.compared])
+
+    def place(ms: float) -> float:
+        return left + (right - left) * ms / most
+
+    def row(r: WaterfallRow, y: float, colour: str, *, bold: bool = False) -> None:
+        canvas.text(20, y + 15, r.label, size=12.5, bold=bold)
+        canvas.text(20, y + 29, r.note, size=10.5, fill=MUTED)
+        solid = min(r.ms, r.previous_ms or r.ms)
+        canvas.rect(place(0), y + 6, place(solid) - place(0), height - 14, colour, tip=r.tip)
+        if r.previous_ms is not None:
+            _change(canvas, r, place, y, height)
+        canvas.text(ms_at, y + 22, number(r.ms, 1), anchor="end", size=13, bold=bold)
+        canvas.text(factor_at, y + 22, f"{number(r.factor, 1)} ×", anchor="end", size=12, bold=bold)
+        canvas.text(error_at, y + 22, r.error or MISSING, anchor="end", size=11, fill=MUTED)
+
+    y = 66.0
+    for i, r in enumerate(f.rows):
+        row(r, y, SOLID, bold=i in (0, len(f.rows) - 1))
+        y += height
+    if f.compared:
+        canvas.line(20, y + 8, error_at, y + 8)
+        canvas.text(20, y + 26, "For comparison: the same network without Voxtune", size=11, fill=MUTED)
+        y += 32
+        for r in f.compared:
+            row(r, y, OTHER)
+            y += height
+    canvas.line(20, y + 8, error_at, y + 8)
+    for line in f.caption.splitlines():
+        y += 18
+        canvas.text(20, y + 10, line, size=10.5, fill=MUTED)
+    return canvas.finish(y + 26, f.title)
+
+
+def _change(canvas: Canvas, r: WaterfallRow, place: Callable[[float], float], y: float, height: float) -> None:
+    """The time between the row above and this one, joined to the bar above."""
+    assert r.previous_ms is not None
+    change = r.ms - r.previous_ms
+    low, high = sorted((place(r.ms), place(r.previous_ms)))
+    canvas.line(place(r.previous_ms), y - 8, place(r.previous_ms), y + 6, stroke=MUTED, dash="2 2")
+    canvas.rect(low, y + 6, high - low, height - 14, LOSS if change > 0 else GAIN, tip=f"{change:+.1f} ms", opacity=0.6)
+    label = f"{change:+.1f}".replace("-", "−")
+    canvas.text(high + 6, y + 22, label, size=11, fill=MUTED)
+
+
 _DRAW: dict[type[Figure], Callable[[Any], str]] = {
     Bars: _bars,
     Scatter: _scatter,
     Timeline: _timeline,
     Area: _area,
     Tree: _tree,
+    Waterfall: _waterfall,
 }
