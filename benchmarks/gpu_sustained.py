@@ -1,13 +1,14 @@
-"""What share of the rate that the card sustains does the plan reach? BF16 matrix products and the planned step, each for seconds.
+"""The share of the card's sustained rate that the plan reaches: BF16 matrix products and the planned step, each for seconds.
 
-A data-centre card is power-limited: a short product runs at a higher clock than one that is repeated for seconds. So each row runs for
-`--seconds` without a pause, with SM clock and power sampled by nvidia-smi. The rate of the step counts the floating-point operations
-of the network (a multiply-add counts two), not those that a kernel may add.
+A data-centre card is power-limited: a short product runs at a higher clock than one that is repeated for seconds. Each row
+therefore runs for `--seconds` without a pause, while nvidia-smi samples SM clock and power. The rate of the step counts the
+floating-point operations of the network (a multiply-add counts two), not those that a kernel may add.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import subprocess
 import time
@@ -56,7 +57,7 @@ def sustain(step: Callable[[], Any], seconds: float) -> tuple[list[float], Senso
                 marks.append(mark)
                 step()
             torch.cuda.synchronize()
-    times = [a.elapsed_time(b) for a, b in zip(marks[:-1], marks[1:], strict=True)]
+    times = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
     times = [ms for i, ms in enumerate(times) if (i + 1) % 20]  # the gap at a synchronisation is the host's
     return times[len(times) // 2 :], sensors
 
@@ -78,12 +79,11 @@ def main() -> None:
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
 
-    a, b = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    a, b = operands = tuple(torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     exact = a[:64].double() @ b.double()
     error = float((torch.mm(a[:64], b).double() - exact).norm() / exact.norm())
-    product = sustain(lambda: torch.mm(a, b), options.seconds)
+    product = sustain(lambda: torch.mm(*operands), options.seconds)
     add(rows, "bf16_product_8192", [SIDE, SIDE, SIDE], 2 * SIDE**3 / 1e12, error, product)
-    del a, b, exact
 
     from torch.utils.flop_counter import FlopCounterMode
 
