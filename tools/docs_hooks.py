@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import enum
 import posixpath
 import re
+import typing
 from typing import Any
 
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?:\.\./)+(?:benchmarks|src|tests|tools|[A-Z]+\.md)[^)#\s]*)(#[^)]*)?\)")
@@ -42,7 +44,7 @@ def command_reference() -> str:
 
 
 def _section(name: str, command: Any) -> str:
-    arguments = [p.human_readable_name for p in command.params if p.param_type_name == "argument"]
+    arguments = [_title(p) for p in command.params if p.param_type_name == "argument"]
     lines = [
         f"## voxtune {name}",
         "",
@@ -56,11 +58,11 @@ def _section(name: str, command: Any) -> str:
         if getattr(parameter, "hidden", False):
             continue
         names = [*parameter.opts, *parameter.secondary_opts]
-        title = parameter.human_readable_name if parameter.param_type_name == "argument" else ", ".join(names)
-        choices = getattr(parameter.type, "choices", None)
+        title = _title(parameter) if parameter.param_type_name == "argument" else ", ".join(names)
+        choices = _choices(parameter)
         text = (getattr(parameter, "help", None) or "").replace("\n", " ")
         if choices:
-            text += f" One of: {', '.join(str(getattr(c, 'value', c)) for c in choices)}."
+            text += f" One of: {', '.join(choices)}."
         default = parameter.default
         shown = (
             "" if default is None or callable(default) or default is False else str(getattr(default, "value", default))
@@ -68,6 +70,23 @@ def _section(name: str, command: Any) -> str:
         shown = "required" if parameter.required else shown
         lines.append(f"| `{title}` | {_cell(shown)} | {_cell(text)} |")
     return "\n".join(lines)
+
+
+def _title(parameter: Any) -> str:
+    return str(parameter.metavar or parameter.name).upper()
+
+
+def _choices(parameter: Any) -> list[str]:
+    """Of an option whose type is an enumeration or a literal type, or whose value is checked against a list."""
+    click_type = getattr(parameter, "type", None)
+    annotation = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
+    if getattr(click_type, "choices", None):
+        return [str(getattr(c, "value", c)) for c in click_type.choices]
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return [str(member.value) for member in annotation]
+    return (
+        [str(value) for value in typing.get_args(annotation)] if typing.get_origin(annotation) is typing.Literal else []
+    )
 
 
 def _cell(text: str) -> str:
