@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from voxtune.errors import InputError
-from voxtune.files import one_line, write_whole
+from voxtune.files import one_line, write_atomic
 from voxtune.report.figure import Waterfall, WaterfallRow
 from voxtune.report.svg import render_svg
 
@@ -28,7 +28,7 @@ COMPARED = {
 
 
 def write_waterfall(results: Path, target: Path) -> None:
-    write_whole(target, render_svg(waterfall(read_results(results))).encode())
+    write_atomic(target, render_svg(waterfall(read_results(results))).encode())
 
 
 def read_results(path: Path) -> dict[str, Any]:
