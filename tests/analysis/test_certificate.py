@@ -51,15 +51,19 @@ def test_copies_are_outside_the_shares():
     assert certify(session([counted(0, 98), copy])).few_time_pct == 100
 
 
-def test_the_seeds_window_is_kernels_11_to_110_of_one_step():
+def test_the_papers_window_is_kernels_11_to_110_of_one_step():
     copy = {"kind": "memcpy", "class": "memcpy", "start_us": 0.0, "duration_us": 1.0}
     rows = [copy, *(counted(i, 1, name=f"k{i}") for i in range(1, 201)), *(counted(i, 1, step=1) for i in range(200))]
     cut = window(session(rows))
     assert list(cut.launches["name"]) == [f"k{i}" for i in range(11, 111)]
-    assert cut.meta["window"] == {"name": "seed", "skip": 10, "count": 100, "kept": 100, "of": 200}
+    assert cut.meta["window"] == {"name": "paper", "skip": 10, "count": 100, "kept": 100, "of": 200}
     assert "launches 11 to 110" in refusal([cut], "time")
     with pytest.raises(InputError, match="unknown window"):
         window(session(rows), "other")
+    assert list(window(session(rows), "0:2").launches["name"]) == ["k1", "k2"]
+    for wrong in ("1", "1:", ":1", "1:0", "-1:5", "1:2:3", "a:b"):
+        with pytest.raises(InputError, match="unknown window"):
+            window(session(rows), wrong)
 
 
 def test_no_ratio_without_coverage():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,10 +14,14 @@ import time
 import nibabel as nib
 import numpy as np
 import pytest
+import typer
 
 from tests.factories import GOLDENS
 from tests.factories.nifti import write_mask
-from voxtune.cli.main import VERBS, main
+from voxtune.cli.choices import OLD_OPTIONS, REGISTRIES
+from voxtune.cli.common import EXIT_CODES
+from voxtune.cli.main import COMMANDS, app, main
+from voxtune.diffusion import SAMPLERS
 
 CHECKPOINT = str(GOLDENS / "med_ddpm_tiny.pt")
 
@@ -34,11 +40,11 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
-def test_help_lists_every_verb(capsys, arguments):
+def test_help_lists_every_command(capsys, arguments):
     code, out, _ = run(capsys, *arguments)
     assert code == 0
-    for verb in VERBS:
-        assert verb in out
+    for name in COMMANDS:
+        assert name in out
 
 
 def test_version_and_module(capsys):
@@ -46,6 +52,101 @@ def test_version_and_module(capsys):
     done = subprocess.run([sys.executable, "-m", "voxtune", "--version"], capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert done.stdout.startswith("voxtune ")
+
+
+def test_help_lists_the_choices_of_every_registry(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    texts = {name: run(capsys, name, "--help")[1] for name in COMMANDS}
+    used = {
+        "sample": ("sampler", "spacing", "fit"),
+        "usefulness": ("sampler", "spacing"),
+        "steps": ("sampler", "spacing"),
+        "train": ("trainable", "decay", "loss", "autocast"),
+        "profile": ("workload", "configuration", "tier"),
+        "study": ("workload", "configuration", "study"),
+        "estimate": ("workload", "estimate", "gpu"),
+    }
+    for name, kinds in used.items():
+        for kind in kinds:
+            assert ", ".join(REGISTRIES[kind]()) in texts[name], (name, kind)
+    assert {kind for kinds in used.values() for kind in kinds} == set(REGISTRIES)
+    for name, text in texts.items():
+        assert not re.search(r"\{[a-z_]+\}", text.split("╭", 2)[-1]), f"{name}: a name was not replaced"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_option_names_are_the_same_everywhere(name):
+    command = typer.main.get_command(app).commands[name]
+    options = {o for p in command.params if not getattr(p, "hidden", False) for o in p.opts}
+    assert not options & set(OLD_OPTIONS)
+    assert ("-o" in options) == ("--out" in options)
+
+
+def test_deprecated_spellings_still_work(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for old in (["--output", "x.html"], ["--output=x.html"]):
+        code, _, err = run(capsys, "report", "nowhere", *old)
+        warning, error = err.splitlines()
+        assert code == 2 and warning == "warning: --output is deprecated; use --out" and "nowhere" in error
+    assert "--output" not in run(capsys, "report", "--help")[1]
+    code, _, err = run(capsys, "report", "nowhere", "--window", "seed")
+    assert code == 2 and err.startswith("warning: --window seed is deprecated; use --window paper\n")
+    code, _, err = run(capsys, "study", "seed", "--size", "1,two")
+    assert code == 2 and err.startswith("warning: seed is deprecated; use paper\n")
+
+
+def test_shell_completion():
+    def complete(**variables):
+        command = [sys.executable, "-m", "voxtune"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **variables})
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    script = complete(_VOXTUNE_COMPLETE="source_bash")
+    assert "_VOXTUNE_COMPLETE=complete_bash" in script and "complete -o default -F" in script
+    commands = complete(_VOXTUNE_COMPLETE="complete_bash", COMP_WORDS="voxtune ", COMP_CWORD="1")
+    assert set(COMMANDS) <= set(commands.split())
+    samplers = complete(_VOXTUNE_COMPLETE="complete_bash", COMP_WORDS="voxtune sample --sampler d", COMP_CWORD="3")
+    assert samplers.split() == [name for name in SAMPLERS if name.startswith("d")]
+
+
+def test_completion_script_is_shown_for_the_current_shell():
+    command = f"{sys.executable} -m voxtune --show-completion; exit $?"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "_VOXTUNE_COMPLETE" in done.stdout
+
+
+def test_internal_error_is_exit_1(capsys, monkeypatch):
+    from voxtune.runtime import doctor
+
+    def broken():
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(doctor, "examine", broken)
+    code, _, err = run(capsys, "doctor")
+    assert code == 1 and "RuntimeError: a defect" in err
+    assert err.endswith("voxtune: error: internal error; please report it with the traceback above\n")
+
+
+def test_doctor_exits_with_3_if_a_problem_is_found(capsys, monkeypatch):
+    from voxtune.runtime import doctor
+
+    monkeypatch.setattr(doctor, "wrong_half_conv3d", lambda version: True)
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(doctor.torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(doctor.torch.backends.cudnn, "version", lambda: 91000)
+    monkeypatch.setattr(doctor, "_arithmetic", lambda: iter(()))
+    code, out, _ = run(capsys, "doctor", "--json")
+    assert code == 3 and json.loads(out)["verdict"] == "error"
+
+
+def test_exit_codes_are_in_the_help(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    text = run(capsys, "--help")[1]
+    for code, meaning in EXIT_CODES.items():
+        assert f"{code} {meaning}" in text
 
 
 def test_import_then_info(capsys, model):
@@ -199,4 +300,4 @@ def test_ctrl_c_says_so(tmp_path):
     while not (tmp_path / "c").is_dir():
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    assert "stopped" in process.communicate(timeout=60)[1] and process.returncode == 130
+    assert "interrupted" in process.communicate(timeout=60)[1] and process.returncode == 130

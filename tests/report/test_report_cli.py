@@ -116,7 +116,7 @@ def test_absent_recordings_are_told(capsys, monkeypatch, tmp_path):
     from voxtune.report import recordings
 
     monkeypatch.setattr(recordings, "root", lambda: tmp_path)
-    for verb in (["report"], ["study", "seed"]):
+    for verb in (["report"], ["study", "paper"]):
         assert main([*verb, "--recorded"]) == 2
         assert "ships no recorded sessions" in capsys.readouterr().err
 
@@ -143,11 +143,11 @@ def test_study_of_recordings_goes_figure_by_figure(folder, capsys, monkeypatch, 
     folder.rename(tmp_path / "recordings")
     monkeypatch.setattr(recordings, "root", lambda: tmp_path / "recordings")
     out = tmp_path / "study"
-    assert main(["study", "seed", "--recorded", "-o", str(out)]) == 0
+    assert main(["study", "paper", "--recorded", "-o", str(out)]) == 0
     said = capsys.readouterr().out
     assert [f"Figure {n}:" in said for n in range(4, 14)] == [True] * 10
     assert (out / "report.html").is_file()
-    assert main(["study", "seed", "--recorded", "--mode", "sample", "-o", str(out)]) == 2
+    assert main(["study", "paper", "--recorded", "--mode", "sample", "-o", str(out)]) == 2
 
 
 def test_study_records_and_reports(small_sessions, capsys, monkeypatch, tmp_path):
@@ -161,7 +161,7 @@ def test_study_records_and_reports(small_sessions, capsys, monkeypatch, tmp_path
         return [*good, capture.Recorded(config="compile", folder=tmp_path, error="no compiler")]
 
     monkeypatch.setattr(capture, "record", record)
-    arguments = ["study", "seed", "--mode", "both", "--size", "16,16,16", "--config", "baseline,compile", "--json"]
+    arguments = ["study", "paper", "--mode", "both", "--size", "16,16,16", "--config", "baseline,compile", "--json"]
     assert main([*arguments, "-o", str(tmp_path / "s")]) == 0
     captured = capsys.readouterr()
     assert asked == [("med-ddpm", ["baseline", "compile"], m, (16, 16, 16)) for m in ("train", "sample")]

@@ -104,9 +104,9 @@ def test_missing_counters_say_why_and_draw_nothing():
 
 
 def test_window_is_shown_beside_the_step(two_sessions):
-    document = build(two_sessions, window="seed")
+    document = build(two_sessions, window="paper")
     mix = next(f for f in document.figures() if f.id == "mix-ms")
-    assert mix.labels == [f"{c}{w}" for c in ("baseline", "tf32") for w in ("", ", seed's window")]
+    assert mix.labels == [f"{c}{w}" for c in ("baseline", "tf32") for w in ("", ", paper window")]
     assert [b.good for b in document.badges] == [True, False, True, False]
     compared = next(f for f in document.figures() if f.id == "compare-0")
     assert [s.name for s in compared.series] == ["baseline", "tf32"]

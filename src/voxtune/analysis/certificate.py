@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 THRESHOLD_PCT = 99.0
 PHASES = {"train": ("forward", "backward", "optimizer"), "sample": ("forward",)}
-WINDOWS = {"seed": (10, 100)}
+# Name -> (kernels skipped, kernels profiled). "paper": Nsight Compute's options in Ryoo et al., ICPE 2026.
+WINDOWS = {"paper": (10, 100)}
 Level = Literal["time", "few", "full"]
 
 
@@ -129,15 +130,25 @@ def refusal(sessions: Sequence[Session], level: Level) -> str | None:
     return None
 
 
-def window(session: Session, name: str = "seed") -> Session:
-    """The launches that a profiling window keeps, as a session marked so: the seed's kernels 11 to 110 of a step.
+def parse_window(text: str) -> tuple[int, int]:
+    """(skip, count) of a named window, or of "SKIP:COUNT"."""
+    if text in WINDOWS:
+        return WINDOWS[text]
+    skip, _, count = text.partition(":")
+    if not all(part.isascii() and part.isdigit() and len(part) <= 9 for part in (skip, count)) or int(count) < 1:
+        raise InputError(
+            f"unknown window {text[:80]!r}; choose from {', '.join(WINDOWS)}, or give SKIP:COUNT such as 10:100"
+        )
+    return int(skip), int(count)
 
-    The profiler counts kernels, not copies. The seed counted from the start of its process; a session begins with its
+
+def window(session: Session, name: str = "paper") -> Session:
+    """The kernels that a profiling window covers, as a session marked so: "paper" is kernels 11 to 110 of a step.
+
+    The profiler counts kernels, not copies. The paper counted from the start of its process; a session begins with its
     first step, so the window is that of a step.
     """
-    if name not in WINDOWS:
-        raise InputError(f"unknown window {name!r}: known are {', '.join(WINDOWS)}")
-    skip, count = WINDOWS[name]
+    skip, count = parse_window(name)
     rows = session.launches
     first = rows[(rows["step"] == rows["step"].min()) & rows["kind"].isin(["kernel", "cpu_op"])].sort_values("index")
     kept = first.iloc[skip : skip + count].reset_index(drop=True)

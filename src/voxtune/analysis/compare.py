@@ -130,7 +130,7 @@ def normalised(sessions: Sequence[Session]) -> Table:
     return Table(title, _ratio_columns(), rows, [f"Refused: {r}" for r in reasons if r])
 
 
-def side_by_side(sessions: Sequence[Session], name: str = "seed") -> Table:
+def side_by_side(sessions: Sequence[Session], name: str = "paper") -> Table:
     """What the seed's window says and what the whole step says. The window's ratios are shown to be seen through."""
     title = f"The {name}'s window and the whole step"
     columns = [

@@ -1,4 +1,15 @@
-"""What every verb shares: the options for machines and for silence, and progress with the time left."""
+"""What the commands share: options, exit codes, output with progress, and parsers of option values.
+
+Every command exits with one of EXIT_CODES. Some codes have a more specific meaning:
+
+| command | code | meaning |
+|---|---|---|
+| check | 1 | slower than allowed |
+| check | 3 | the spread of the timings is too large to decide |
+| doctor | 3 | a problem was found |
+| profile | 3 | a configuration could not be recorded, or the self-check failed |
+| train | 128 + N | stopped by signal N after writing a checkpoint (130 Ctrl-C, 143 SIGTERM) |
+"""
 
 from __future__ import annotations
 
@@ -8,36 +19,62 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 import typer
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, for machines.")]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but warnings and errors.")]
-DeviceOption = Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda or cuda:N.")]
+from voxtune.cli.choices import one_of, warn_deprecated
+
+EXIT_OK, EXIT_INTERNAL, EXIT_INPUT, EXIT_NEGATIVE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+EXIT_CODES = {
+    EXIT_OK: "done",
+    EXIT_INTERNAL: "internal error (check: slower than allowed)",
+    EXIT_INPUT: "wrong input or usage (one line on standard error)",
+    EXIT_NEGATIVE: "negative result (doctor: a problem was found, profile: not everything was recorded, check: undecided)",
+    EXIT_INTERRUPTED: "interrupted by Ctrl-C",
+}
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print only warnings and errors.")]
+DeviceOption = Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda:N.")]
 SamplerOption = Annotated[
-    str | None, typer.Option(help="ddpm, ddim, dpm++, sde-dpm++, unipc or ipndm; else the model's.")
+    str | None, typer.Option(help="Sampler: {sampler}. Default: the model's.", **one_of("sampler"))
 ]
 SpacingOption = Annotated[
-    str | None, typer.Option(help="Which steps are taken: trailing, linspace, leading or logsnr; else the model's.")
+    str | None, typer.Option(help="Spacing of the timesteps: {spacing}. Default: the model's.", **one_of("spacing"))
 ]
 ClipOption = Annotated[
     bool | None,
-    typer.Option("--clip/--no-clip", help="Clamp what each step predicts to the image's range; on by default."),
+    typer.Option("--clip/--no-clip", help="Clamp each step's prediction to the image range. Default: --clip."),
 ]
 PlanOption = Annotated[
-    str, typer.Option(help="auto (the fastest known that gives the same answer), baseline, or a plan's file.")
+    str, typer.Option(help="Plan: auto (the fastest known plan that passes the gate), baseline, or a plan file.")
 ]
-# Of the verbs that measure a model on held-out subjects.
+# Of the commands that measure a model on held-out subjects.
 ModelArgument = Annotated[Path, typer.Argument(help="A model folder, or a published .pt checkpoint.")]
-SubjectsOption = Annotated[Path | None, typer.Option(help="A file of packed subjects, in place of the cohort.")]
-RealOption = Annotated[Path | None, typer.Option(help="Folder of real volumes, in place of the cohort.")]
-MasksOption = Annotated[Path | None, typer.Option(help="Folder of their masks.")]
-ResamplesOption = Annotated[int, typer.Option(help="Bootstrap resamples behind every interval.")]
+SubjectsOption = Annotated[Path | None, typer.Option(help="A file of packed subjects, instead of the cohort.")]
+RealOption = Annotated[Path | None, typer.Option(help="Folder of real volumes, instead of the cohort.")]
+MasksOption = Annotated[Path | None, typer.Option(help="Folder of the masks of the real volumes.")]
+ResamplesOption = Annotated[int, typer.Option(help="Bootstrap resamples of each confidence interval.")]
 
-# Between two lines of progress in a log file.
+# Seconds between two progress lines in a log file.
 LOG_SECONDS = 10.0
+
+
+class StepMode(StrEnum):
+    train = "train"
+    sample = "sample"
+
+
+class StepModes(StrEnum):
+    train = "train"
+    sample = "sample"
+    both = "both"
+
+    def modes(self) -> tuple[str, ...]:
+        return ("train", "sample") if self is StepModes.both else (self.value,)
 
 
 class Update(Protocol):
@@ -45,13 +82,13 @@ class Update(Protocol):
 
 
 class Output:
-    """Talks to the person on standard error and standard output, or to the machine in one JSON object."""
+    """Prints lines for people, or one JSON object for programs."""
 
     def __init__(self, *, json: bool = False, quiet: bool = False):
         self.json, self.quiet = json, quiet
 
     def say(self, text: str) -> None:
-        """A line for a person. Under --json it goes to standard error, so that standard output stays one object."""
+        """Prints a line; with --json to standard error, so that standard output stays one JSON object."""
         if not self.quiet:
             print(text, file=sys.stderr if self.json else sys.stdout, flush=True)
 
@@ -64,7 +101,7 @@ class Output:
 
     @contextmanager
     def progress(self, description: str, total: int) -> Iterator[Update]:
-        """Gives `update(done, note)`: on a terminal a bar with the time left; elsewhere a line now and then, for a log."""
+        """Yields `update(done, note)`, which shows the time left: a bar on a terminal, a line now and then in a log."""
         if self.quiet:
             yield lambda done, note="": None
             return
@@ -91,28 +128,28 @@ class Output:
         times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
         with Progress(*columns, *times, console=console, disable=not console.is_terminal) as bar:
             task = bar.add_task(description, total=total, note="")
-            told = [time.monotonic()]
+            printed = [time.monotonic()]
 
             def update(done: int, note: str = "") -> None:
                 bar.update(task, completed=done, note=note)
-                if not console.is_terminal and (done >= total or time.monotonic() - told[0] >= LOG_SECONDS):
-                    told[0] = time.monotonic()
+                if not console.is_terminal and (done >= total or time.monotonic() - printed[0] >= LOG_SECONDS):
+                    printed[0] = time.monotonic()
                     _line(description, done, total, note, bar.tasks[0].time_remaining)
 
             yield update
 
 
 def _lines(description: str, total: int) -> Update:
-    """Progress where the library for bars is missing, as on many GPU machines."""
+    """Progress without the rich library."""
     begun: list[tuple[float, int]] = []
-    told = [time.monotonic()]
+    printed = [time.monotonic()]
 
     def update(done: int, note: str = "") -> None:
         now = time.monotonic()
         if not begun:
             begun.append((now, done))
-        if done >= total or now - told[0] >= LOG_SECONDS:
-            told[0] = now
+        if done >= total or now - printed[0] >= LOG_SECONDS:
+            printed[0] = now
             start, first = begun[0]
             left = (now - start) / (done - first) * (total - done) if done > first else None
             _line(description, done, total, note, left)
@@ -126,7 +163,7 @@ def _line(description: str, done: int, total: int, note: str, left: float | None
 
 
 def choose_device(name: str) -> str:
-    """The torch device that `--device` means on this machine."""
+    """The torch device of `--device`, checked on this machine."""
     import torch
 
     from voxtune.errors import InputError
@@ -141,38 +178,51 @@ def choose_device(name: str) -> str:
             f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use --device cpu"
         )
     if index:
-        torch.cuda.set_device(int(index))  # kernels are launched on the current one
+        torch.cuda.set_device(int(index))  # Triton launches kernels on the current device
     return name
 
 
 def parse_size(text: str, option: str = "--size") -> tuple[int, ...]:
-    """ "128,128,128" or "128x128x128" as numbers, in tensor order (depth, height, width)."""
+    """The dimensions in "128,128,128" or "128x128x128", in tensor order (depth, height, width)."""
     from voxtune.errors import InputError
 
     parts = text.replace("x", ",").split(",")
     if not all(p.strip().isdigit() and 0 < int(p) <= 4096 for p in parts):
-        raise InputError(f"{option} {text}: give sides as whole numbers from 1 to 4096, such as 128,128,128")
+        raise InputError(f"{option} {text}: dimensions must be whole numbers from 1 to 4096, such as 128,128,128")
     return tuple(int(p) for p in parts)
 
 
+def parse_window_option(text: str | None) -> str | None:
+    """The checked value of `--window`, as analysis functions take it; None for no window."""
+    from voxtune.analysis.certificate import parse_window
+
+    if text is None or text == "none":
+        return None
+    if text == "seed":
+        warn_deprecated("--window seed", "--window paper")
+        text = "paper"
+    parse_window(text)
+    return text
+
+
 def parse_steps(text: str | None) -> int | Literal["auto"] | None:
-    """`--steps`: a number, auto, or nothing."""
+    """The value of `--steps`: a number, "auto" or None."""
     from voxtune.errors import InputError
 
     if text is None or text == "auto":
         return text  # type: ignore[return-value]
     if not (text.isascii() and text.isdigit() and len(text) <= 9 and int(text) > 0):
-        raise InputError(f"--steps {text[:40]}: give a whole number from 1 up, or auto")
+        raise InputError(f"--steps {text[:40]}: must be a whole number >= 1, or auto")
     return int(text)
 
 
 def parse_labels(text: str | None) -> list[dict[str, Any]] | None:
-    """`--labels`: name=value pairs, in channel order."""
+    """The labels in "brain=1,tumour=2", in channel order."""
     from voxtune.errors import InputError
 
     if text is None:
         return None
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(name.strip() and value.strip().isdecimal() for name, _, value in pairs):
-        raise InputError(f"--labels {text}: give names and values, such as brain=1,tumour=2")
+        raise InputError(f"--labels {text}: must be name=value pairs, such as brain=1,tumour=2")
     return [{"name": n.strip(), "value": int(v), "channel": i} for i, (n, _, v) in enumerate(pairs)]

@@ -1,14 +1,16 @@
-"""voxtune doctor: what will and will not work here."""
+"""voxtune doctor: what works on this machine."""
 
 from __future__ import annotations
 
 import typer
 
-from voxtune.cli.common import JsonOption, Output, QuietOption
+from voxtune.cli.common import EXIT_NEGATIVE, JsonOption, Output, QuietOption
+
+MARKS = {"ok": "ok", "note": "--", "warning": "!!", "error": "XX"}
 
 
 def command(json: JsonOption = False, quiet: QuietOption = False) -> None:
-    """Examine this machine: versions, GPU, known hazards, what will and will not work."""
+    """Check this machine: versions, GPU, known defects, and what works. Exit code 3 if a problem is found."""
     from voxtune.runtime.doctor import examine, verdict
 
     output = Output(json=json, quiet=quiet)
@@ -16,10 +18,9 @@ def command(json: JsonOption = False, quiet: QuietOption = False) -> None:
     result = verdict(checks)
     if not json:
         for check in checks:
-            mark = {"ok": "ok", "note": "--", "warning": "!!", "error": "XX"}[check.level]
-            output.say(f"{mark}  {check.name:16} {check.found}")
+            output.say(f"{MARKS[check.level]}  {check.name:16} {check.found}")
             if check.follows:
                 output.say(f"{'':20} {check.follows}")
     output.result(result)
     if result["verdict"] == "error":
-        raise typer.Exit(2)
+        raise typer.Exit(EXIT_NEGATIVE)

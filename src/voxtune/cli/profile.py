@@ -2,62 +2,91 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, choose_device, parse_size
+from voxtune.cli.common import (
+    EXIT_NEGATIVE,
+    DeviceOption,
+    JsonOption,
+    Output,
+    QuietOption,
+    StepMode,
+    choose_device,
+    parse_size,
+    parse_window_option,
+)
+
+if TYPE_CHECKING:
+    from voxtune.profile.session import Session
+
+
+class CacheControl(StrEnum):
+    none = "none"
+    all = "all"
+
+
+class ClockControl(StrEnum):
+    none = "none"
+    base = "base"
 
 
 def command(
-    source: Annotated[str, typer.Argument(metavar="WORKLOAD|MODEL", help="A workload's name, or a model's path.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the sessions, one folder each.")],
+    source: Annotated[str, typer.Argument(metavar="WORKLOAD|MODEL", help="A workload ({workload}) or a model's path.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Output folder; each session gets its own subfolder.")],
     mode: Annotated[
-        str, typer.Option(help="train (forward, loss, backward, Adam) or sample (one DDPM step).")
-    ] = "train",
+        StepMode, typer.Option(help="train: forward, loss, backward and Adam. sample: one DDPM step.")
+    ] = StepMode.train,
     config: Annotated[
         str,
-        typer.Option(help="Configurations, by commas: baseline, or tf32, bf16, channels_last, compile joined by +."),
+        typer.Option(help="Comma-separated configurations, each joined by + from: {configuration}."),
     ] = "baseline,tf32,channels_last,tf32+channels_last",
-    size: Annotated[str | None, typer.Option(help="Another size than its own, as depth,height,width.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Samples in a step.")] = 1,
+    size: Annotated[str | None, typer.Option(help="Size as D,H,W (or H,W). Default: the workload's.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Whole steps in the census.")] = 2,
-    repeats: Annotated[int, typer.Option(min=5, help="Bare steps, for the time and its spread.")] = 5,
-    tiers: Annotated[
-        str, typer.Option(help="What to record, of census, few, full, opcodes.")
-    ] = "census,few,full,opcodes",
-    limit: Annotated[float, typer.Option(min=1, help="Seconds for the counters of one session.")] = 600.0,
+    repeats: Annotated[int, typer.Option(min=5, help="Steps timed without a profiler.")] = 5,
+    tiers: Annotated[str, typer.Option(help="Comma-separated tiers to record: {tier}.")] = "census,few,full,opcodes",
+    limit: Annotated[float, typer.Option(min=1, help="Time limit in seconds for the counters of one session.")] = 600.0,
     budget: Annotated[
-        float | None, typer.Option(min=30, help="Seconds for all sessions together, shared fairly.")
+        float | None, typer.Option(min=30, help="Time limit in seconds for all sessions together.")
     ] = None,
-    window: Annotated[str, typer.Option(help="none or seed: whole steps are recorded; the report cuts them.")] = "none",
+    window: Annotated[
+        str | None,
+        typer.Option(
+            metavar="paper|SKIP:COUNT",
+            help="Also report how much of the step a profiling window would have covered: COUNT kernels after the first "
+            "SKIP, or paper for 10:100 (Ryoo et al., ICPE 2026). Whole steps are recorded in any case.",
+        ),
+    ] = None,
     cache_control: Annotated[
-        str, typer.Option(help="Nsight Compute: none keeps caches warm, all flushes them.")
-    ] = "none",
-    clock_control: Annotated[str, typer.Option(help="Nsight Compute: none, or base to lock the clocks.")] = "none",
-    ahead: Annotated[bool, typer.Option(help="Start the workers before their turn, to save time.")] = True,
+        CacheControl, typer.Option(help="Nsight Compute: none keeps the caches warm, all flushes them.")
+    ] = CacheControl.none,
+    clock_control: Annotated[
+        ClockControl, typer.Option(help="Nsight Compute: base locks the clocks.")
+    ] = ClockControl.none,
+    ahead: Annotated[bool, typer.Option(help="Start the worker processes early to save time.")] = True,
     keep_raw: Annotated[
-        bool, typer.Option("--keep-raw", help="Keep the trace and the counters' pages, to read them again later.")
+        bool, typer.Option("--keep-raw", help="Keep the trace and the counter pages in the session folder.")
     ] = False,
     self_check: Annotated[
-        bool, typer.Option("--self-check", help="A small step, and a verdict on whether every tier works here.")
+        bool, typer.Option("--self-check", help="Record a small step and check that every tier works on this machine.")
     ] = False,
     device: DeviceOption = "auto",
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Record whole steps: timeline, modules, memory, and the GPU's counters where they can be read."""
-    from voxtune.errors import InputError
+    """Record whole steps: timeline, modules, memory, and GPU counters where available."""
     from voxtune.profile.configs import parse_configs
-    from voxtune.profile.record import RecordOptions, lines, record, summary, verdict
+    from voxtune.profile.record import RecordOptions, failed_tiers, record, summary, summary_lines
     from voxtune.profile.steps import smallest_size
 
-    if window not in ("none", "seed"):
-        raise InputError(f"--window {window}: choose none or seed")
+    window = parse_window_option(window)
     output = Output(json=json, quiet=quiet)
     options = RecordOptions(
-        mode=mode,
+        mode=mode.value,
         size=parse_size(size) if size else smallest_size(source) if self_check else None,
         batch=batch,
         steps=steps,
@@ -65,18 +94,45 @@ def command(
         tiers=tuple(t.strip() for t in tiers.split(",") if t.strip()),
         limit_s=limit,
         budget_s=budget,
-        cache_control=cache_control,
-        clock_control=clock_control,
+        cache_control=cache_control.value,
+        clock_control=clock_control.value,
         ahead=ahead,
         keep_raw=keep_raw,
     )
-    chosen = [c.name for c in parse_configs(config)]
-    recorded = record(source, chosen, out, options=options, device=choose_device(device), say=output.say)
-    rows = [summary(r) for r in recorded]
-    for line in (line for row in rows for line in lines(row)):
-        output.say(line)
+    configs = [c.name for c in parse_configs(config)]
+    recorded = record(source, configs, out, options=options, device=choose_device(device), say=output.say)
+    rows = []
+    for result in recorded:
+        row = summary(result)
+        if window is not None and result.session is not None:
+            row["window"] = _coverage(result.session, window)
+        rows.append(row)
+        for line in summary_lines(row):
+            output.say(line)
+        if "window" in row:
+            output.say(_coverage_line(row["window"]))
+    failed = failed_tiers(rows, options.tiers) if self_check else []
     if self_check:
-        output.say(verdict(rows, options.tiers))
+        output.say(f"self-check: {'FAILED: ' + ', '.join(failed) if failed else 'passed, every tier works here'}")
     output.result({"out": str(out), "sessions": rows})
-    if any(r.error for r in recorded):
-        raise typer.Exit(1)
+    if failed or any(r.error for r in recorded):
+        raise typer.Exit(EXIT_NEGATIVE)
+
+
+def _coverage(session: Session, window: str) -> dict[str, Any]:
+    """The window's place in the first step, and its share of that step's kernel time."""
+    from voxtune.analysis.certificate import window as cut
+
+    part = cut(session, window)
+    rows = session.launches
+    kernels = rows[(rows["step"] == rows["step"].min()) & rows["kind"].isin(["kernel", "cpu_op"])]
+    total = float(kernels["duration_us"].sum())
+    return {**part.meta["window"], "time_share": float(part.launches["duration_us"].sum()) / total if total else None}
+
+
+def _coverage_line(window: dict[str, Any]) -> str:
+    if not window["kept"]:
+        return f"  window   nothing: the step has {window['of']} kernels, the window skips {window['skip']}"
+    share = "" if window["time_share"] is None else f", {100 * window['time_share']:.2f} % of kernel time"
+    first, last = window["skip"] + 1, window["skip"] + window["kept"]
+    return f"  window   kernels {first} to {last} of {window['of']}{share}"

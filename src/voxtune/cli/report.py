@@ -1,4 +1,4 @@
-"""voxtune report: recorded sessions as a page, as console tables or as SVG files."""
+"""voxtune report: recorded sessions as an HTML page, console tables or SVG files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from voxtune.cli.common import JsonOption, Output, QuietOption
+from voxtune.cli.common import JsonOption, Output, QuietOption, parse_window_option
 from voxtune.errors import InputError
 
 if TYPE_CHECKING:
@@ -22,19 +22,25 @@ class Form(StrEnum):
     svg = "svg"
 
 
-class Window(StrEnum):
-    seed = "seed"
-
-
 def command(
     folders: Annotated[list[Path] | None, typer.Argument(help="Sessions, or folders of sessions.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="File (html) or folder (svg) to write.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="File (html) or folder (svg) to write. Default: report.html, report-svg."),
+    ] = None,
     form: Annotated[
-        Form, typer.Option("--format", help="A page, console tables, or SVG files for documents.")
+        Form, typer.Option("--format", help="One HTML page, tables on the console, or SVG files.")
     ] = Form.html,
-    window: Annotated[Window | None, typer.Option(help="Also show what a profiling window would have seen.")] = None,
+    window: Annotated[
+        str | None,
+        typer.Option(
+            metavar="paper|SKIP:COUNT",
+            help="Also show what a profiling window would have covered: COUNT kernels after the first SKIP, or paper "
+            "for 10:100 (Ryoo et al., ICPE 2026).",
+        ),
+    ] = None,
     recorded: Annotated[
-        bool, typer.Option("--recorded", help="Report on the sessions that ship with voxtune.")
+        bool, typer.Option("--recorded", help="Include the recorded sessions that ship with voxtune.")
     ] = False,
     waterfall: Annotated[
         Path | None,
@@ -46,28 +52,29 @@ def command(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Show where a step's time goes, from recorded sessions, with no GPU at hand."""
-    out = Output(json=as_json, quiet=quiet)
+    """Show where the time of a step goes, from recorded sessions. No GPU needed."""
+    output = Output(json=as_json, quiet=quiet)
     if waterfall is not None:
         if folders or recorded or window:
             raise InputError("--waterfall cannot be combined with sessions, --recorded or --window")
-        _write_waterfall(waterfall, output or Path("waterfall.svg"), out)
+        _write_waterfall(waterfall, out or Path("waterfall.svg"), output)
         return
+    window = parse_window_option(window)
     sessions = load(folders or [], recorded=recorded)
     from voxtune.report.build import build
 
-    document = build(sessions, window=window.value if window else None)
-    files = write(document, form.value, output, out)
+    document = build(sessions, window=window)
+    files = write(document, form.value, out, output)
     tables = [b.table.to_json() for b in document.tables()] if form is Form.console else []
-    out.result({**summary(document, sessions, files), **({"tables": tables} if tables else {})})
+    output.result({**summary(document, sessions, files), **({"tables": tables} if tables else {})})
 
 
-def _write_waterfall(results: Path, target: Path, out: Output) -> None:
+def _write_waterfall(results: Path, target: Path, output: Output) -> None:
     from voxtune.report.waterfall import write_waterfall
 
     write_waterfall(results, target)
-    out.say(f"{target}: waterfall of {results}")
-    out.result({"files": [str(target)]})
+    output.say(f"{target}: waterfall of {results}")
+    output.result({"files": [str(target)]})
 
 
 def load(folders: list[Path], *, recorded: bool) -> list[Session]:
@@ -77,14 +84,14 @@ def load(folders: list[Path], *, recorded: bool) -> list[Session]:
     if recorded:
         folders = [*folders, recorded_root()]
     if not folders:
-        raise InputError("give a folder of sessions, or --recorded for those that ship with voxtune")
+        raise InputError("missing sessions: give a folder, or --recorded for the sessions that ship with voxtune")
     return [s for folder in folders for s in in_order([load_session(path) for path in find_sessions(folder)])]
 
 
-def write(document: Document, form: str, output: Path | None, out: Output) -> list[Path]:
-    """Writes the document in its form; gives the files."""
+def write(document: Document, form: str, path: Path | None, output: Output) -> list[Path]:
+    """Writes the document in the given form and returns the files."""
     if form == "console":
-        if not out.quiet and not out.json:
+        if not output.quiet and not output.json:
             from voxtune.report.console import make_console, print_document
 
             print_document(document, make_console())
@@ -92,7 +99,7 @@ def write(document: Document, form: str, output: Path | None, out: Output) -> li
     from voxtune.report.html import render_html
 
     page = render_html(document) if form == "html" else ""
-    target = output or Path("report.html" if form == "html" else "report-svg")
+    target = path or Path("report.html" if form == "html" else "report-svg")
     try:
         if form == "svg":
             from voxtune.report.svg import write_svgs
@@ -103,13 +110,13 @@ def write(document: Document, form: str, output: Path | None, out: Output) -> li
             target.write_text(page, encoding="utf-8")
             files = [target]
     except OSError as error:
-        raise InputError(f"{target}: cannot write here ({error.strerror}); choose another place with -o") from None
+        raise InputError(f"{target}: cannot write ({error.strerror}); choose another path with -o") from None
     size = sum(f.stat().st_size for f in files) / 1e6
-    out.say(f"{target}: {f'{len(files)} figures' if form == 'svg' else 'report'}, {size:.1f} MB")
+    output.say(f"{target}: {f'{len(files)} figures' if form == 'svg' else 'report'}, {size:.1f} MB")
     return files
 
 
 def summary(document: Document, sessions: list[Session], files: list[Path]) -> dict[str, Any]:
-    told = [{"name": s.name, "mode": s.meta["mode"], "config": s.meta["config"]} for s in sessions]
-    covered = [{"label": b.label, "covered": b.good, "reasons": b.reasons} for b in document.badges]
-    return {"title": document.title, "sessions": told, "coverage": covered, "files": [str(f) for f in files]}
+    rows = [{"name": s.name, "mode": s.meta["mode"], "config": s.meta["config"]} for s in sessions]
+    coverage = [{"label": b.label, "covered": b.good, "reasons": b.reasons} for b in document.badges]
+    return {"title": document.title, "sessions": rows, "coverage": coverage, "files": [str(f) for f in files]}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from voxtune.cli.choices import one_of
 from voxtune.cli.common import (
     ClipOption,
     DeviceOption,
@@ -53,7 +54,9 @@ def command(
     ] = None,
     seed: Annotated[int, typer.Option(help="Volume or image i depends on the seed and i alone.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Volumes or images computed together.")] = 1,
-    fit: Annotated[str, typer.Option(help="How a mask goes to the model's grid: auto, pad or resample.")] = "auto",
+    fit: Annotated[
+        str, typer.Option(help="How a mask is fitted to the model's grid: {fit}.", **one_of("fit"))
+    ] = "auto",
     size: Annotated[
         str | None, typer.Option(help="Another grid than the model's, as depth,height,width; or height,width.")
     ] = None,

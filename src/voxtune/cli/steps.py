@@ -40,10 +40,12 @@ def command(
     real: RealOption = None,
     masks: MasksOption = None,
     segmenter: Annotated[Path | None, typer.Option(help="Another segmenter than the shipped one.")] = None,
-    samplers: Annotated[str | None, typer.Option(help="Samplers to compare, such as ddim,unipc; default: all.")] = None,
+    samplers: Annotated[
+        str | None, typer.Option(help="Comma-separated samplers to compare: {sampler}. Default: all.")
+    ] = None,
     steps: Annotated[str | None, typer.Option(help="Steps to compare; default: 5,8,10,15,20,25,50.")] = None,
     spacings: Annotated[
-        str | None, typer.Option(help="Spacings to compare, such as logsnr; default: trailing,linspace,leading,logsnr.")
+        str | None, typer.Option(help="Comma-separated spacings to compare: {spacing}. Default: all.")
     ] = None,
     cache: Annotated[
         str | None,

@@ -1,66 +1,64 @@
-"""voxtune study: a published study on the GPU at hand, in one go."""
+"""voxtune study: a published performance study, repeated on this machine's GPU."""
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, choose_device, parse_size
+from voxtune.cli.choices import one_of
+from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, StepModes, choose_device, parse_size
 from voxtune.cli.report import load, summary, write
 from voxtune.errors import InputError
 
 if TYPE_CHECKING:
     from voxtune.profile.session import Session
 
-# The paper's four, then what a good engineer would do today, then this project's own plan (sampling).
+# The paper's four configurations, the usual ones today, and Voxtune's plan (sampling only).
 CONFIGS = "baseline,tf32,channels_last,tf32+channels_last,bf16+channels_last,bf16+channels_last+compile,plan"
 
 
-class Study(StrEnum):
-    seed = "seed"
-
-
-class Mode(StrEnum):
-    train = "train"
-    sample = "sample"
-    both = "both"
-
-    def modes(self) -> list[str]:
-        return ["train", "sample"] if self is Mode.both else [self.value]
-
-
 def command(
-    study: Annotated[Study, typer.Argument(help="Which study.")] = Study.seed,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for sessions and report.")] = Path("study"),
-    recorded: Annotated[bool, typer.Option("--recorded", help="Use the sessions that ship with voxtune.")] = False,
-    mode: Annotated[Mode, typer.Option(help="Which steps to record.")] = Mode.train,
-    workload: Annotated[str, typer.Option(help="Workload or model to record.")] = "med-ddpm",
-    size: Annotated[str | None, typer.Option(help="Sides of the volume, such as 128,128,128.")] = None,
-    config: Annotated[str, typer.Option(help="Configurations, by comma.")] = CONFIGS,
+    study: Annotated[
+        str,
+        typer.Argument(
+            help="Study: {study} (Ryoo et al., Performance Analysis and Optimization of 3D Generative Diffusion Models "
+            "across GPU Architectures, ICPE 2026).",
+            **one_of("study", old={"seed": "paper"}),
+        ),
+    ] = "paper",
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the sessions and the report.")] = Path("study"),
+    recorded: Annotated[
+        bool, typer.Option("--recorded", help="Use the recorded sessions that ship with voxtune.")
+    ] = False,
+    mode: Annotated[StepModes, typer.Option(help="Which steps to record.")] = StepModes.train,
+    workload: Annotated[str, typer.Option(help="Workload ({workload}) or model to record.")] = "med-ddpm",
+    size: Annotated[str | None, typer.Option(help="Size as D,H,W. Default: the workload's.")] = None,
+    config: Annotated[
+        str, typer.Option(help="Comma-separated configurations, each joined by + from: {configuration}.")
+    ] = CONFIGS,
     budget: Annotated[
-        float | None, typer.Option(min=30, help="Seconds for the sessions of one mode, shared fairly.")
+        float | None, typer.Option(min=30, help="Time limit in seconds for the sessions of one mode.")
     ] = None,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Record the paper's configurations, and set its figures beside this GPU's: in its window and over the whole step."""
-    out = Output(json=as_json, quiet=quiet)
+    """Record the paper's configurations and compare its published values with this GPU, in its window and per step."""
+    output = Output(json=as_json, quiet=quiet)
     if recorded:
         sessions = [s for s in load([], recorded=True) if s.meta["mode"] in mode.modes()]
         if not sessions:
-            raise InputError(f"--mode {mode.value}: the recorded sessions hold none of it")
+            raise InputError(f"--mode {mode.value}: no recorded session has this mode")
     else:
-        sessions = _record(workload, config, mode, output, _options(size, budget), choose_device(device), out)
+        sessions = _record(workload, config, mode, out, _options(size, budget), choose_device(device), output)
     from voxtune.report.build import build
 
     document = build(sessions)
-    files = write(document, "html", output / "report.html", out)
-    tables = _print_study(sessions, out)
-    out.result({**summary(document, sessions, files), "study": tables})
+    files = write(document, "html", out / "report.html", output)
+    tables = _print_study(sessions, output)
+    output.result({**summary(document, sessions, files), "study": tables})
 
 
 def _options(size: str | None, budget: float | None) -> dict[str, Any]:
@@ -68,42 +66,48 @@ def _options(size: str | None, budget: float | None) -> dict[str, Any]:
 
 
 def _record(
-    workload: str, config: str, mode: Mode, output: Path, asked: dict[str, Any], device: str, out: Output
+    workload: str,
+    config: str,
+    mode: StepModes,
+    folder: Path,
+    settings: dict[str, Any],
+    device: str,
+    output: Output,
 ) -> list[Session]:
     from voxtune.profile.record import RecordOptions, record
 
     sessions = []
     for name in mode.modes():
-        options = RecordOptions(mode=name, **asked)
-        wanted = [c for c in config.split(",") if c != "plan" or name == "sample"]
-        for result in record(workload, wanted, output, options=options, device=device, say=out.say):
+        options = RecordOptions(mode=name, **settings)
+        configs = [c for c in config.split(",") if c != "plan" or name == "sample"]
+        for result in record(workload, configs, folder, options=options, device=device, say=output.say):
             if result.session is None:
-                out.warn(f"{name} {result.config} was not recorded: {result.error}")
+                output.warn(f"{name} {result.config} was not recorded: {result.error}")
             else:
                 sessions.append(result.session)
     if not sessions:
-        raise InputError("no configuration could be recorded; the warnings above say why")
+        raise InputError("no configuration could be recorded; see the warnings above")
     return sessions
 
 
-def _print_study(sessions: list[Session], out: Output) -> dict[str, Any]:
-    """Figure by figure, for each mode that has its baseline."""
+def _print_study(sessions: list[Session], output: Output) -> dict[str, Any]:
+    """Prints the study's table figure by figure, for each mode with a baseline session; returns the tables."""
     from voxtune.analysis.study import study_table
     from voxtune.report.build import by_figure
     from voxtune.report.console import make_console, print_table
     from voxtune.report.sections.comparison import alike
 
-    told: dict[str, Any] = {}
+    tables: dict[str, Any] = {}
     for name, group in alike(sessions).items():
         try:
             table = study_table(group)
         except InputError as error:
-            out.warn(f"{name}: {error}")
+            output.warn(f"{name}: {error}")
             continue
-        told[name] = table.to_json()
-        if out.quiet or out.json:
+        tables[name] = table.to_json()
+        if output.quiet or output.json:
             continue
-        out.say(f"\n{name}")
+        output.say(f"\n{name}")
         for part in by_figure(table):
             print_table(part, make_console(), rows=100)
-    return told
+    return tables

@@ -16,7 +16,7 @@ def command(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Plan file; it is kept in the cache for --plan auto in any case.")
     ] = None,
-    shape: Annotated[str | None, typer.Option(help="Sides, such as 128,128,128; else the model's own.")] = None,
+    size: Annotated[str | None, typer.Option(help="Size as D,H,W. Default: the model's.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Volumes at a time.")] = 1,
     minutes: Annotated[float | None, typer.Option(min=0.0, help="Begin nothing new after so many minutes.")] = None,
     device: DeviceOption = "auto",
@@ -28,7 +28,7 @@ def command(
 
     output = Output(json=json, quiet=quiet)
     loaded = tuning_target(model, choose_device(device))
-    sides = parse_size(shape) if shape else None
+    sides = parse_size(size) if size else None
     args = example_inputs(loaded, sides, batch)
     output.say(f"tuning {model} at {'x'.join(map(str, args[0].shape[2:]))}, batch {batch}, on {loaded.device}")
     seconds = math.inf if minutes is None else 60 * minutes

@@ -103,7 +103,7 @@ def _processor() -> str:
 
 
 def _command() -> str:
-    """What was typed: a module's own path on this machine is not what another machine would type."""
+    """The command line, without the path of the program on this machine."""
     program, *rest = sys.argv
-    name = {"__main__.py": "python -m voxtune.profile"}.get(Path(program).name, Path(program).name)
+    name = {"__main__.py": "python -m voxtune"}.get(Path(program).name, Path(program).name)
     return " ".join([name, *map(shlex.quote, rest)])

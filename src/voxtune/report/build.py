@@ -57,7 +57,7 @@ TOGETHER: tuple[Make, ...] = (
 
 
 def build(sessions: Sequence[Session], *, window: str | None = None) -> Document:
-    """With `window` (such as seed), each session is followed by what that profiling window would have seen of it."""
+    """With `window` ("paper" or "SKIP:COUNT"), each session is followed by what that profiling window would have seen of it."""
     if not sessions:
         raise InputError("no session to report on; record one with voxtune profile")
     for session in sessions:
@@ -79,7 +79,7 @@ def build(sessions: Sequence[Session], *, window: str | None = None) -> Document
 
 def _windowed(session: Session, name: str) -> Session:
     part = cut(session, name)
-    part.meta["name"] = f"{session.name}, {name}'s window"
+    part.meta["name"] = f"{session.name}, {name} window"
     return part
 
 

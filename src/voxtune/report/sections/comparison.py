@@ -74,7 +74,7 @@ def _modules(table: Table, group: Sequence[Session], i: int, top: int = 12) -> B
 
 
 def windows(names: Sequence[str], sessions: Sequence[Session]) -> Section:
-    skip, count = WINDOWS["seed"]
+    skip, count = WINDOWS["paper"]
 
     def one(group: list[Session], i: int) -> list[Block]:
         if len(group) < 2:

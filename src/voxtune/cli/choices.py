@@ -1,0 +1,157 @@
+"""Options with a fixed set of values, and option spellings that are deprecated.
+
+The values come from registries, and most of those import torch. They are read only when a value is checked or the help
+of a command is printed, so that `voxtune --help` stays fast. In a help text, `{sampler}` stands for the names of the
+samplers, and likewise for every other key of REGISTRIES.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, get_args, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+# Deprecated option -> its name today. Accepted with a warning, and left out of the help.
+OLD_OPTIONS = {"--output": "--out", "--shape": "--size"}
+
+
+def _samplers() -> Iterable[str]:
+    from voxtune.diffusion import SAMPLERS
+
+    return SAMPLERS
+
+
+def _spacings() -> Iterable[str]:
+    from voxtune.diffusion.schedule import Spacing
+
+    return get_args(Spacing)
+
+
+def _fits() -> Iterable[str]:
+    from voxtune.data.grid import Mode
+
+    return get_args(Mode)
+
+
+def _workloads() -> Iterable[str]:
+    from voxtune.workloads import WORKLOADS
+
+    return WORKLOADS
+
+
+def _trainable() -> Iterable[str]:
+    return (*_workloads(), "segment")
+
+
+def _training(setting: str) -> Callable[[], Iterable[str]]:
+    def values() -> Iterable[str]:
+        from voxtune.training.config import TrainConfig
+
+        return get_args(get_type_hints(TrainConfig)[setting])
+
+    return values
+
+
+def _step_configs() -> Iterable[str]:
+    from voxtune.profile.configs import BASELINE, PARTS
+
+    return (BASELINE, *PARTS)
+
+
+def _tiers() -> Iterable[str]:
+    from voxtune.profile.record import TIERS
+
+    return TIERS
+
+
+def _estimate_configs() -> Iterable[str]:
+    from voxtune.analysis.estimate import PARTS
+
+    return PARTS
+
+
+def _cards() -> Iterable[str]:
+    from voxtune.analysis.estimate import cards
+
+    return cards()
+
+
+def _studies() -> Iterable[str]:
+    return ("paper",)
+
+
+REGISTRIES: dict[str, Callable[[], Iterable[str]]] = {
+    "sampler": _samplers,
+    "spacing": _spacings,
+    "fit": _fits,
+    "workload": _workloads,
+    "trainable": _trainable,
+    "decay": _training("decay"),
+    "loss": _training("loss"),
+    "autocast": _training("autocast"),
+    "configuration": _step_configs,
+    "tier": _tiers,
+    "estimate": _estimate_configs,
+    "gpu": _cards,
+    "study": _studies,
+}
+
+
+def one_of(kind: str, *, word: str | None = None, old: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Keywords for typer.Option or typer.Argument: the value must be in the registry `kind`.
+
+    `word` names the kind in the error message. `old` maps deprecated values to those of today.
+    """
+    renamed = dict(old or {})
+
+    def check(context: typer.Context, value: str | None) -> str | None:
+        if value is None or context.resilient_parsing:
+            return value
+        if value in renamed:
+            warn_deprecated(value, renamed[value])
+            return renamed[value]
+        names = list(REGISTRIES[kind]())
+        if value not in names:
+            raise typer.BadParameter(f"unknown {word or kind} {value[:80]!r}; choose from {', '.join(names)}")
+        return value
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in REGISTRIES[kind]() if name.startswith(incomplete)]
+
+    return {"callback": check, "autocompletion": complete}
+
+
+def warn_deprecated(old: str, new: str) -> None:
+    print(f"warning: {old} is deprecated; use {new}", file=sys.stderr)
+
+
+class Command(TyperCommand):
+    """A command that accepts deprecated option spellings and lists the values of its options in its help."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, self._with_current_options(args))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        for param in self.params:
+            text = getattr(param, "help", None) or ""
+            for kind, names in REGISTRIES.items():
+                if f"{{{kind}}}" in text:
+                    text = text.replace(f"{{{kind}}}", ", ".join(names()))
+                    param.help = text  # type: ignore[attr-defined]
+        super().format_help(ctx, formatter)
+
+    def _with_current_options(self, args: list[str]) -> list[str]:
+        options = {name for param in self.params for name in param.opts}
+        renamed = {old: new for old, new in OLD_OPTIONS.items() if old not in options and new in options}
+        current = list(args)
+        for i, argument in enumerate(args):
+            if argument == "--":
+                break
+            name, equals, value = argument.partition("=")
+            if name in renamed:
+                warn_deprecated(name, renamed[name])
+                current[i] = f"{renamed[name]}{equals}{value}"
+        return current
