@@ -1,7 +1,6 @@
-"""Configuration from untrusted dictionaries: a dataclass is the schema, its annotations are checked.
+"""Configuration dataclasses to and from JSON or YAML mappings; the annotations of a dataclass are its schema.
 
-Every configuration class of this project is a frozen, keyword-only dataclass beside its owner that checks its own
-values when made. This module only carries JSON and YAML into such a class and back.
+Every configuration class of this project is a frozen, keyword-only dataclass that validates its values when constructed.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ from typing import Any, TypeVar
 from voxtune.errors import InputError
 
 T = TypeVar("T")
-# Larger numbers than any setting can mean, and small enough for every conversion.
+# Larger than any meaningful setting, and small enough for every conversion.
 MAX_NUMBER = 10**30
 
 
 def from_mapping(cls: type[T], data: Any, where: str) -> T:
-    """Builds dataclass `cls` from `data`; `where` names the file and field for the error message."""
+    """Builds dataclass `cls` from untrusted `data`; `where` is the file and field named in error messages."""
     if not isinstance(data, Mapping):
-        raise InputError(f"{where}: expected a mapping of settings, found {type(data).__name__}")
+        raise InputError(f"{where}: expected a mapping of settings, got {type(data).__name__}")
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     unknown = [k for k in data if k not in fields]
     if unknown:
-        raise InputError(f"{where}: unknown setting {unknown[0]!r}; known are {', '.join(sorted(fields))}")
+        raise InputError(f"{where}: unknown setting {unknown[0]!r}; choose from {', '.join(sorted(fields))}")
     absent = dataclasses.MISSING
     missing = [n for n, f in fields.items() if f.default is absent and f.default_factory is absent and n not in data]
     if missing:
-        raise InputError(f"{where}: setting {missing[0]!r} is missing")
+        raise InputError(f"{where}: missing setting {missing[0]!r}")
     values = {name: _value(hints[name], value, f"{where}: {name}") for name, value in data.items()}
     try:
         return cls(**values)
@@ -41,7 +40,7 @@ def from_mapping(cls: type[T], data: Any, where: str) -> T:
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
-    """The JSON form of a configuration: what `from_mapping` reads back to an equal object."""
+    """A configuration as a JSON mapping; `from_mapping` reads it back to an equal object."""
     return dataclasses.asdict(config)
 
 
@@ -61,7 +60,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 
 
 def _optional(args: tuple[Any, ...], value: Any, where: str) -> Any:
-    assert type(None) in args and len(args) == 2, "only X | None is used in configuration classes"
+    assert type(None) in args and len(args) == 2, "configuration classes may use only X | None"
     if value is None:
         return None
     return _value(next(a for a in args if a is not type(None)), value, where)
@@ -69,11 +68,11 @@ def _optional(args: tuple[Any, ...], value: Any, where: str) -> Any:
 
 def _tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
-        raise InputError(f"{where}: expected a list, found {value!r}")
+        raise InputError(f"{where}: expected a list, got {value!r}")
     if args[-1] is Ellipsis:
         return tuple(_value(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
     if len(value) != len(args):
-        raise InputError(f"{where}: expected {len(args)} values, found {len(value)}")
+        raise InputError(f"{where}: expected {len(args)} values, got {len(value)}")
     return tuple(_value(a, v, f"{where}[{i}]") for i, (a, v) in enumerate(zip(args, value, strict=True)))
 
 
@@ -82,12 +81,12 @@ def _scalar(hint: Any, value: Any, where: str) -> Any:
         return value
     if hint is int and isinstance(value, int) and not isinstance(value, bool):
         if abs(value) > MAX_NUMBER:
-            raise InputError(f"{where}: a number of {value.bit_length()} bits cannot be meant")
+            raise InputError(f"{where}: a number of {value.bit_length()} bits is out of range")
         return value
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         if abs(value) > MAX_NUMBER or not math.isfinite(value):
-            raise InputError(f"{where}: {str(value)[:40]} is not a number that can be meant")
+            raise InputError(f"{where}: {str(value)[:40]} is out of range")
         return float(value)
     if hint is str and isinstance(value, str):
         return value
-    raise InputError(f"{where}: expected {getattr(hint, '__name__', hint)}, found {str(value)[:80]!r}")
+    raise InputError(f"{where}: expected {getattr(hint, '__name__', hint)}, got {str(value)[:80]!r}")

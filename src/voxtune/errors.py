@@ -1,10 +1,10 @@
-"""The one exception of this project for what a user can mend."""
+"""The exception for errors that the user can fix."""
 
 from __future__ import annotations
 
 
 class InputError(ValueError):
-    """Something the user gave is wrong. The message says what, where, and how to mend it, in one line.
+    """Invalid input. The one-line message states what is wrong, where, and how to fix it.
 
-    The command line prints the message and leaves with exit code 2.
+    The command line prints the message and exits with code 2.
     """

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and the operating system's refusals as the user's errors."""
+"""Atomic writes, checks of output paths, and operating system errors as InputError."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from voxtune.errors import InputError
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A new file beside `path` that takes its place, durably, when the block ends without an error."""
+    """Yields a temporary file beside `path`, which replaces it durably if the block ends without an error."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     os.close(handle)
     part = Path(name)
@@ -33,14 +33,14 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _umask() -> int:
-    """The permissions that new files of this process lack; it can be read only by setting it."""
+    """The process's umask, which can be read only by setting it."""
     mask = os.umask(0o022)
     os.umask(mask)
     return mask
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Writes `data` to `path`, making its folder; a file that was there stays until the new one is complete."""
+    """Writes `data` to `path`, creating its folder; an existing file is replaced only once the new one is complete."""
     with reporting_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as part:
@@ -49,26 +49,26 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 @contextmanager
 def reporting_os_errors(path: Path) -> Iterator[None]:
-    """Turns what the operating system refuses (no such file, permission, full disk) into the user's error."""
+    """Raises operating system errors (no such file, permission denied, disk full) as InputError."""
     try:
         yield
     except OSError as error:
-        # A file in the making is not a name that the user knows.
+        # The user does not know the name of the temporary file.
         named = error.filename if error.filename and not str(error.filename).endswith(".part") else path
         raise InputError(f"{named}: {error.strerror or one_line(error)}") from error
 
 
 def check_output_path(file: Path, overwrite: bool) -> None:
-    """Refuses a file that could not be written, or must not be, before the work that would be lost."""
-    there = next(path for path in file.absolute().parents if path.exists())
-    if not there.is_dir():
-        raise InputError(f"{there}: is a file; name a folder with -o")
+    """Raises InputError if `file` cannot be written, or exists without `overwrite`; call it before the work starts."""
+    parent = next(path for path in file.absolute().parents if path.exists())
+    if not parent.is_dir():
+        raise InputError(f"{parent}: is a file, not a folder; choose another output path with -o")
     if file.is_dir():
-        raise InputError(f"{file}: is a folder; give the name of a file")
+        raise InputError(f"{file}: is a folder; give a file name")
     if file.exists() and not overwrite:
-        raise InputError(f"{file}: exists already; choose another file or pass --overwrite")
+        raise InputError(f"{file}: already exists; pass --overwrite to replace it")
 
 
 def one_line(error: BaseException) -> str:
-    """An error's words on one line, for a message."""
+    """The message of an error on one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,4 +1,4 @@
-"""TF32 on or off for the whole process, as long as a context lasts: PyTorch lets cuDNN use TF32 unless told not to."""
+"""TF32 on or off within a context, for the whole process. PyTorch allows TF32 in cuDNN by default."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-# Where PyTorch from 2.9 on keeps each precision; the parent's counts where a child says "none".
+# Where PyTorch >= 2.9 stores each precision; a backend set to "none" inherits from its parent.
 _Place = tuple[str, ...]
 _PRECISIONS: tuple[_Place, ...] = (("cuda", "matmul"), ("cudnn", "conv"), ("cudnn", "rnn"))
 _PARENTS: dict[_Place, tuple[_Place, ...]] = {
@@ -20,7 +20,7 @@ _PARENTS: dict[_Place, tuple[_Place, ...]] = {
 
 @contextmanager
 def tf32_allowed(on: bool) -> Iterator[dict[str, Any]]:
-    """Sets TF32 on or off for products and convolutions, gives the flags as PyTorch reads them, puts them back."""
+    """Switches TF32 on or off for matrix products and convolutions; yields the flags in force; restores them afterwards."""
     saved_flags, saved_precisions = _read_flags(), _read_precisions()
     try:
         _set_tf32(on)
@@ -30,7 +30,7 @@ def tf32_allowed(on: bool) -> Iterator[dict[str, Any]]:
 
 
 def read_precision() -> dict[str, Any]:
-    """Every flag that decides on TF32, as this version of PyTorch knows them."""
+    """Every flag of this PyTorch version that controls TF32 and cuDNN's choice of algorithms."""
     flags: dict[str, Any] = {f"{place}.allow_tf32": value for place, value in _read_flags().items()}
     flags |= {f"{'.'.join(p)}.fp32_precision": value for p, value in _read_precisions().items()}
     flags["cudnn.benchmark"] = torch.backends.cudnn.benchmark
@@ -39,39 +39,39 @@ def read_precision() -> dict[str, Any]:
 
 
 def _set_tf32(on: bool) -> None:
-    """By the old flags, which torch.compile still reads; by the new ones only where those would overrule them.
+    """Sets the old flags, which torch.compile still reads, and the new ones only where they would override the old.
 
-    From 2.9 on, reading an old flag after a new one was set differently raises: so the new are touched last and least.
+    PyTorch >= 2.9 raises when an old flag is read after a new one was set to another value: the new ones are set last.
     """
     for place in (("cuda", "matmul"), ("cudnn",)):
         try:
             _backend(place).allow_tf32 = on
-        except RuntimeError:  # someone mixed both kinds before us: only the new kind can be set
+        except RuntimeError:  # both kinds were mixed before: only the new kind can be set
             continue
     for where in _PRECISIONS:
-        told = _effective(where)
-        if told is not None and (told == "tf32") != on:
+        precision = _effective(where)
+        if precision is not None and (precision == "tf32") != on:
             _backend(where).fp32_precision = "tf32" if on else "ieee"
 
 
 def _effective(place: tuple[str, ...]) -> str | None:
-    """The precision that counts at `place`; None where this version has no such setting."""
+    """The precision in force at `place`; None if this version has no such setting."""
     for where in (place, *_PARENTS[place]):
-        told = getattr(_backend(where), "fp32_precision", None)
-        if told is None or told != "none":
-            return told
+        precision = getattr(_backend(where), "fp32_precision", None)
+        if precision is None or precision != "none":
+            return precision
     return "ieee"
 
 
 def _backend(place: tuple[str, ...]) -> Any:
-    found: Any = torch.backends
+    backend: Any = torch.backends
     for name in place:
-        found = getattr(found, name, None)
-    return found
+        backend = getattr(backend, name, None)
+    return backend
 
 
 def _read_flags() -> dict[str, bool | None]:
-    """The old flags; None where they cannot be read because both kinds were mixed."""
+    """The old flags; None for those that cannot be read because both kinds were mixed."""
     flags: dict[str, bool | None] = {}
     for name, backend in (("cuda.matmul", torch.backends.cuda.matmul), ("cudnn", torch.backends.cudnn)):
         try:
@@ -82,14 +82,14 @@ def _read_flags() -> dict[str, bool | None]:
 
 
 def _read_precisions() -> dict[tuple[str, ...], str]:
-    told = {place: getattr(_backend(place), "fp32_precision", None) for place in _PRECISIONS}
-    return {place: value for place, value in told.items() if value is not None}
+    precisions = {place: getattr(_backend(place), "fp32_precision", None) for place in _PRECISIONS}
+    return {place: value for place, value in precisions.items() if value is not None}
 
 
 def _restore(flags: dict[str, bool | None], precisions: dict[tuple[str, ...], str]) -> None:
     for name, value in flags.items():
         if value is not None:
             _backend(tuple(name.split("."))).allow_tf32 = value
-    for place, told in precisions.items():
-        if _backend(place).fp32_precision != told:
-            _backend(place).fp32_precision = told
+    for place, precision in precisions.items():
+        if _backend(place).fp32_precision != precision:
+            _backend(place).fp32_precision = precision

@@ -44,6 +44,9 @@ def test_layout(cohort):
     masks = json.loads((cohort / "derivatives/masks/dataset_description.json").read_text())
     assert raw["DatasetType"] == "raw" and masks["DatasetType"] == "derivative"
     assert raw["BIDSVersion"] and raw["GeneratedBy"][0]["Name"] == "voxtune"
+    assert (
+        all("simulated subjects" in d["Name"] for d in (raw, masks)) and "Simulated" in (cohort / "README").read_text()
+    )
     rows = (cohort / "participants.tsv").read_text().splitlines()
     assert rows[0].startswith("participant_id\t") and [r.split("\t")[0] for r in rows[1:]] == [
         "sub-0000",
@@ -79,7 +82,7 @@ def test_a_folder_in_use_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(InputError, match="not empty"):
         write_cohort(tmp_path, 1, 0, SIZE)
-    with pytest.raises(InputError, match="other than a voxtune cohort"):
+    with pytest.raises(InputError, match="other than those of a voxtune cohort"):
         write_cohort(tmp_path, 1, 0, SIZE, overwrite=True)
     with pytest.raises(InputError, match="is a file"):
         write_cohort(tmp_path / "thesis.txt", 1, 0, SIZE)
@@ -90,6 +93,9 @@ def test_overwriting_leaves_no_subject_of_before(tmp_path):
     write_cohort(tmp_path, 2, 0, SIZE)
     with pytest.raises(InputError, match="not empty"):
         write_cohort(tmp_path, 1, 1, SIZE)
+    # Also where version 0.1 wrote the description.
+    description = tmp_path / "dataset_description.json"
+    description.write_text(json.dumps({**json.loads(description.read_text()), "Name": "voxtune cohort"}))
     write_cohort(tmp_path, 1, 1, SIZE, overwrite=True)
     assert [p.id for p in find_subjects(tmp_path)] == ["sub-0000"]
 
@@ -99,17 +105,19 @@ def test_what_is_not_ours_is_never_removed(tmp_path):
     (tmp_path / "bids" / "sub-01").mkdir(parents=True)
     made_by = {"Name": "Synthetic MRI", "GeneratedBy": [{"Name": "voxtune"}]}
     (tmp_path / "bids" / "dataset_description.json").write_text(json.dumps(made_by))
-    with pytest.raises(InputError, match="other than a voxtune cohort"):
+    with pytest.raises(InputError, match="other than those of a voxtune cohort"):
         write_cohort(tmp_path / "bids", 1, 0, SIZE, overwrite=True)
     assert (tmp_path / "bids" / "sub-01").is_dir()
     write_cohort(tmp_path / "c", 2, 0, SIZE)
     (tmp_path / "c" / "sub-9_T1w.nii.gz").write_text("precious")
     before = contents(tmp_path / "c")
-    with pytest.raises(InputError, match="other than a voxtune cohort"):
+    with pytest.raises(InputError, match="other than those of a voxtune cohort"):
         write_cohort(tmp_path / "c", 1, 0, SIZE, overwrite=True)
+    with pytest.raises(InputError, match="other than those of a voxtune cohort"):
+        write_cohort(tmp_path / "c" / "derivatives" / "masks", 1, 0, SIZE, overwrite=True)
     assert contents(tmp_path / "c") == before
 
 
 def test_bad_requests(tmp_path):
-    with pytest.raises(InputError, match="one or more"):
+    with pytest.raises(InputError, match="1 or more"):
         write_cohort(tmp_path / "x", 0, 0, SIZE)

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from voxtune.data.bids import mark_simulated, write_cohort
 from voxtune.data.cases import find_cases, read_legend
 from voxtune.data.nifti import Volume, write_volume
 from voxtune.errors import InputError
@@ -20,7 +21,7 @@ def put(*paths):
 
 
 def names(case):
-    return tuple(None if p is None else p.name for p in (case.volume, case.real, case.mask))
+    return tuple(None if p is None else p.name for p in (case.volume, case.reference, case.mask))
 
 
 def test_a_folder_of_the_demo_holds_all_three(tmp_path):
@@ -31,7 +32,7 @@ def test_a_folder_of_the_demo_holds_all_three(tmp_path):
         ("sub-1_desc-synth02_T1w.nii.gz", "sub-1_T1w.nii.gz", "sub-1_dseg.nii.gz"),
     ]
     assert [(c.subject, c.note) for c in found.cases] == [("sub-1", "synth01 T1w"), ("sub-1", "synth02 T1w")]
-    assert found.drawn and not found.warnings
+    assert found.origin == "synthetic" and not found.warnings
 
 
 def test_real_and_masks_from_their_own_folders(tmp_path):
@@ -39,7 +40,7 @@ def test_real_and_masks_from_their_own_folders(tmp_path):
     put(tmp_path / "real" / "a.nii.gz", tmp_path / "masks" / "a.nii.gz", tmp_path / "masks" / "b.nii.gz")
     found = find_cases(tmp_path / "synth", real=tmp_path / "real", masks=tmp_path / "masks")
     assert [names(c) for c in found.cases] == [("a.nii", "a.nii.gz", "a.nii.gz"), ("b.nii", None, "b.nii.gz")]
-    assert len(found.warnings) == 1 and "1 of 2 cases have no single real volume (b)" in found.warnings[0]
+    assert len(found.warnings) == 1 and "1 of 2 cases have no unique real volume (b)" in found.warnings[0]
     assert [c.subject for c in find_cases(tmp_path / "synth", limit=1).cases] == ["a"]
 
 
@@ -63,7 +64,7 @@ def test_a_strange_sidecar_is_no_obstacle(tmp_path, text):
 
 def test_another_modality_is_not_taken_for_the_same(tmp_path):
     put(tmp_path / "x_desc-synth01_T1w.nii.gz", tmp_path / "x_FLAIR.nii.gz")
-    assert find_cases(tmp_path).cases[0].real is None
+    assert find_cases(tmp_path).cases[0].reference is None
 
 
 def test_what_fits_nothing_is_refused(tmp_path):
@@ -90,5 +91,30 @@ def test_legends(tmp_path):
     (tmp_path / "config.json").write_text('{"data": {"labels": [{"name": "brain", "value": 4, "channel": 0}]}}')
     assert read_legend(tmp_path)[4].name == "brain"
     table.write_text("a\tb\n")
-    with pytest.raises(InputError, match="names no label"):
+    with pytest.raises(InputError, match="contains no label names"):
         read_legend(table)
+
+
+def test_cohort_subjects_are_called_simulated(tmp_path):
+    write_cohort(tmp_path / "cohort", 1, 0, (8, 8, 8))
+    put(tmp_path / "out" / "sub-0000_desc-synth01_T1w.nii.gz")
+    cases = find_cases(tmp_path / "out", real=tmp_path / "cohort")
+    assert (cases.origin, cases.cases[0].reference_origin) == ("synthetic", "simulated")
+    assert find_cases(tmp_path / "cohort").origin == "simulated"
+    # A description as version 0.1 wrote it.
+    old = {"Name": "voxtune cohort", "DatasetType": "raw", "GeneratedBy": [{"Name": "voxtune"}]}
+    (tmp_path / "cohort" / "dataset_description.json").write_text(json.dumps(old))
+    assert find_cases(tmp_path / "cohort").origin == "simulated"
+
+
+def test_real_is_a_scan_of_the_user_and_reference_a_volume_of_unknown_origin(tmp_path):
+    put(
+        tmp_path / "out" / "a_desc-synth01_T1w.nii.gz",
+        tmp_path / "out" / "a_T1w.nii.gz",
+        tmp_path / "mine" / "a.nii.gz",
+    )
+    assert find_cases(tmp_path / "out").cases[0].reference_origin == "reference"
+    assert find_cases(tmp_path / "out", real=tmp_path / "mine").cases[0].reference_origin == "real"
+    assert find_cases(tmp_path / "mine").origin == "volume"
+    mark_simulated(tmp_path / "out" / "a_T1w.nii.gz")
+    assert find_cases(tmp_path / "out").cases[0].reference_origin == "simulated"

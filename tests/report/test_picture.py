@@ -16,7 +16,7 @@ from voxtune.data.contract import generic_contract
 from voxtune.data.grid import fit
 from voxtune.data.nifti import Volume
 from voxtune.errors import InputError
-from voxtune.report.contact_sheet import MOST, case_sheet
+from voxtune.report.contact_sheet import MAX_CASES, case_sheet
 from voxtune.report.picture import CAPTION, GAP, PALETTE, SlicePanel, label_colour, slice_picture
 from voxtune.runtime.generate import Drawn, Request
 
@@ -89,7 +89,7 @@ def test_mask_real_and_synthetic(folder, tmp_path, capsys):
     path = tmp_path / "sheet.png"
     assert main(["view", str(folder), "-o", str(tmp_path / "view.html"), "--sheet", str(path)]) == 0
     told = capsys.readouterr()
-    assert "contact sheet of 2 case(s)" in told.out and told.err.count("no single mask (sub-2)") == 1
+    assert "contact sheet of 2 case(s)" in told.out and told.err.count("no unique mask (sub-2)") == 1
     assert np.asarray(Image.open(path)).shape == (CAPTION + 6 * STEP, CAPTION + 2 * STEP, 3)
     assert {PALETTE[0], PALETTE[1], rgb(4000)} <= colours(tile(path, 0, 0))
     assert tile(path, 1, 0).std() > 10 and tile(path, 2, 0).std() > 10
@@ -137,7 +137,7 @@ def test_what_lies_elsewhere_is_left_out_and_told(folder, tmp_path, capsys, name
     path = tmp_path / "sheet.png"
     assert main(["view", str(folder), "-o", str(tmp_path / "v.html"), "--sheet", str(path), "--json"]) == 0
     [told] = json.loads(capsys.readouterr().out)["warnings"]
-    assert f"sub-1_{name}.nii.gz: lies on another grid than" in told and "leaves it out" in told
+    assert f"sub-1_{name}.nii.gz: not on the grid of" in told and "omitted from the contact sheet" in told
     for each in range(3):
         assert (len(colours(tile(path, each, 0))) == 1) == (each == row)
         assert len(colours(tile(path, each, 1))) > 1
@@ -174,17 +174,17 @@ def test_long_titles_stay_in_their_column(folder, tmp_path):
 
 
 def test_how_many_cases_were_left_out(folder, tmp_path, capsys):
-    for i in range(2, MOST + 4):
+    for i in range(2, MAX_CASES + 4):
         put(folder / f"sub-{i}_desc-synth01_T1w.nii.gz", np.zeros((2, 2, 2), np.float32))
     command = ["view", str(folder), "-o", str(tmp_path / "v.html"), "--sheet", str(tmp_path / "s.png"), "--overwrite"]
     assert main(command) == 0
     told = capsys.readouterr()
-    assert "shows the first 12 of 15 cases and leaves out 3" in told.err and "sheet of 12 case(s)" in told.out
+    assert "shows only the first 12 of 15 cases" in told.err and "sheet of 12 case(s)" in told.out
     assert main([*command, "--limit", "5"]) == 0
     told = capsys.readouterr()
-    assert "leaves out" not in told.err and "5 of 15 cases shown" in told.err and "sheet of 5 case(s)" in told.out
+    assert "shows only" not in told.err and "5 of 15 cases shown" in told.err and "sheet of 5 case(s)" in told.out
 
 
 def test_a_place_that_cannot_be_written(folder, tmp_path):
-    with pytest.raises(InputError, match="cannot write the picture"):
+    with pytest.raises(InputError, match=r"sheet\.unknown: cannot be written"):
         case_sheet(folder, tmp_path / "sheet.unknown")

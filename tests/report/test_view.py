@@ -15,6 +15,7 @@ import pytest
 
 from tests.report.conftest import put
 from voxtune.cli.main import main
+from voxtune.data.bids import mark_simulated
 from voxtune.data.cases import LabelName
 from voxtune.errors import InputError
 from voxtune.report import view
@@ -42,7 +43,7 @@ def test_volumes_come_back_as_they_were(folder, tmp_path):
     data = data_of(page)
     [case] = data["cases"]
     assert made.cases == ("sub-1 synth01 T1w",) and made.size == made.path.stat().st_size and not made.warnings
-    for key, name, step in (("volume", "desc-synth01_T1w", 2e-5), ("real", "T1w", 0.0)):
+    for key, name, step in (("volume", "desc-synth01_T1w", 2e-5), ("reference", "T1w", 0.0)):
         shown, file = embedded(page, case[key]), nib.load(folder / f"sub-1_{name}.nii.gz")
         assert np.abs(shown.get_fdata() - file.get_fdata()).max() <= step
         assert np.array_equal(shown.affine, file.affine)
@@ -54,6 +55,17 @@ def test_volumes_come_back_as_they_were(folder, tmp_path):
         mask.dtype == np.uint8 and mask[3, 3, 3] == number[4000] and mask[2, 2, 2] == number[1] and mask[0, 0, 0] == 0
     )
     assert case["focus"] == [6.0, 6.0, 9.0]
+
+
+def test_captions_name_the_origin_of_a_reference(folder, tmp_path):
+    page = view_page(folder, tmp_path / "a.html").path.read_text()
+    [case] = data_of(page)["cases"]
+    assert (case["caption"], case["reference_caption"]) == ("Synthetic", "Reference")
+    assert "1 with a reference for comparison" in page
+    mark_simulated(folder / "sub-1_T1w.nii.gz")
+    page = view_page(folder, tmp_path / "b.html").path.read_text()
+    assert data_of(page)["cases"][0]["reference_caption"] == "Simulated subject"
+    assert "1 with a simulated subject for comparison" in page
 
 
 def test_page_points_nowhere_and_runs_only_its_own_scripts(folder, tmp_path):
@@ -91,7 +103,7 @@ def test_too_large_a_page_is_refused_and_a_large_one_told(folder, tmp_path, monk
     monkeypatch.setattr(view, "LARGE", 1_000_000)
     assert "browsers open it slowly" in view_page(folder, tmp_path / "a.html").warnings[0]
     monkeypatch.setattr(view, "LARGEST", 1000)
-    with pytest.raises(InputError, match=r"the most it may have; give smaller volumes"):
+    with pytest.raises(InputError, match=r"larger than the limit of 0 MB; give smaller volumes"):
         view_page(folder, tmp_path / "b.html")
     assert not (tmp_path / "b.html").exists()
 
@@ -145,15 +157,15 @@ def test_command(folder, tmp_path, capsys):
     [
         (["absent"], "no such folder"),
         (["in", "--metrics", "absent.json"], "cannot be read as metrics"),
-        (["in", "--labels", "absent.tsv"], "give a dseg.tsv or a model's folder"),
+        (["in", "--labels", "absent.tsv"], "give a dseg.tsv or a model folder"),
         (["in", "--limit", "0"], "limit"),
-        (["in", "-o", "in"], "does not end in .html"),
-        (["in", "-o", "."], "does not end in .html"),
-        (["in", "-o", "picture.png"], "does not end in .html"),
-        (["in", "--sheet", "sheet.unknown"], "does not end in .png"),
+        (["in", "-o", "in"], "must end in .html"),
+        (["in", "-o", "."], "must end in .html"),
+        (["in", "-o", "picture.png"], "must end in .html"),
+        (["in", "--sheet", "sheet.unknown"], "must end in .png"),
         # Before any work: the folder has not been looked at.
-        (["absent", "-o", "there.html"], "exists already; choose another file or pass --overwrite"),
-        (["absent", "--sheet", "there.png"], "exists already; choose another file or pass --overwrite"),
+        (["absent", "-o", "there.html"], "already exists; pass --overwrite to replace it"),
+        (["absent", "--sheet", "there.png"], "already exists; pass --overwrite to replace it"),
         (["in", "-o", "folder.html", "--overwrite"], "is a folder"),
     ],
 )

@@ -81,7 +81,7 @@ def test_draws_links_and_reads(open_page, page_file):
     page = opened.page
     assert opened.requests == [page_file.as_uri()]
     assert faults(opened) == []
-    drawn = {pane: pixels(page, pane) for pane in ("volume", "real")}
+    drawn = {pane: pixels(page, pane) for pane in ("volume", "reference")}
     for image in drawn.values():
         assert len(np.unique(image.reshape(-1, 3), axis=0)) > 50, "blank"
 
@@ -90,7 +90,7 @@ def test_draws_links_and_reads(open_page, page_file):
     assert readouts == ["intensity 0.8 · tumour (2)", "intensity 800 · tumour (2)"]
     assert page.locator("#position").inner_text().startswith("R 1")
     assert "23.41 dB" in page.locator("#metrics").inner_text()
-    assert "dice tumour" in page.locator("#told").inner_text()
+    assert "dice tumour" in page.locator("#details").inner_text()
 
     # By keyboard on one side, and the other follows.
     page.locator("[data-pane=volume] canvas").focus()
@@ -103,7 +103,7 @@ def test_draws_links_and_reads(open_page, page_file):
         assert (pixels(page, pane) != image).any(), pane
 
     # By pointer: the lower left tile is the axial slice.
-    box = page.locator("[data-pane=real] canvas").bounding_box()
+    box = page.locator("[data-pane=reference] canvas").bounding_box()
     page.mouse.click(box["x"] + box["width"] * 0.2, box["y"] + box["height"] * 0.8)
     assert np.allclose(*positions(page), atol=1e-2)
     assert not np.allclose(positions(page)[0], after[0], atol=1)
@@ -143,9 +143,9 @@ def test_case_without_partners_and_volume_view(open_page, page_file):
     page.locator("[data-case='1']").focus()
     page.keyboard.press("Enter")
     page.wait_for_selector("html[data-case='1']")
-    assert page.locator("[data-pane=real]").is_hidden()
+    assert page.locator("[data-pane=reference]").is_hidden()
     assert page.locator("#overlay").is_disabled()
-    assert "none" in page.locator("#told").inner_text()
+    assert "none" in page.locator("#details").inner_text()
     slices = pixels(page)
     page.select_option("#layout", "render")
     volume = pixels(page)
@@ -172,7 +172,7 @@ def test_hostile_names_are_inert_and_legible(open_page, tmp_path):
     assert page.evaluate("window.hacked") is None
     assert page.locator("img, iframe, object, [onerror]").count() == 0
     assert page.locator("script:not([type])").count() == 3
-    for place in (".cases", "#labels", "#metrics", "#told"):
+    for place in (".cases", "#labels", "#metrics", "#details"):
         assert HOSTILE in page.locator(place).inner_text(), place
     assert "</script>" in page.locator(".readout").first.inner_text()
     assert faults(opened) == [] and len(opened.requests) == 1

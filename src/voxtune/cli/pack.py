@@ -1,4 +1,4 @@
-"""voxtune pack: subjects in one file, for machines that have no NIfTI reader and few files to copy."""
+"""voxtune pack: subjects in one file, for machines without a NIfTI reader."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from voxtune.cli.common import JsonOption, Output, QuietOption, parse_labels, pa
 
 
 def command(
-    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write, subjects.npz say.")],
-    cohort: Annotated[int | None, typer.Option(min=1, help="Subjects of the embedded cohort to learn from.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the cohort; default 0.")] = None,
-    images: Annotated[Path | None, typer.Option(help="Folder of NIfTI images, in place of the cohort.")] = None,
-    masks: Annotated[Path | None, typer.Option(help="Folder of their masks, paired by name.")] = None,
-    labels: Annotated[str | None, typer.Option(help="The masks' labels, as brain=1,tumour=2.")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Output file, such as subjects.npz.")],
+    cohort: Annotated[int | None, typer.Option(min=1, help="Number of simulated subjects to train on.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Random seed of the simulated subjects; default 0.")] = None,
+    images: Annotated[Path | None, typer.Option(help="Folder of NIfTI images, instead of simulated subjects.")] = None,
+    masks: Annotated[Path | None, typer.Option(help="Folder of masks, matched to --images by name.")] = None,
+    labels: Annotated[str | None, typer.Option(help="Labels of the masks, such as brain=1,tumour=2.")] = None,
     held_out: Annotated[
-        int | None, typer.Option(min=1, help="Subjects that nothing learns from; default 24, or a tenth of the folder.")
+        int | None, typer.Option(min=1, help="Number of held-out subjects; default 24, or a tenth of --images.")
     ] = None,
-    size: Annotated[str | None, typer.Option(help="Voxels as depth,height,width; default 64,64,64.")] = None,
+    size: Annotated[str | None, typer.Option(help="Size in voxels as depth,height,width; default 64,64,64.")] = None,
     model: Annotated[
-        Path | None, typer.Option(help="A model whose grid and labels are to be met, in place of --size and --labels.")
+        Path | None, typer.Option(help="Use the size and labels of this model, instead of --size and --labels.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Write subjects, prepared and checked, into one file that `train`, `steps` and `usefulness` take by --subjects."""
+    """Write preprocessed subjects into one file, for the --subjects option of `train`, `steps` and `usefulness`."""
     from voxtune.data.splits import single_image_contract
     from voxtune.data.subjects import open_sources, pack
     from voxtune.errors import InputError
@@ -37,9 +37,9 @@ def command(
 
     check_output_path(out, overwrite)
     if model is not None and (size is not None or labels is not None):
-        raise InputError("--model has a size and labels: leave --size and --labels away")
+        raise InputError("--model cannot be combined with --size or --labels; it defines both")
     output = Output(json=json, quiet=quiet)
-    train, last, origin = open_sources(
+    train, rest, origin = open_sources(
         parse_size(size or "64,64,64"),
         contract=None if model is None else single_image_contract(load(model).config.data),
         cohort=cohort,
@@ -49,7 +49,9 @@ def command(
         labels=parse_labels(labels),
         held_out=held_out,
     )
-    with output.progress("subjects", len(train) + len(last)) as update:
-        pack(train, last, out, lambda done, _total: update(done), origin=origin)
-    output.say(f"wrote {len(train)} + {len(last)} held-out subjects to {out}, {out.stat().st_size / 2**20:.1f} MiB")
-    output.result({"file": str(out), "subjects": len(train), "held_out": len(last), "origin": origin})
+    with output.progress("subjects", len(train) + len(rest)) as update:
+        pack(train, rest, out, lambda done, _total: update(done), origin=origin)
+    output.say(
+        f"wrote {len(train)} training and {len(rest)} held-out subjects to {out}, {out.stat().st_size / 2**20:.1f} MiB"
+    )
+    output.result({"file": str(out), "subjects": len(train), "held_out": len(rest), "origin": origin})

@@ -1,4 +1,4 @@
-"""voxtune view: volumes, masks and metrics as one page to look at."""
+"""voxtune view: a page with volumes, masks and metrics."""
 
 from __future__ import annotations
 
@@ -13,55 +13,57 @@ from voxtune.files import check_output_path
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(help="Volumes, as voxtune sample writes them or a plain folder.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("view.html"),
-    real: Annotated[Path | None, typer.Option(help="Folder of the real volumes, paired by name.")] = None,
+    folder: Annotated[Path, typer.Argument(help="Folder of volumes, written by voxtune sample or any other.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Output page.")] = Path("view.html"),
+    real: Annotated[Path | None, typer.Option(help="Folder of real volumes for comparison, matched by name.")] = None,
     masks: Annotated[
-        Path | None, typer.Option(help="Folder of the masks; else those found beside or recorded.")
+        Path | None,
+        typer.Option(help="Folder of masks; by default those beside the volumes or named in their sidecars."),
     ] = None,
-    metrics: Annotated[Path | None, typer.Option(help="A metrics.json; else the one in the folder.")] = None,
-    labels: Annotated[Path | None, typer.Option(help="Names of labels: a dseg.tsv, or a model's folder.")] = None,
-    sheet: Annotated[Path | None, typer.Option(help="Also a contact sheet of the first cases, as this PNG.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Show at most so many cases.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a page or sheet that is there.")] = False,
+    metrics: Annotated[Path | None, typer.Option(help="A metrics.json; by default the one in the folder.")] = None,
+    labels: Annotated[Path | None, typer.Option(help="Label names: a dseg.tsv or a model folder.")] = None,
+    sheet: Annotated[
+        Path | None, typer.Option(help="Also write a contact sheet of the first cases to this PNG.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of cases.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing output files.")] = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Write one page, complete in itself, to look at volumes: slices, 3D, masks, real beside synthetic, metrics."""
+    """Write a self-contained HTML page to view volumes: slices, 3D, masks, synthetic beside reference, metrics."""
     from voxtune.report.view import view_page
 
-    _check_place(out, ".html", overwrite)
+    _check_output(out, ".html", overwrite)
     if sheet is not None:
-        _check_place(sheet, ".png", overwrite)
+        _check_output(sheet, ".png", overwrite)
     output = Output(json=json, quiet=quiet)
-    made = view_page(folder, out, real=real, masks=masks, metrics=metrics, labels=labels, limit=limit)
-    for warning in made.warnings:
+    page = view_page(folder, out, real=real, masks=masks, metrics=metrics, labels=labels, limit=limit)
+    for warning in page.warnings:
         output.warn(warning)
-    output.say(f"{made.path}: {len(made.cases)} case(s), {made.size / 1e6:.1f} MB; open it in a browser")
-    news: list[str] = []
+    output.say(f"{page.path}: {len(page.cases)} case(s), {page.size / 1e6:.1f} MB; open it in a browser")
+    sheet_warnings: list[str] = []
     if sheet is not None:
         from voxtune.report.contact_sheet import case_sheet
 
-        drawn = case_sheet(folder, sheet, real=real, masks=masks, limit=limit)
-        # What the page could not show in full has been told.
-        news = [warning for warning in drawn.warnings if warning not in made.warnings]
-        for warning in news:
+        contact_sheet = case_sheet(folder, sheet, real=real, masks=masks, limit=limit)
+        sheet_warnings = [warning for warning in contact_sheet.warnings if warning not in page.warnings]
+        for warning in sheet_warnings:
             output.warn(warning)
-        output.say(f"{drawn.path}: contact sheet of {len(drawn.cases)} case(s)")
+        output.say(f"{contact_sheet.path}: contact sheet of {len(contact_sheet.cases)} case(s)")
     output.result(
         {
-            "page": str(made.path),
+            "page": str(page.path),
             "sheet": None if sheet is None else str(sheet),
-            "bytes": made.size,
-            "cases": list(made.cases),
-            "metrics": made.metrics,
-            "warnings": [*made.warnings, *news],
+            "bytes": page.size,
+            "cases": list(page.cases),
+            "metrics": page.metrics,
+            "warnings": [*page.warnings, *sheet_warnings],
         }
     )
 
 
-def _check_place(path: Path, ending: str, overwrite: bool) -> None:
-    """Refuses a file that must not be written, before any work."""
+def _check_output(path: Path, ending: str, overwrite: bool) -> None:
+    """Raises InputError if the file cannot or must not be written; called before any work."""
     if not path.name.lower().endswith(ending):
-        raise InputError(f"{path}: the name does not end in {ending}; give one that does, such as view{ending}")
+        raise InputError(f"{path}: the name must end in {ending}, such as view{ending}")
     check_output_path(path, overwrite)

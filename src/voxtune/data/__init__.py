@@ -1,5 +1,5 @@
-"""NIfTI in and out, the mask contract, the way to a model's grid and back, the embedded cohort, and CIFAR-10.
+"""NIfTI files, the data contract of a model, placement on its grid, the simulated cohort, and CIFAR-10.
 
-Arrays of files are (X, Y, Z); arrays for models are (D, H, W) = (Z, Y, X). A file's name ends in the order it holds
-where both appear: `labels_DHW`, `image_XYZ`.
+Arrays of files are (X, Y, Z); arrays of models are (D, H, W) = (Z, Y, X). Where both occur, the suffix of a name states
+the order: `labels_DHW`, `image_XYZ`.
 """

@@ -1,7 +1,7 @@
-"""The real anatomy behind the embedded cohort, and smooth random fields in millimetres.
+"""The MNI152 templates behind the simulated cohort, and smooth random fields in millimetres.
 
-nilearn ships the MNI152 T1 image (skull-stripped) and its grey and white matter at 1 mm. They are read from the
-installed package: importing nilearn itself would take seconds and is not needed.
+nilearn ships the skull-stripped MNI152 T1 image and its grey and white matter maps at 1 mm. The files are read from the
+installed package without importing nilearn, which would take seconds.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from voxtune.data.nifti import read_volume
 from voxtune.errors import InputError
 
 TEMPLATE = "mni_icbm152_{}_tal_nlin_sym_09a_converted.nii.gz"
-# Millimetres of MNI space at the middle of the brain's bounding box.
+# Centre of the brain's bounding box in MNI space, in mm.
 BRAIN_CENTRE = np.array([0.0, -17.0, 5.0])
 MARGIN = 6
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Anatomy:
-    """MNI152 in [0, 1] on a 1 mm RAS grid, (X, Y, Z) cropped to the brain; `origin` is voxel 0 in MNI millimetres."""
+    """MNI152 maps in [0, 1] on a 1 mm RAS grid (X, Y, Z), cropped to the brain; `origin` is voxel 0 in MNI space, in mm."""
 
     t1: np.ndarray
     grey: np.ndarray
@@ -34,7 +34,7 @@ class Anatomy:
     origin: np.ndarray
 
     def at(self, name: str, points_mm: np.ndarray) -> np.ndarray:
-        """One map at MNI points (3, ...), linear, 0 outside."""
+        """One map at MNI points (3, ...), by linear interpolation; 0 outside the map."""
         from scipy.ndimage import map_coordinates
 
         voxels = points_mm - self.origin.astype(np.float32).reshape(3, *[1] * (points_mm.ndim - 1))
@@ -43,12 +43,12 @@ class Anatomy:
 
 @lru_cache(maxsize=1)
 def template() -> Anatomy:
-    """The maps at their own resolution."""
+    """The maps at their original resolution of 1 mm."""
     folder = _template_folder()
     t1 = read_volume(folder / TEMPLATE.format("t1"))
     grey, white = (read_volume(folder / TEMPLATE.format(tissue)).array for tissue in ("gm", "wm"))
     if not np.allclose(t1.affine[:3, :3], np.eye(3)):
-        raise InputError(f"{t1.name}: expected MNI152 at 1 mm in RAS; install a nilearn from 0.11 on")
+        raise InputError(f"{t1.name}: expected MNI152 at 1 mm in RAS; install nilearn 0.11 or newer")
     inside = np.argwhere(t1.array > 0)
     low = np.maximum(inside.min(axis=0) - MARGIN, 0)
     box = tuple(slice(a, b) for a, b in zip(low, inside.max(axis=0) + 1 + MARGIN, strict=True))
@@ -63,21 +63,21 @@ def template() -> Anatomy:
 
 @lru_cache(maxsize=4)
 def anatomy(spacing_mm: float) -> Anatomy:
-    """The maps smoothed for sampling at `spacing_mm`: coarse subjects show the same anatomy without aliasing."""
+    """The maps smoothed for sampling at `spacing_mm`, to avoid aliasing on coarse grids."""
     from scipy.ndimage import gaussian_filter
 
     full = template()
     sigma = 0.35 * max(spacing_mm**2 - 1.0, 0.0) ** 0.5
     if sigma < 0.1:
         return full
-    # The bottom slice cuts through the brainstem: "nearest" keeps the stem from fading there.
+    # The bottom slice cuts through the brainstem; "nearest" keeps it from fading there.
     maps = {n: gaussian_filter(getattr(full, n), sigma, mode="nearest") for n in ("t1", "grey", "white", "brain")}
     return Anatomy(**maps, origin=full.origin)
 
 
 @lru_cache(maxsize=1)
 def lesion_sites() -> np.ndarray:
-    """MNI points (n, 3) in deep cerebral white matter, at least 12 mm inside the brain and above the brainstem."""
+    """MNI points (n, 3) in deep white matter, at least 12 mm inside the brain and above the brainstem."""
     from scipy.ndimage import distance_transform_edt
 
     full = template()
@@ -89,32 +89,32 @@ def lesion_sites() -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SmoothField:
-    """A cubic B-spline on control points `step_mm` apart, centred on 0: the same field at any resolution."""
+    """A cubic B-spline with control points `step_mm` apart, centred on 0: the same field at any resolution."""
 
     controls: np.ndarray  # (..., kx, ky, kz)
     step_mm: float
 
     @staticmethod
     def draw(rng: np.random.Generator, reach_mm: float, step_mm: float, sd: float, components: int = 1) -> SmoothField:
-        """Normal control values; the field covers [-reach, reach] on each axis with standard deviation near `sd`."""
+        """A random field over [-reach_mm, reach_mm] on each axis, with a standard deviation of about `sd`."""
         n = 2 * (int(np.ceil(reach_mm / step_mm)) + 2) + 1
-        # At a control point the weights' squares sum to 1/2 an axis: undo that loss.
+        # At a control point the squared weights sum to 1/2 per axis, which would reduce the standard deviation.
         return SmoothField(controls=rng.normal(0.0, sd * 0.5**-1.5, (components, n, n, n)), step_mm=step_mm)
 
     def at(self, x_mm: np.ndarray, y_mm: np.ndarray, z_mm: np.ndarray) -> np.ndarray:
-        """Values (components, X, Y, Z) on the product of three lists of coordinates.
+        """Values (components, X, Y, Z) on the grid of three coordinate lists.
 
-        By sums of a fixed order: a library's matrix product gives other last digits with another number of threads.
+        Sums in a fixed order: the last digits of a matrix product depend on the number of threads.
         """
         values = self.controls.astype(np.float32)
         for coords in (x_mm, y_mm, z_mm):
-            # Contracts the first control axis and puts the coordinates last: after three rounds the order is X, Y, Z.
+            # Contracts the first control axis and appends the coordinates: after three rounds the order is X, Y, Z.
             values = np.moveaxis(values, 1, -1)
             values = sum(values[..., index] * weight for index, weight in self._taps(coords, self.controls.shape[1]))
         return values
 
     def _taps(self, coords_mm: np.ndarray, n: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The four control points whose splines reach a coordinate, and their weights; none beyond the last point."""
+        """The four control points around each coordinate and their spline weights, which are 0 beyond the last point."""
         place = coords_mm / self.step_mm + n // 2
         first = np.floor(place).astype(np.int64) - 1
         for index in (first, first + 1, first + 2, first + 3):
@@ -128,5 +128,5 @@ class SmoothField:
 def _template_folder() -> Path:
     spec = importlib.util.find_spec("nilearn")
     if spec is None or spec.origin is None:
-        raise InputError("the embedded cohort needs the MNI152 maps of nilearn: pip install nilearn")
+        raise InputError("the simulated cohort requires the MNI152 templates of nilearn: pip install nilearn")
     return Path(spec.origin).parent / "datasets" / "data"

@@ -1,4 +1,4 @@
-"""The cohort on disk as BIDS: images as a raw dataset, masks as a derivative of it.
+"""The simulated cohort on disk as a BIDS dataset: images as raw data, masks as a derivative.
 
 dataset_description.json  participants.tsv  README
 sub-0000/anat/sub-0000_T1w.nii.gz
@@ -8,7 +8,6 @@ derivatives/masks/sub-0000/anat/sub-0000_dseg.nii.gz
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import shutil
 from collections.abc import Callable
@@ -20,17 +19,22 @@ import numpy as np
 from voxtune.data.cohort import LABELS, TUMOUR, Subject, subject
 from voxtune.data.contract import Shape
 from voxtune.data.nifti import write_volume
-from voxtune.data.pairing import Pair
+from voxtune.data.pairing import NIFTI_NAME, Pair
 from voxtune.errors import InputError
 from voxtune.files import write_atomic
+from voxtune.versions import __version__
 
 MASKS = Path("derivatives", "masks")
 DESCRIPTION = "dataset_description.json"
-NAME = "voxtune cohort"
-# Scanners store whole numbers: [0, 1] becomes 0 .. 1000, exact enough and a third of the file.
+# Name and masks' name of the dataset; version 0.1 wrote "voxtune cohort" and "voxtune cohort: masks".
+NAME, MASKS_NAME = "voxtune cohort: simulated subjects", "voxtune cohort: masks of simulated subjects"
+NAME_START = "voxtune cohort"
+# Descriptions and sidecars are small; larger files are not read.
+MAX_JSON_BYTES = 2**20
+# Images in [0, 1] are stored as integers 0 .. 1000, a third of the file size of floats.
 INTENSITY_STEPS = 1000
-README = """Synthetic subjects of the embedded cohort of voxtune: the MNI152 average brain, varied by smooth warps,
-contrast and bias fields, with lesions inserted. None of them is a person.
+README = """Simulated subjects of the cohort of voxtune: the MNI152 average brain, varied by smooth warps, contrast and
+bias fields, with simulated lesions. None of the subjects is a real person.
 Masks are in derivatives/masks: 0 background, 1 brain, 2 tumour.
 """
 
@@ -46,43 +50,44 @@ def write_cohort(
     healthy_fraction: float = 0.1,
     first: int = 0,
 ) -> list[Pair]:
-    """Writes `n` subjects of cohort `seed` from number `first` on; `callback(done, n)` after each.
+    """Writes `n` simulated subjects of cohort `seed`, starting with number `first`; the same call writes the same bytes.
 
-    The same call gives the same bytes.
+    `callback(done, n)` is called after each subject.
     """
     folder = Path(folder)
     if n < 1:
-        raise InputError(f"{n} subjects: ask for one or more")
-    _make_room(folder, overwrite)
+        raise InputError(f"number of subjects is {n}; it must be 1 or more")
+    _clear(folder, overwrite)
     provenance = {"seed": seed, "size": list(size), "subjects": n, "healthy_fraction": healthy_fraction}
     provenance |= {"first": first} if first else {}
     _write_descriptions(folder, provenance)
-    rows, pairs = ["participant_id\tseed\tindex\ttumour_ml"], []
+    rows, pairs = ["participant_id\tseed\tindex\ttumour_ml\torigin"], []
     for index in range(first, first + n):
-        drawn = subject(seed, index, size, healthy_fraction=healthy_fraction)
-        pairs.append(_write_subject(folder, drawn))
-        millilitres = (drawn.labels_DHW == TUMOUR).sum() * np.linalg.det(drawn.affine[:3, :3]) / 1000
-        rows.append(f"{drawn.id}\t{seed}\t{index}\t{millilitres:.3f}")
+        simulated = subject(seed, index, size, healthy_fraction=healthy_fraction)
+        pairs.append(_write_subject(folder, simulated))
+        millilitres = (simulated.labels_DHW == TUMOUR).sum() * np.linalg.det(simulated.affine[:3, :3]) / 1000
+        rows.append(f"{simulated.id}\t{seed}\t{index}\t{millilitres:.3f}\tsimulated")
         if callback is not None:
             callback(len(pairs), n)
-    # Last: a cohort that lists its participants is complete.
+    # Written last: a cohort with a list of participants is complete.
     _write_text(folder / "participants.tsv", "\n".join(rows) + "\n")
     return pairs
 
 
-def _write_subject(folder: Path, drawn: Subject) -> Pair:
-    image, labels = drawn.image_volume(), drawn.label_volume()
-    image_path = folder / drawn.id / "anat" / f"{drawn.id}_T1w.nii.gz"
-    mask_path = folder / MASKS / drawn.id / "anat" / f"{drawn.id}_dseg.nii.gz"
+def _write_subject(folder: Path, simulated: Subject) -> Pair:
+    image, labels = simulated.image_volume(), simulated.label_volume()
+    image_path = folder / simulated.id / "anat" / f"{simulated.id}_T1w.nii.gz"
+    mask_path = folder / MASKS / simulated.id / "anat" / f"{simulated.id}_dseg.nii.gz"
     write_volume(image_path, np.rint(image.array * INTENSITY_STEPS).astype(np.int16), image)
     write_volume(mask_path, labels.array, labels)
-    return Pair(id=drawn.id, images=(image_path,), mask=mask_path)
+    return Pair(id=simulated.id, images=(image_path,), mask=mask_path)
 
 
 def _write_descriptions(folder: Path, provenance: dict[str, Any]) -> None:
-    made_by = [{"Name": "voxtune", "Version": _version(), "Description": "voxtune cohort " + json.dumps(provenance)}]
+    description = f"simulated subjects: voxtune cohort {json.dumps(provenance)}"
+    made_by = [{"Name": "voxtune", "Version": __version__, "Description": description}]
     raw = {"Name": NAME, "BIDSVersion": "1.9.0", "DatasetType": "raw", "GeneratedBy": made_by}
-    masks = {**raw, "Name": "voxtune cohort: masks", "DatasetType": "derivative"}
+    masks = {**raw, "Name": MASKS_NAME, "DatasetType": "derivative"}
     _write_text(folder / DESCRIPTION, json.dumps(raw, indent=2) + "\n")
     _write_text(folder / MASKS / DESCRIPTION, json.dumps(masks, indent=2) + "\n")
     rows = ["index\tname", "0\tbackground", *(f"{label.value}\t{label.name}" for label in LABELS)]
@@ -90,40 +95,67 @@ def _write_descriptions(folder: Path, provenance: dict[str, Any]) -> None:
     _write_text(folder / "README", README)
 
 
-def _make_room(folder: Path, overwrite: bool) -> None:
-    """Refuses a folder in use. Overwriting removes subjects only from a folder that this module wrote."""
+def _clear(folder: Path, overwrite: bool) -> None:
+    """Raises InputError unless the folder is empty; with `overwrite`, removes the subjects of an earlier cohort only."""
     try:
         if folder.exists() and not folder.is_dir():
-            raise InputError(f"{folder}: is a file; name a folder")
+            raise InputError(f"{folder}: is a file, not a folder")
         if not folder.exists() or not any(folder.iterdir()):
             return
         if not overwrite:
-            raise InputError(f"{folder}: the folder is not empty; choose another or overwrite it")
+            raise InputError(
+                f"{folder}: the folder is not empty; pass --overwrite to replace a cohort, or choose another folder"
+            )
         old = [*folder.glob("sub-*"), *(folder / MASKS).glob("sub-*")]
-        # Also volumes that were drawn into the folder, and what lies loose beside subjects, are not ours to remove.
-        if not _is_ours(folder) or not all(place.is_dir() for place in old):
-            raise InputError(f"{folder}: holds something other than a voxtune cohort; choose another folder")
+        # Generated volumes and other files beside the subjects must not be removed.
+        if not is_cohort(folder, "raw") or not all(path.is_dir() for path in old):
+            raise InputError(f"{folder}: contains files other than those of a voxtune cohort; choose another folder")
         (folder / "participants.tsv").unlink(missing_ok=True)
-        for place in old:
-            shutil.rmtree(place)
+        for path in old:
+            shutil.rmtree(path)
     except OSError as error:
-        raise InputError(f"{folder}: cannot be used ({error.strerror or error})") from None
+        raise InputError(f"{folder}: cannot be written to ({error.strerror or error})") from None
 
 
-def _is_ours(folder: Path) -> bool:
+def is_cohort(folder: Path, dataset_type: str | None = None) -> bool:
+    """Whether `folder` is a dataset of simulated subjects that `write_cohort` wrote."""
+    description = read_json(folder / DESCRIPTION)
     try:
-        described = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
-        return (described["Name"], described["GeneratedBy"][0]["Name"]) == (NAME, "voxtune")
-    except (OSError, ValueError, LookupError, TypeError):
+        generator = description["GeneratedBy"][0]["Name"]
+        name, kind = str(description["Name"]), description["DatasetType"]
+    except (LookupError, TypeError):
         return False
+    return generator == "voxtune" and name.startswith(NAME_START) and dataset_type in (None, kind)
+
+
+def is_simulated(path: Path) -> bool:
+    """Whether a volume is that of a simulated subject: its sidecar or the dataset that contains it says so."""
+    if read_json(sidecar_path(path)).get("Simulated") is True:
+        return True
+    dataset = next((folder for folder in list(path.parents)[:4] if (folder / DESCRIPTION).is_file()), None)
+    return dataset is not None and is_cohort(dataset)
+
+
+def mark_simulated(path: Path) -> None:
+    """Writes a sidecar that marks a volume as that of a simulated subject."""
+    _write_text(sidecar_path(path), json.dumps({"Simulated": True}) + "\n")
+
+
+def sidecar_path(path: Path) -> Path:
+    """The JSON file beside a NIfTI file."""
+    return path.with_name(NIFTI_NAME.sub(".json", path.name))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a small file; empty if the file is absent, large or not valid."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            return {}
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _write_text(path: Path, text: str) -> None:
     write_atomic(path, text.encode())
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("voxtune")
-    except importlib.metadata.PackageNotFoundError:
-        return "0+source"

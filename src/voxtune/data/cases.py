@@ -1,6 +1,6 @@
-"""Synthetic volumes on disk with what belongs beside each: the real volume, the mask, the record of how it was drawn.
+"""Volumes to look at, each with its reference volume, its mask and its sidecar.
 
-Folders as `voxtune sample` and `voxtune demo` write them, BIDS data sets, and plain folders with equal names.
+Reads the folders that `voxtune sample` and `voxtune demo` write, BIDS datasets, and plain folders with matching names.
 """
 
 from __future__ import annotations
@@ -12,18 +12,24 @@ from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from voxtune.data.bids import is_simulated, read_json, sidecar_path
 from voxtune.data.pairing import MASK_ENDINGS, NIFTI_NAME, nifti_files, same_modality, split_name
 from voxtune.errors import InputError
 from voxtune.files import one_line
 
 COLOUR = re.compile(r"#[0-9a-fA-F]{6}")
+# The mark of a generated volume in a file name.
+SYNTHETIC = re.compile(r"_desc-(synth\d+)(?=_|\.)", re.IGNORECASE)
+
+# "real" is a user's own scan, "simulated" a subject of the cohort; the origin of a plain "reference" is unknown.
+Origin = Literal["synthetic", "simulated", "real", "reference", "volume"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelName:
-    """`colour` is #rrggbb; empty where the source names none."""
+    """Name and colour (#rrggbb, or empty) of a label."""
 
     name: str
     colour: str = ""
@@ -32,22 +38,51 @@ class LabelName:
 Legend = dict[int, LabelName]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One volume to look at. `note` distinguishes volumes of the same subject; `record` is the sidecar's content."""
+
+    subject: str
+    note: str
+    volume: Path
+    origin: Origin
+    reference: Path | None
+    reference_origin: Origin
+    mask: Path | None
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cases:
+    """All cases below a folder, and the label names from their sidecars or dataset."""
+
+    cases: tuple[Case, ...]
+    legend: Legend
+    warnings: tuple[str, ...]
+
+    @property
+    def origin(self) -> Origin:
+        """The origin of all volumes; "volume" if they differ."""
+        origins = {case.origin for case in self.cases}
+        return origins.pop() if len(origins) == 1 else "volume"
+
+
 def read_legend(path: str | Path) -> Legend:
-    """The labels by value, from a dseg.tsv, a model's folder or its config.json."""
+    """Label names by value, from a dseg.tsv, a model folder or its config.json."""
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
-        raise InputError(f"{file}: cannot be read ({one_line(error)}); give a dseg.tsv or a model's folder") from None
+        raise InputError(f"{file}: cannot be read ({one_line(error)}); give a dseg.tsv or a model folder") from None
     legend = _from_tsv(text) if file.suffix.lower() == ".tsv" else _from_contract(text)
     if not legend:
-        raise InputError(f"{file}: names no label; give a dseg.tsv (columns index, name) or a model's folder")
+        raise InputError(f"{file}: contains no label names; give a dseg.tsv (columns index, name) or a model folder")
     return legend
 
 
-def legend_of_record(record: dict[str, Any]) -> Legend:
-    """The labels that `voxtune sample` wrote beside a volume: {"labels": {"1": "brain"}}."""
+def _from_record(record: dict[str, Any]) -> Legend:
+    """Label names from a sidecar that `voxtune sample` wrote: {"labels": {"1": "brain"}}."""
     labels = record.get("labels")
     if not isinstance(labels, dict):
         return {}
@@ -76,69 +111,47 @@ def _is_value(text: Any) -> bool:
     return bool(re.fullmatch(r"\d{1,10}", str(text)))
 
 
-DRAWN = re.compile(r"_desc-(synth\d+)(?=_|\.)", re.IGNORECASE)
-# A sidecar is a page of JSON; what is larger is something else.
-LARGEST_RECORD = 2**20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One volume to look at. `note` tells it from others of the same subject."""
-
-    subject: str
-    note: str
-    volume: Path
-    real: Path | None
-    mask: Path | None
-    record: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cases:
-    """`drawn`: the volumes are known to be synthetic. `legend` holds the labels' names that were found on the way."""
-
-    cases: tuple[Case, ...]
-    drawn: bool
-    legend: Legend
-    warnings: tuple[str, ...]
-
-
 def find_cases(
     folder: str | Path, *, real: str | Path | None = None, masks: str | Path | None = None, limit: int | None = None
 ) -> Cases:
-    """Every synthetic volume below `folder`, or every image where none is marked as synthetic, with its partners."""
+    """Every generated volume below `folder`, or every image if none is marked as generated, with reference and mask.
+
+    References come from the folder `real` if given, else from `folder`.
+    """
     folder = Path(folder)
     if limit is not None and limit < 1:
-        raise InputError(f"--limit {limit}: show one case or more")
+        raise InputError(f"--limit {limit}: must be 1 or more")
     files = nifti_files(folder)
     images = [p for p in files if split_name(p)[1] not in MASK_ENDINGS]
-    drawn = [p for p in images if DRAWN.search(p.name)]
-    volumes = drawn or images
+    synthetic = [p for p in images if SYNTHETIC.search(p.name)]
+    volumes = synthetic or images
     if not volumes:
-        raise InputError(f"{folder}: no volumes (.nii, .nii.gz) below this folder; give one that voxtune sample wrote")
-    reals = _reals(images if drawn else [], real)
-    pool = _masks(files, real, masks)
-    cases = [_case(path, reals, pool, chosen=masks is not None) for path in volumes[:limit]]
-    _refuse_strangers(cases, real, masks)
+        raise InputError(f"{folder}: no volumes (.nii, .nii.gz) in this folder; give one written by voxtune sample")
+    references = _references(images if synthetic else [], real)
+    mask_pool = _masks(files, real, masks)
+    cases = [
+        _case(path, references, mask_pool, real=real is not None, masks=masks is not None) for path in volumes[:limit]
+    ]
+    _check_matches(cases, real, masks)
     warnings = [] if limit is None or len(volumes) <= limit else [f"{limit} of {len(volumes)} cases shown (--limit)"]
-    warnings += _lacking(cases, "mask", "--masks DIR")
-    warnings += _lacking(cases, "real", "--real DIR") if real is not None else []
+    warnings += _missing(cases, "mask", "mask", "--masks DIR")
+    warnings += _missing(cases, "reference", "real volume", "--real DIR") if real is not None else []
     legend = _legend([Path(p) for p in (masks, real, folder) if p is not None], cases)
-    return Cases(cases=tuple(cases), drawn=bool(drawn) or real is not None, legend=legend, warnings=tuple(warnings))
+    return Cases(cases=tuple(cases), legend=legend, warnings=tuple(warnings))
 
 
-def _reals(beside: list[Path], real: str | Path | None) -> dict[str, list[Path]]:
-    """Real volumes by subject: those of --real, else those that lie beside the synthetic ones."""
+def _references(beside: list[Path], real: str | Path | None) -> dict[str, list[Path]]:
+    """Reference volumes by subject: those of --real, else those beside the generated volumes."""
     files = beside if real is None else [p for p in nifti_files(real) if split_name(p)[1] not in MASK_ENDINGS]
-    return _by_subject([p for p in files if not DRAWN.search(p.name)])
+    return _by_subject([p for p in files if not SYNTHETIC.search(p.name)])
 
 
 def _masks(files: list[Path], real: str | Path | None, masks: str | Path | None) -> dict[str, list[Path]]:
     if masks is None:
-        around = [*files, *(nifti_files(real) if real is not None else [])]
-        return _by_subject([p for p in around if split_name(p)[1] in MASK_ENDINGS])
+        nearby = [*files, *(nifti_files(real) if real is not None else [])]
+        return _by_subject([p for p in nearby if split_name(p)[1] in MASK_ENDINGS])
     given = nifti_files(masks)
-    # A folder of masks need not call each of them so.
+    # File names in a folder of masks need not end in _dseg or the like.
     return _by_subject([p for p in given if split_name(p)[1] in MASK_ENDINGS] or given)
 
 
@@ -149,89 +162,87 @@ def _by_subject(files: list[Path]) -> dict[str, list[Path]]:
     return subjects
 
 
-def _case(path: Path, reals: dict[str, list[Path]], pool: dict[str, list[Path]], *, chosen: bool) -> Case:
-    record = read_record(path)
+def _case(
+    path: Path, references: dict[str, list[Path]], mask_pool: dict[str, list[Path]], *, real: bool, masks: bool
+) -> Case:
+    record = read_json(sidecar_path(path))
     subject, ending = split_name(path)
-    number = DRAWN.search(path.name)
+    number = SYNTHETIC.search(path.name)
     # As the file spells it: T1w, not t1w.
-    spelt = NIFTI_NAME.sub("", path.name)[-len(ending) :] if ending else ""
-    note = " ".join(part for part in (number.group(1) if number else "", spelt) if part)
-    mask = None if chosen else _from_record(path, record)
+    modality = NIFTI_NAME.sub("", path.name)[-len(ending) :] if ending else ""
+    note = " ".join(part for part in (number.group(1) if number else "", modality) if part)
+    reference = _partner(references.get(subject, []), ending)
+    mask = None if masks else _recorded_mask(path, record)
+    origin: Origin = "synthetic" if number or real else "simulated" if is_simulated(path) else "volume"
+    simulated = reference is not None and is_simulated(reference)
     return Case(
         subject=subject or path.name,
         note=note,
         volume=path,
-        real=_partner(reals.get(subject, []), ending),
-        mask=mask or _named(pool, record.get("mask")) or _partner(pool.get(subject, []), ""),
+        origin=origin,
+        reference=reference,
+        reference_origin="simulated" if simulated else "real" if real else "reference",
+        mask=mask or _by_name(mask_pool, record.get("mask")) or _partner(mask_pool.get(subject, []), ""),
         record=record,
     )
 
 
 def _partner(candidates: list[Path], ending: str) -> Path | None:
-    """The one of the same modality, else the only one of none; nothing where it would be a guess."""
-    alike = [p for p in candidates if ending and same_modality(split_name(p)[1], ending)]
-    found = alike or [p for p in candidates if not ending or split_name(p)[1] in ("", "image", "img")]
-    return found[0] if len(found) == 1 else None
+    """The candidate of the same modality, else the only one without a modality; None if it would be a guess."""
+    matches = [p for p in candidates if ending and same_modality(split_name(p)[1], ending)]
+    matches = matches or [p for p in candidates if not ending or split_name(p)[1] in ("", "image", "img")]
+    return matches[0] if len(matches) == 1 else None
 
 
-def _named(pool: dict[str, list[Path]], name: Any) -> Path | None:
-    found = [p for files in pool.values() for p in files if p.name == name]
-    return found[0] if len(found) == 1 else None
+def _by_name(pool: dict[str, list[Path]], name: Any) -> Path | None:
+    matches = [p for files in pool.values() for p in files if p.name == name]
+    return matches[0] if len(matches) == 1 else None
 
 
-def _from_record(path: Path, record: dict[str, Any]) -> Path | None:
-    """The mask that the sidecar points to, where it still lies there."""
+def _recorded_mask(path: Path, record: dict[str, Any]) -> Path | None:
+    """The mask that the sidecar names, if it still exists."""
     sources = record.get("Sources")
     for source in sources if isinstance(sources, list) else []:
         if isinstance(source, str) and Path(source).name == record.get("mask") and NIFTI_NAME.search(source):
-            found = path.parent / source
-            if found.is_file():
-                return found
+            mask = path.parent / source
+            if mask.is_file():
+                return mask
     return None
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """The sidecar of a volume; empty where there is none that can be read."""
-    sidecar = path.with_name(NIFTI_NAME.sub(".json", path.name))
-    try:
-        if sidecar.stat().st_size > LARGEST_RECORD:
-            return {}
-        record = json.loads(sidecar.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
 def _legend(roots: list[Path], cases: list[Case]) -> Legend:
-    """Names from the sidecars, which hold the model's contract; then from the dseg.tsv of the data set."""
+    """Label names from the sidecars, which hold the model's contract; else from a dseg.tsv of the dataset."""
     for case in cases:
-        found = legend_of_record(case.record)
-        if found:
-            return found
+        legend = _from_record(case.record)
+        if legend:
+            return legend
     first = next((case.mask for case in cases if case.mask is not None), None)
     above = [] if first is None else [p / "dseg.tsv" for p in first.parents[:4]]
     for file in [*(f for root in roots for f in sorted(root.rglob("*dseg.tsv"))), *above]:
-        # A table found on the way is a help; one that cannot be read is no reason to show nothing.
+        # The names are optional: a table that cannot be read is no reason to fail.
         with suppress(InputError):
             return read_legend(file)
     return {}
 
 
-def _refuse_strangers(cases: list[Case], real: str | Path | None, masks: str | Path | None) -> None:
-    """Folders that were named on purpose and fit nothing are a mistake."""
+def _check_matches(cases: list[Case], real: str | Path | None, masks: str | Path | None) -> None:
+    """Raises InputError if a folder given by the user matches no volume."""
     example = cases[0].volume.name
-    if real is not None and not any(case.real for case in cases):
-        raise InputError(f"{real}: no image of the same subject as {example}; names must start alike, as in sub-01_T1w")
+    if real is not None and not any(case.reference for case in cases):
+        raise InputError(
+            f"{real}: no image of the same subject as {example}; names must start with the same subject, as in sub-01_T1w"
+        )
     if masks is not None and not any(case.mask for case in cases):
         raise InputError(
-            f"{masks}: no mask of the same subject as {example}; names must start alike, as in sub-01_dseg"
+            f"{masks}: no mask of the same subject as {example}; names must start with the same subject, as in sub-01_dseg"
         )
 
 
-def _lacking(cases: list[Case], what: str, option: str) -> list[str]:
-    without = [case.subject for case in cases if getattr(case, what) is None]
+def _missing(cases: list[Case], field: str, name: str, option: str) -> list[str]:
+    without = [case.subject for case in cases if getattr(case, field) is None]
     if not without:
         return []
-    named = ", ".join(without[:4]) + (" ..." if len(without) > 4 else "")
-    thing = "mask" if what == "mask" else "real volume"
-    return [f"{len(without)} of {len(cases)} cases have no single {thing} ({named}); {option} says where to look"]
+    subjects = ", ".join(without[:4]) + (" ..." if len(without) > 4 else "")
+    return [
+        f"{len(without)} of {len(cases)} cases have no unique {name} ({subjects}); pass {option} to name the folder"
+    ]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from voxtune.data import cohort
+from voxtune.data.bids import mark_simulated
 from voxtune.data.nifti import write_volume
 from voxtune.errors import InputError
 from voxtune.evaluation.describe import find_sets
@@ -93,6 +94,7 @@ def demonstrate(
     mask, real = person.label_volume(), person.image_volume()
     shown.files["mask"] = write_volume(folder / f"{person.id}_dseg.nii.gz", mask.array, mask)
     shown.files["real"] = write_volume(folder / f"{person.id}_T1w.nii.gz", real.array, real)
+    mark_simulated(shown.files["real"])
     size = "x".join(map(str, contract.size))
     voice.say(f"subject  {person.id} of the embedded cohort (never trained on), {size} voxels")
     how = model.check_request(sampler=None, steps="auto" if steps is None else steps, seed=seed)
@@ -102,7 +104,7 @@ def demonstrate(
     shown.seconds["drawing"] = clock.lap()
     panels = [
         SlicePanel(title="mask", volume_DHW=person.labels_DHW, labels=True),
-        SlicePanel(title="real", volume_DHW=person.image_DHW),
+        SlicePanel(title="simulated subject", volume_DHW=person.image_DHW),
         # The cohort is in RAS; a model's grid has an orientation of its own.
         SlicePanel(title="synthetic", volume_DHW=drawn.request.placement.ras_array(drawn.images_CDHW[0])[0]),
     ]

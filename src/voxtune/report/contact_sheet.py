@@ -1,4 +1,4 @@
-"""A contact sheet of volumes on disk: mask, real and synthetic, one column a case."""
+"""A contact sheet of volumes on disk: mask, reference and volume, one column per case."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from voxtune.data.cases import Case, find_cases
+from voxtune.data.cases import Case, Origin, find_cases
 from voxtune.data.grid import ras_array, to_ras
 from voxtune.data.nifti import Volume, read_labels, read_volume
 from voxtune.data.preflight import check_pair
@@ -15,13 +15,14 @@ from voxtune.report.embedding import finite
 from voxtune.report.picture import SlicePanel, gallery
 from voxtune.report.view import case_name
 
-# More columns than these are too small to see.
-MOST = 12
+# More columns would be too small.
+MAX_CASES = 12
+TITLES: dict[Origin, str] = {"simulated": "simulated subject"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContactSheet:
-    """What was written: the cases by name, and what its reader should know."""
+    """The picture that was written: names of its cases, and warnings."""
 
     path: Path
     cases: tuple[str, ...]
@@ -36,48 +37,51 @@ def case_sheet(
     masks: str | Path | None = None,
     limit: int | None = None,
 ) -> ContactSheet:
-    """Writes the PNG of the volumes below `folder`, found as `voxtune view` finds them; the first twelve at most.
+    """Writes a PNG of the first twelve cases of `find_cases`.
 
-    A mask or real volume on another grid than its volume is left out, with a warning.
+    A mask or reference volume on another grid than its volume is omitted with a warning.
     """
-    found = find_cases(folder, real=real, masks=masks, limit=limit)
-    shown, more = found.cases[:MOST], len(found.cases) - MOST
-    warnings = list(found.warnings)
+    cases = find_cases(folder, real=real, masks=masks, limit=limit)
+    shown, more = cases.cases[:MAX_CASES], len(cases.cases) - MAX_CASES
+    warnings = list(cases.warnings)
     if more > 0:
-        warnings.append(f"the contact sheet shows the first {MOST} of {len(found.cases)} cases and leaves out {more}")
-    what = "synthetic" if found.drawn else "volume"
-    cases = [_panels(case, what, warnings) for case in shown]
+        warnings.append(f"the contact sheet shows only the first {MAX_CASES} of {len(cases.cases)} cases")
+    panels = [_panels(case, warnings) for case in shown]
     names = tuple(case_name(case) for case in shown)
-    return ContactSheet(path=gallery(cases, names, Path(output)), cases=names, warnings=tuple(dict.fromkeys(warnings)))
+    return ContactSheet(path=gallery(panels, names, Path(output)), cases=names, warnings=tuple(dict.fromkeys(warnings)))
 
 
-def _panels(case: Case, what: str, warnings: list[str]) -> list[SlicePanel]:
+def _panels(case: Case, warnings: list[str]) -> list[SlicePanel]:
     volume = _image(case.volume, warnings)
     mask = None if case.mask is None else _on_its_grid(read_labels(case.mask), volume, warnings)
-    real = None if case.real is None else _on_its_grid(_image(case.real, warnings), volume, warnings)
+    reference = None if case.reference is None else _on_its_grid(_image(case.reference, warnings), volume, warnings)
     panels = [] if mask is None else [_panel("mask", mask, labels=True)]
-    panels += [] if real is None else [_panel("real", real)]
-    return [*panels, _panel(what, volume)]
+    panels += [] if reference is None else [_panel(_title(case.reference_origin), reference)]
+    return [*panels, _panel(_title(case.origin), volume)]
+
+
+def _title(origin: Origin) -> str:
+    return TITLES.get(origin, origin)
 
 
 def _image(path: Path, warnings: list[str]) -> Volume:
     volume = read_volume(path, allow_nonfinite=True)
-    array, told = finite(volume)
-    warnings += told
+    array, messages = finite(volume)
+    warnings += messages
     return replace(volume, array=array)
 
 
 def _on_its_grid(partner: Volume, volume: Volume, warnings: list[str]) -> Volume | None:
-    """The partner where its voxels lie on the volume's; a sheet compares voxel by voxel, and moves none."""
-    # In RAS: files of one grid may be stored in another order.
+    """The partner, or None with a warning if its voxels do not coincide with the volume's."""
+    # In RAS, because files on the same grid may store their axes in another order.
     if check_pair(to_ras(partner), to_ras(volume)).ok:
         return partner
-    warnings.append(f"{partner.name}: lies on another grid than {volume.name}; the contact sheet leaves it out")
+    warnings.append(f"{partner.name}: not on the grid of {volume.name}; omitted from the contact sheet")
     return None
 
 
 def _panel(title: str, volume: Volume, *, labels: bool = False) -> SlicePanel:
-    """Turned to RAS; an image to [0, 1] by its extremes."""
+    """A volume in RAS; an image is scaled to [0, 1] by its minimum and maximum."""
     array_DHW, spacing_DHW = ras_array(volume)
     if not labels:
         array_DHW = array_DHW.astype(np.float64)

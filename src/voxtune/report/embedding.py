@@ -1,6 +1,6 @@
-"""Volumes as they go into a page: NIfTI of 16 bits or of label numbers, compressed, each once, within a limit.
+"""Volumes embedded in a page: compressed NIfTI with 16-bit intensities or label numbers, each volume once.
 
-Headers are written afresh: what a scanner or a person wrote into the old ones may name a patient.
+Headers are written anew, since the original headers may contain the patient's name.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from voxtune.data.cases import Legend
+from voxtune.data.cases import LabelName, Legend
 from voxtune.data.nifti import Volume, read_labels, read_volume, volume_bytes
 from voxtune.data.orientation import axis_codes
 from voxtune.errors import InputError
 from voxtune.report.picture import label_colour
 
-# The page's label numbers are bytes.
-MOST_LABELS = 255
+# Label numbers in the page are bytes.
+MAX_LABELS = 255
 
 
 @dataclass(kw_only=True)
 class Embedding:
-    """The volumes of one page by key. `limit` is in bytes of the page."""
+    """The volumes of one page by key; `limit` is the maximum size in bytes."""
 
     limit: int
     warnings: list[str] = field(default_factory=list)
@@ -36,51 +36,50 @@ class Embedding:
     _numbers: dict[int, int] = field(default_factory=lambda: {0: 0})
 
     def image(self, path: Path) -> str:
-        """The key of an image; intensities keep 16 bits of their range, whole numbers of that size stay exact."""
+        """Embeds an image and returns its key. Intensities are stored with 16 bits; integers of that size stay exact."""
         key = self._keys.get(("image", path))
         if key is None:
             volume = read_volume(path, allow_nonfinite=True)
-            array, told = finite(volume)
-            self.warnings += told
-            # Whole numbers stay themselves, so that the value under the crosshair is the file's.
-            whole = bool(np.array_equal(array, np.rint(array))) and float(np.abs(array).max()) < 2**15
-            data = volume_bytes(array.astype(np.int16) if whole else array, volume, np.int16)
-            key = self._keep("image", path, volume, data)
+            array, messages = finite(volume)
+            self.warnings += messages
+            # Integers are stored unscaled, so that the page shows the values of the file.
+            integer = bool(np.array_equal(array, np.rint(array))) and float(np.abs(array).max()) < 2**15
+            data = volume_bytes(array.astype(np.int16) if integer else array, volume, np.int16)
+            key = self._add("image", path, volume, data)
         return key
 
     def mask(self, path: Path) -> str:
-        """The key of a label map, renumbered 1, 2, ... as labels are met; `labels` says which is which."""
+        """Embeds a label map and returns its key. Labels are renumbered 1, 2, ... in order of occurrence; see `labels`."""
         key = self._keys.get(("mask", path))
         if key is None:
             volume = read_labels(path)
             values, inverse = np.unique(volume.array, return_inverse=True)
             for value in values:
                 self._numbers.setdefault(int(value), len(self._numbers))
-            if len(self._numbers) - 1 > MOST_LABELS:
-                raise InputError(f"{path}: more than {MOST_LABELS} labels over all masks; is it an image, not a mask?")
+            if len(self._numbers) - 1 > MAX_LABELS:
+                raise InputError(f"{path}: more than {MAX_LABELS} labels over all masks; give a mask, not an image")
             numbers = np.array([self._numbers[int(v)] for v in values], dtype=np.uint8)
             data = volume_bytes(numbers[inverse].reshape(volume.shape), volume, np.uint8)
-            key = self._keep("mask", path, volume, data)
+            key = self._add("mask", path, volume, data)
             self.facts[key]["focus"] = _focus(volume)
         return key
 
     def labels(self, legend: Legend) -> list[dict[str, Any]]:
-        """Every label that occurs, in order of its value, with the number that it has in the page."""
+        """Every label that occurs, in order of value, with its number in the page."""
         rows = []
         for value, number in sorted(self._numbers.items()):
             if number:
-                named = legend.get(value)
-                colour = named.colour if named is not None and named.colour else label_colour(value)
-                name = named.name if named is not None else f"label {value}"
-                rows.append({"number": number, "value": value, "name": name, "colour": colour})
+                label = legend.get(value, LabelName(name=f"label {value}"))
+                colour = label.colour or label_colour(value)
+                rows.append({"number": number, "value": value, "name": label.name, "colour": colour})
         return rows
 
     def elements(self) -> Iterator[str]:
-        """Blocks of data, not of script: base64 cannot close its element, and is decoded when it is looked at."""
+        """Data blocks: base64 cannot close its element, and is decoded only when the case is selected."""
         for key, text in self._texts.items():
             yield f'<script type="application/octet-stream" id="{key}">{text}</script>'
 
-    def _keep(self, kind: str, path: Path, volume: Volume, data: bytes) -> str:
+    def _add(self, kind: str, path: Path, volume: Volume, data: bytes) -> str:
         text = base64.b64encode(data).decode("ascii")
         self.size += len(text)
         if self.size > self.limit:
@@ -92,30 +91,30 @@ class Embedding:
 
 
 class TooLargeError(Exception):
-    """The page would pass its limit with this file."""
+    """The page would exceed its size limit with this file."""
 
 
 def finite(volume: Volume) -> tuple[np.ndarray, list[str]]:
-    """The voxels with the darkest for those that are no number, and the warning that says so."""
+    """The voxels with NaN and infinity replaced by the minimum, and a warning if there were any."""
     good = np.isfinite(volume.array)
     bad = good.size - int(good.sum())
     if not bad:
         return volume.array, []
     low = volume.array[good].min() if good.any() else 0.0
-    told = f"{volume.name}: {bad} of {good.size} voxels are NaN or infinite, shown as the darkest"
-    return np.where(good, volume.array, low), [told]
+    message = f"{volume.name}: {bad} of {good.size} voxels are NaN or infinite; shown as the minimum"
+    return np.where(good, volume.array, low), [message]
 
 
 def _focus(mask: Volume) -> list[float] | None:
-    """Where to look first, in mm: the middle of the highest label, the lesion where there is one."""
+    """The initial crosshair position in mm: the centre of the highest label; None if the mask is empty."""
     top = mask.array.max()
     if top < 1:
         return None
-    # A voxel's own centre, as the arrow keys reach it.
+    # The centre of a voxel, which the arrow keys can reach again.
     middle = np.array([int(np.median(axis)) for axis in np.nonzero(mask.array == top)])
     return [round(float(v), 3) for v in mask.affine[:3, :3] @ middle + mask.affine[:3, 3]]
 
 
 def _grid(volume: Volume) -> str:
-    sides = " × ".join(str(n) for n in volume.shape)
-    return f"{sides} voxels, {' × '.join(f'{s:.4g}' for s in volume.spacing)} mm, {axis_codes(volume.affine)}"
+    shape = " × ".join(str(n) for n in volume.shape)
+    return f"{shape} voxels, {' × '.join(f'{s:.4g}' for s in volume.spacing)} mm, {axis_codes(volume.affine)}"

@@ -1,4 +1,4 @@
-"""Pictures of volumes: slices through what matters, side by side, as a PNG."""
+"""Pictures of volumes: slices side by side, as a PNG."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from voxtune.errors import InputError
 
-# Background, then the first labels by their value: colours that differ for colour-blind readers too.
+# Background, then the first labels by value: colours that colour-blind readers can distinguish.
 PALETTE = ((20, 22, 28), (86, 134, 188), (230, 159, 0), (0, 158, 115), (204, 121, 167), (240, 228, 66), (213, 94, 0))
 VIEWS = ("axial", "coronal", "sagittal")
 GAP, CAPTION = 8, 26
@@ -21,7 +21,7 @@ INK = (235, 235, 235)
 
 @dataclass(frozen=True, kw_only=True)
 class SlicePanel:
-    """A column of the picture: an image in [0, 1], or with `labels` a label map; in RAS."""
+    """A volume in RAS with its title: an image in [0, 1], or a label map if `labels`."""
 
     title: str
     volume_DHW: np.ndarray
@@ -30,7 +30,7 @@ class SlicePanel:
 
 
 def label_colour(value: int) -> str:
-    """The colour of a label by its value, here and in pages: the palette's, then hues far from their neighbours'."""
+    """The colour (#rrggbb) of a label value: from the palette, then generated hues."""
     if 0 <= value < len(PALETTE):
         channels = PALETTE[value]
     else:
@@ -41,10 +41,12 @@ def label_colour(value: int) -> str:
 
 
 def slice_picture(panels: Sequence[SlicePanel], path: Path, *, around: np.ndarray, side: int = 256) -> Path:
-    """Draws each panel's axial, coronal and sagittal slice (superior and anterior up) through the middle of `around`'s
-    highest label, and writes the PNG."""
+    """Writes a PNG with a column for each panel: axial, coronal and sagittal slices, superior and anterior at the top.
+
+    The slices pass through the centre of the highest label of `around`.
+    """
     centre = _centre(around)
-    sheet, draw = _paper((side + GAP) * len(panels) + GAP, CAPTION + (side + GAP) * len(VIEWS))
+    sheet, draw = _canvas((side + GAP) * len(panels) + GAP, CAPTION + (side + GAP) * len(VIEWS))
     for column, panel in enumerate(panels):
         left = GAP + column * (side + GAP)
         _caption(draw, (left, 4), panel.title, side)
@@ -54,18 +56,18 @@ def slice_picture(panels: Sequence[SlicePanel], path: Path, *, around: np.ndarra
 
 
 def gallery(cases: Sequence[Sequence[SlicePanel]], names: Sequence[str], path: Path, *, side: int = 150) -> Path:
-    """One column a case, one row a panel and view; the cases with the most panels name the first rows.
+    """Writes a PNG with a column for each case and a row for each view and panel title.
 
-    Slices go through the middle of a case's label map's highest label.
+    The slices pass through the centre of the highest label of a case's mask.
     """
     from PIL import Image
 
     fullest = sorted(cases, key=len, reverse=True)
     titles = list(dict.fromkeys(p.title for panels in fullest for p in panels))
     rows = [(view, title) for view in VIEWS[::2] for title in titles]
-    sheet, draw = _paper(CAPTION + (side + GAP) * len(cases), CAPTION + (side + GAP) * len(rows))
+    sheet, draw = _canvas(CAPTION + (side + GAP) * len(cases), CAPTION + (side + GAP) * len(rows))
     for row, (_, title) in enumerate(rows):
-        strip, pen = _paper(side, CAPTION)
+        strip, pen = _canvas(side, CAPTION)
         pen.text((side // 2, CAPTION // 2), title, fill=INK, font=_font(), anchor="mm")
         sheet.paste(strip.transpose(Image.Transpose.ROTATE_90), (0, CAPTION + row * (side + GAP)))
     for column, (panels, name) in enumerate(zip(cases, names, strict=True)):
@@ -79,7 +81,7 @@ def gallery(cases: Sequence[Sequence[SlicePanel]], names: Sequence[str], path: P
     return _save(sheet, path)
 
 
-def _paper(width: int, height: int) -> tuple[Any, Any]:
+def _canvas(width: int, height: int) -> tuple[Any, Any]:
     from PIL import Image, ImageDraw
 
     sheet = Image.new("RGB", (width, height), (10, 11, 14))
@@ -89,7 +91,7 @@ def _paper(width: int, height: int) -> tuple[Any, Any]:
 def _place(
     sheet: Any, panel: SlicePanel, view: str, centre: tuple[int, int, int], corner: tuple[int, int], side: int
 ) -> None:
-    """A slice, as large as fits a square of `side`, in its middle."""
+    """Pastes one slice, scaled to fit a square of `side` pixels and centred in it."""
     from PIL import Image
 
     tile = Image.fromarray(_colours(_slice(panel.volume_DHW, view, centre), panel.labels))
@@ -106,12 +108,12 @@ def _save(sheet: Any, path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         sheet.save(path)
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot write the picture ({getattr(error, 'strerror', None) or error})") from None
+        raise InputError(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})") from None
     return path
 
 
 def _caption(draw: Any, corner: tuple[int, int], text: str, width: int) -> None:
-    """Text no wider than its column: smaller where it has to be, then without its beginning; the end tells most."""
+    """Draws text within `width`: in a smaller font if necessary, then without its beginning, since names differ at the end."""
     text = " ".join(text.split())
     size = next((s for s in range(15, 9, -1) if draw.textlength(text, font=_font(s)) <= width), 9)
     while len(text) > 2 and draw.textlength(text, font=_font(size)) > width:
@@ -126,7 +128,7 @@ def _font(size: int = 15) -> Any:
 
 
 def _centre(labels_DHW: np.ndarray) -> tuple[int, int, int]:
-    """The middle of the highest label: the lesion where there is one."""
+    """The centre of the highest label, or of the volume if the mask is empty."""
     top = int(labels_DHW.max())
     if top == 0:
         d, h, w = (s // 2 for s in labels_DHW.shape)
@@ -136,7 +138,7 @@ def _centre(labels_DHW: np.ndarray) -> tuple[int, int, int]:
 
 
 def _slice(volume_DHW: np.ndarray, view: str, centre: tuple[int, int, int]) -> np.ndarray:
-    """One slice with the picture's first row at the top: D runs to superior and H to anterior, so both are flipped."""
+    """One slice, first row at the top: D increases to superior and H to anterior, so both are reversed."""
     d, h, w = centre
     if view == "axial":
         return volume_DHW[d, ::-1, :]

@@ -1,10 +1,10 @@
-"""Volumes to look at, as one HTML file that needs nothing else: NiiVue, the volumes and the metrics are inside it.
+"""A viewer for volumes: one self-contained HTML file with NiiVue, the volumes, the masks and the metrics.
 
     from voxtune.report.view import view_page
     view_page("out", "view.html", real="cohort", masks="cohort/derivatives/masks")
 
-Names come from files and may hold anything: they enter as escaped text, or as JSON whose angle brackets are escaped and
-from there as text nodes. The page's own policy forbids every request and any script but its own, by digest.
+File names are untrusted: they enter the page as escaped text, or as JSON with escaped angle brackets that the script
+inserts as text nodes. The page's Content-Security-Policy forbids all requests and allows only its own scripts, by hash.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from voxtune.data.cases import Case, Cases, find_cases, read_legend
+from voxtune.data.cases import Case, Cases, Origin, find_cases, read_legend
 from voxtune.errors import InputError
 from voxtune.files import write_atomic
 from voxtune.report.embedding import Embedding, TooLargeError
@@ -25,16 +25,31 @@ from voxtune.report.metrics import MetricRow, Metrics, read_metrics
 from voxtune.versions import __version__
 
 MEGABYTE = 1_000_000
-# Above the first a browser takes many seconds to open a page; the second is about as far as it was tried.
+# Browsers take many seconds to open a page above LARGE; larger pages than LARGEST were not tried.
 LARGE, LARGEST = 200 * MEGABYTE, 500 * MEGABYTE
-# What a sidecar says that a reader of the volume wants to know.
-TOLD = (("sampler", "sampler"), ("steps", "steps"), ("seed", "seed"), ("index", "sample"), ("placement", "placement"))
+# Keys of a sidecar that the page shows, and their captions.
+DETAILS = (
+    ("sampler", "sampler"),
+    ("steps", "steps"),
+    ("seed", "seed"),
+    ("index", "sample"),
+    ("placement", "placement"),
+)
 LIBRARY = "niivue/niivue.umd.js"
+# Title of the page and caption of a volume by origin.
+TITLES: dict[Origin, str] = {"synthetic": "Synthetic volumes", "simulated": "Simulated subjects"}
+CAPTIONS: dict[Origin, str] = {
+    "synthetic": "Synthetic",
+    "simulated": "Simulated subject",
+    "real": "Real",
+    "reference": "Reference",
+    "volume": "Volume",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Viewed:
-    """What was written: the cases by name, and what its reader should know."""
+class WrittenPage:
+    """The page that was written: names of its cases, size in bytes, number of metrics, and warnings."""
 
     path: Path
     cases: tuple[str, ...]
@@ -52,44 +67,43 @@ def view_page(
     metrics: str | Path | None = None,
     labels: str | Path | None = None,
     limit: int | None = None,
-) -> Viewed:
-    """Writes the page of every volume below `folder`, beside its real one and under its mask.
+) -> WrittenPage:
+    """Writes a page with every volume below `folder`, its reference volume and its mask.
 
-    `metrics`: a metrics.json; else the one in `folder`. `labels`: a dseg.tsv or a model's folder that names the labels;
-    else the sidecars and the data set are asked. `limit`: how many cases at most.
+    `metrics` is a metrics.json (default: the one in `folder`). `labels` is a dseg.tsv or a model folder with the label
+    names (default: those of the sidecars or the dataset). `limit` is the maximum number of cases.
     """
-    found = find_cases(folder, real=real, masks=masks, limit=limit)
-    legend = found.legend if labels is None else {**found.legend, **read_legend(labels)}
+    cases = find_cases(folder, real=real, masks=masks, limit=limit)
+    legend = cases.legend if labels is None else {**cases.legend, **read_legend(labels)}
     measured, warnings = _metrics(Path(folder), None if metrics is None else Path(metrics))
     volumes = Embedding(limit=LARGEST)
-    cases = _embed_cases(found, volumes, measured)
-    data = {"cases": cases, "volumes": volumes.facts, "labels": volumes.labels(legend)}
-    page = _render(_title(found), _subtitle(Path(folder), found), data, measured, volumes).encode()
+    data = {"cases": _embed_cases(cases, volumes, measured), "volumes": volumes.facts, "labels": volumes.labels(legend)}
+    page = _render(_title(cases), _subtitle(Path(folder), cases), data, measured, volumes).encode()
     if len(page) > LARGE:
         warnings.append(
-            f"the page has {len(page) / MEGABYTE:.0f} MB: browsers open it slowly; --limit N shows fewer cases"
+            f"the page has {len(page) / MEGABYTE:.0f} MB; browsers open it slowly; pass --limit N to show fewer cases"
         )
     write_atomic(Path(output), page)
-    return Viewed(
+    return WrittenPage(
         path=Path(output),
-        cases=tuple(case_name(c) for c in found.cases),
+        cases=tuple(case_name(c) for c in cases.cases),
         size=len(page),
         metrics=len(measured.figures),
-        warnings=(*found.warnings, *volumes.warnings, *warnings),
+        warnings=(*cases.warnings, *volumes.warnings, *warnings),
     )
 
 
-def _embed_cases(found: Cases, volumes: Embedding, measured: Metrics) -> list[dict[str, Any]]:
-    cases: list[dict[str, Any]] = []
-    for case in found.cases:
+def _embed_cases(cases: Cases, volumes: Embedding, measured: Metrics) -> list[dict[str, Any]]:
+    embedded: list[dict[str, Any]] = []
+    for case in cases.cases:
         try:
-            cases.append({**_embed_case(case, volumes), "measured": measured.volumes.get(case.volume.name, [])})
+            embedded.append({**_embed_case(case, volumes), "measured": measured.volumes.get(case.volume.name, [])})
         except TooLargeError as error:
-            fix = f"--limit {len(cases)} fits" if cases else "give smaller volumes"
+            fix = f"pass --limit {len(embedded)}" if embedded else "give smaller volumes"
             raise InputError(
-                f"{error}: with it the page passes {LARGEST // MEGABYTE} MB, the most it may have; {fix}"
+                f"{error}: this volume makes the page larger than the limit of {LARGEST // MEGABYTE} MB; {fix}"
             ) from None
-    return cases
+    return embedded
 
 
 def _embed_case(case: Case, volumes: Embedding) -> dict[str, Any]:
@@ -98,10 +112,12 @@ def _embed_case(case: Case, volumes: Embedding) -> dict[str, Any]:
         "subject": case.subject,
         "note": case.note,
         "volume": volumes.image(case.volume),
-        "real": None if case.real is None else volumes.image(case.real),
+        "caption": CAPTIONS[case.origin],
+        "reference": None if case.reference is None else volumes.image(case.reference),
+        "reference_caption": CAPTIONS[case.reference_origin],
         "mask": mask,
         "focus": None if mask is None else volumes.facts[mask]["focus"],
-        "told": [[label, str(case.record[key])] for key, label in TOLD if case.record.get(key) is not None],
+        "details": [[label, str(case.record[key])] for key, label in DETAILS if case.record.get(key) is not None],
     }
 
 
@@ -118,17 +134,20 @@ def _metrics(folder: Path, given: Path | None) -> tuple[Metrics, list[str]]:
 
 
 def case_name(case: Case) -> str:
-    """What tells a case from all others: the subject, the volume's number and modality."""
+    """The unique name of a case: the subject, the volume's number and its modality."""
     return f"{case.subject} {case.note}".strip()
 
 
-def _title(found: Cases) -> str:
-    return "Synthetic volumes" if found.drawn else "Volumes"
+def _title(cases: Cases) -> str:
+    return TITLES.get(cases.origin, "Volumes")
 
 
-def _subtitle(folder: Path, found: Cases) -> str:
-    number, paired = len(found.cases), sum(case.real is not None for case in found.cases)
-    beside = f", {paired} beside the real one" if paired else ""
+def _subtitle(folder: Path, cases: Cases) -> str:
+    number, paired = len(cases.cases), [case for case in cases.cases if case.reference is not None]
+    origins = {case.reference_origin for case in paired}
+    kind = CAPTIONS[origins.pop()].lower() if len(origins) == 1 else "reference"
+    noun = kind if kind.endswith("subject") or kind == "reference" else f"{kind} volume"
+    beside = f", {len(paired)} with a {noun} for comparison" if paired else ""
     return f"{folder.resolve().name}: {number} {'case' if number == 1 else 'cases'}{beside}"
 
 
@@ -142,7 +161,6 @@ def _render(title: str, subtitle: str, data: dict[str, Any], measured: Metrics, 
         subtitle=escape(subtitle),
         style=asset("page.css") + asset("view.css"),
         early=early,
-        first="Synthetic" if title.startswith("Synthetic") else "Volume",
         cases="\n".join(_choice(i, case) for i, case in enumerate(data["cases"])),
         metrics=_table(measured.figures),
         licences=escape(_licences()),
@@ -167,14 +185,14 @@ def _table(figures: tuple[MetricRow, ...]) -> str:
         for f in figures
     )
     value = '<th scope="col" class="n">value<small>interval</small></th>'
-    head = f'<tr><th scope="col">figure</th>{value}<th scope="col" class="n">n</th></tr>'
+    head = f'<tr><th scope="col">metric</th>{value}<th scope="col" class="n">n</th></tr>'
     return (
-        '<section id="metrics" aria-label="Metrics"><h2>Metrics</h2><p class="caption">Over all volumes that were evaluated.</p>'
+        '<section id="metrics" aria-label="Metrics"><h2>Metrics</h2><p class="caption">Over all evaluated volumes.</p>'
         f'<div class="scroll"><table class="grid"><thead>{head}</thead><tbody>{rows}</tbody></table></div></section>'
     )
 
 
 def _licences() -> str:
-    """NiiVue's licence asks that it travels with the code, and the code travels with the page."""
+    """NiiVue's licences, which must accompany its code."""
     folder = resources.files("voxtune.report") / "assets" / "niivue"
     return "\n\n".join((folder / name).read_text(encoding="utf-8").strip() for name in ("LICENSE", "LICENSES-bundled"))

@@ -1,5 +1,5 @@
-// The volumes: one NiiVue a panel, linked; a case is decoded when it is chosen. Names enter as text nodes only. `data-ready`
-// on the root says that the first case is drawn, `data-case` which case is.
+// The viewer: one NiiVue instance per panel, linked; a case is decoded when it is selected. Names are inserted as text nodes
+// only. The root has `data-ready` once the first case is drawn, and `data-case` with the number of the case on display.
 "use strict";
 (() => {
   const { element, data } = Voxtune;
@@ -10,9 +10,9 @@
   const hidden = new Set();
   const byNumber = new Map(data.labels.map((l) => [l.number, l]));
   const LAYOUTS = { axial: "AXIAL", coronal: "CORONAL", sagittal: "SAGITTAL", render: "RENDER", all: "MULTIPLANAR" };
-  // NIfTI's code of label maps: the library draws outlines of these alone.
+  // NIfTI's intent code of label maps: NiiVue draws outlines for these only.
   const LABEL_INTENT = 1002;
-  let chosen = null, turn = 0;
+  let current = null, selection = 0;
 
   function problem(text) {
     at("problem").textContent = text;
@@ -36,7 +36,7 @@
       scrollRequiresFocus: true, dragAndDropEnabled: false, loadingText: "", logLevel: "error",
       isRadiologicalConvention: at("radiological").checked,
     });
-    pane.nv.onLocationChange = (location) => read(pane, location);
+    pane.nv.onLocationChange = (location) => showLocation(pane, location);
     await pane.nv.attachToCanvas(pane.canvas);
     const running = panes.filter((p) => p.nv);
     running.forEach((p) => p.nv.broadcastTo(running.filter((o) => o !== p).map((o) => o.nv), { "2d": true, "3d": true }));
@@ -55,14 +55,14 @@
 
   const maskOpacity = () => (at("overlay").checked ? at("opacity").value / 100 : 0);
 
-  async function fill(pane, item, mine) {
+  async function fill(pane, item, ticket) {
     const key = item[pane.kind];
     pane.host.hidden = !key;
     if (!key) return;
     await start(pane);
     const image = await decode(key, pane.kind);
     const mask = item.mask ? await decode(item.mask, "mask") : null;
-    if (mine !== turn) return;
+    if (ticket !== selection) return;
     while (pane.nv.volumes.length) pane.nv.removeVolume(pane.nv.volumes[0]);
     pane.nv.addVolume(image);
     pane.robust = [image.robust_min, image.robust_max];
@@ -73,52 +73,53 @@
       pane.nv.addVolume(mask);
     }
     const { name } = data.volumes[key];
+    pane.host.querySelector(".kind").textContent = item[pane.kind === "reference" ? "reference_caption" : "caption"];
     pane.host.querySelector(".name").textContent = name;
     pane.host.querySelector(".name").title = name;
     pane.canvas.setAttribute("aria-label", `${pane.host.querySelector("figcaption").textContent}: arrow keys and Page Up and Down move the crosshair`);
   }
 
-  async function choose(place) {
-    const item = data.cases[place], mine = ++turn;
-    document.querySelectorAll("[data-case]").forEach((b) => (b.dataset.case === String(place) ? b.setAttribute("aria-current", "true") : b.removeAttribute("aria-current")));
+  async function select(index) {
+    const item = data.cases[index], ticket = ++selection;
+    document.querySelectorAll("[data-case]").forEach((b) => (b.dataset.case === String(index) ? b.setAttribute("aria-current", "true") : b.removeAttribute("aria-current")));
     delete root.dataset.case;
-    tell(item);
+    showDetails(item);
     try {
-      for (const pane of panes) await fill(pane, item, mine);
+      for (const pane of panes) await fill(pane, item, ticket);
     } catch (error) {
-      problem(`This case cannot be drawn: ${error.message ?? error}`);
+      problem(`This case cannot be displayed: ${error.message ?? error}`);
       return;
     }
-    if (mine !== turn) return;
-    chosen = item;
+    if (ticket !== selection) return;
+    current = item;
     document.querySelectorAll(".of-mask input").forEach((input) => (input.disabled = !item.mask));
     resetWindow();
     layout();
     centre();
-    root.dataset.case = String(place);
+    root.dataset.case = String(index);
     root.dataset.ready ??= String(Math.round(performance.now()));
   }
 
-  function tell(item) {
+  function showDetails(item) {
     const grid = data.volumes[item.volume].grid;
-    const rows = [...item.measured, ...item.told, ["grid", grid]];
-    if (item.real && data.volumes[item.real].grid !== grid) rows.push(["real's grid", data.volumes[item.real].grid]);
+    const rows = [...item.measured, ...item.details, ["grid", grid]];
+    if (item.reference && data.volumes[item.reference].grid !== grid) rows.push(["reference grid", data.volumes[item.reference].grid]);
     rows.push(["mask", item.mask ? data.volumes[item.mask].name : "none"]);
-    at("told").querySelector("dl").replaceChildren(...rows.flatMap(([k, v]) => [element("dt", {}, k), element("dd", {}, v)]));
+    at("details").querySelector("dl").replaceChildren(...rows.flatMap(([k, v]) => [element("dt", {}, k), element("dd", {}, v)]));
   }
 
-  const figure = (value) => (Number.isInteger(value) ? value.toLocaleString("en-US") : String(Number(value.toPrecision(4))));
+  const number = (value) => (Number.isInteger(value) ? value.toLocaleString("en-US") : String(Number(value.toPrecision(4))));
 
-  function read(pane, location) {
+  function showLocation(pane, location) {
     const [image, mask] = location.values;
-    const parts = ["intensity ", element("b", {}, Number.isFinite(image?.value) ? figure(image.value) : "outside")];
+    const parts = ["intensity ", element("b", {}, Number.isFinite(image?.value) ? number(image.value) : "outside")];
     if (mask) {
       const label = byNumber.get(Math.round(mask.value));
       parts.push(" · ", label ? element("i", { style: `background:${label.colour}` }) : "", label ? `${label.name} (${label.value})` : "background");
     }
     pane.host.querySelector(".readout").replaceChildren(...parts);
-    const sides = ["LR", "PA", "IS"].map((pair, i) => `${pair[location.mm[i] < 0 ? 0 : 1]} ${Math.abs(location.mm[i]).toFixed(1)}`);
-    at("position").textContent = `${sides.join("  ")} mm`;
+    const coordinates = ["LR", "PA", "IS"].map((pair, i) => `${pair[location.mm[i] < 0 ? 0 : 1]} ${Math.abs(location.mm[i]).toFixed(1)}`);
+    at("position").textContent = `${coordinates.join("  ")} mm`;
   }
 
   function place(pane, mm) {
@@ -131,7 +132,7 @@
     for (const { nv } of shown()) nv.setPan2Dxyzmm([0, 0, 0, 1]);
     for (const pane of shown()) {
       const middle = pane.nv.frac2mm([0.5, 0.5, 0.5]);
-      place(pane, chosen.focus ?? [middle[0], middle[1], middle[2]]);
+      place(pane, current.focus ?? [middle[0], middle[1], middle[2]]);
     }
   }
 
@@ -140,7 +141,7 @@
     shown().forEach(({ nv }) => nv.setSliceType(kind));
   }
 
-  // Level moves the middle, window the width; both in shares of the width that the volume opened with.
+  // Level moves the centre, window changes the width; both relative to the initial width.
   function setWindow() {
     for (const { nv, robust: [low, high] } of shown()) {
       const width = high - low, half = (width / 2) * 2 ** (at("window").value / 50);
@@ -178,12 +179,12 @@
   }
 
   const STEPS = { ArrowLeft: [-1, 0, 0], ArrowRight: [1, 0, 0], ArrowUp: [0, 1, 0], ArrowDown: [0, -1, 0], PageUp: [0, 0, 1], PageDown: [0, 0, -1] };
-  // Left, right, up and down of a single plane are what the reader sees there.
+  // In a single plane, the keys move in the directions of the screen.
   const PLANES = { coronal: { ArrowUp: [0, 0, 1], ArrowDown: [0, 0, -1], PageUp: [0, 1, 0], PageDown: [0, -1, 0] },
                    sagittal: { ArrowLeft: [0, -1, 0], ArrowRight: [0, 1, 0], ArrowUp: [0, 0, 1], ArrowDown: [0, 0, -1], PageUp: [1, 0, 0], PageDown: [-1, 0, 0] } };
 
   function keys(pane, event) {
-    // The library's own keys are letters that change what the controls above say.
+    // NiiVue's own letter keys would change settings without updating the controls.
     event.stopPropagation();
     const { nv } = pane, view = at("layout").value;
     const step = PLANES[view]?.[event.key] ?? STEPS[event.key];
@@ -213,14 +214,14 @@
       pane.canvas.addEventListener("keydown", (e) => keys(pane, e), { capture: true });
       pane.canvas.addEventListener("keyup", (e) => e.stopPropagation(), { capture: true });
     }
-    document.querySelectorAll("[data-case]").forEach((b) => b.addEventListener("click", () => choose(Number(b.dataset.case))));
+    document.querySelectorAll("[data-case]").forEach((b) => b.addEventListener("click", () => select(Number(b.dataset.case))));
   }
 
   function filter() {
     at("filter").hidden = data.cases.length < 10;
     at("filter").addEventListener("input", (e) => {
-      const wanted = e.target.value.trim().toLowerCase();
-      document.querySelectorAll("[data-case]").forEach((b) => (b.parentElement.hidden = !b.textContent.toLowerCase().includes(wanted)));
+      const text = e.target.value.trim().toLowerCase();
+      document.querySelectorAll("[data-case]").forEach((b) => (b.parentElement.hidden = !b.textContent.toLowerCase().includes(text)));
     });
   }
 
@@ -244,12 +245,12 @@
   legend();
   Voxtune.panes = panes;
   if (!hasWebGL()) {
-    problem("This browser offers no WebGL2, which drawing volumes needs. Open the page in a current Firefox, Chrome, Edge or Safari, and allow hardware acceleration or software WebGL.");
+    problem("This browser has no WebGL2, which is required to display volumes. Open the page in a current Firefox, Chrome, Edge or Safari with hardware acceleration or software WebGL enabled.");
     document.querySelector(".panes").hidden = at("controls").hidden = true;
-    tell(data.cases[0]);
+    showDetails(data.cases[0]);
     root.dataset.ready = String(Math.round(performance.now()));
     return;
   }
   controls();
-  choose(0);
+  select(0);
 })();
