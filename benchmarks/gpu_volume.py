@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +57,12 @@ def default_way(asked: argparse.Namespace) -> tuple[Way, str]:
     demo = load(demo_model())
     auto = demo.config.sampling.auto
     if auto is None:
-        how = demo.drawing()
-        return {"sampler": how.sampler, "steps": how.steps}, "the shipped model's default: no steps are stored with it"
-    kept = {f.name: getattr(auto, f.name) for f in fields(auto) if f.name != "evidence"}
-    way = {k: v if isinstance(v, str | int) else str(v) for k, v in kept.items() if v is not None}
-    return way, "stored with the shipped model"
+        settings = demo.resolve()
+        return {
+            "sampler": settings.sampler,
+            "steps": settings.steps,
+        }, "the shipped model's default: no steps are stored with it"
+    return auto.to_json() | ({} if auto.cache is None else {"cache": str(auto.cache)}), "stored with the shipped model"
 
 
 def relative(found: Tensor, wanted: Tensor | None) -> float | None:

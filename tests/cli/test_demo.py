@@ -15,7 +15,7 @@ from voxtune.cli.main import main
 from voxtune.plan import tuner
 from voxtune.plan.plan import Plan
 from voxtune.runtime.model import Model
-from voxtune.runtime.sampling import AutoSampling, Cache, Evidence
+from voxtune.runtime.sampling import AutoSampling, Evidence, FeatureCache
 from voxtune.runtime.storage import save, store_auto
 from voxtune.workloads import without_zeros
 
@@ -56,7 +56,9 @@ def test_the_whole_product_on_one_subject(capsys, folder, tmp_path, monkeypatch)
 @pytest.mark.slow
 def test_a_model_that_keeps_features_is_tuned_in_both_its_parts(capsys, folder, tmp_path, monkeypatch):
     evidence = Evidence(file="steps.json", sha256="0" * 64, subjects=64, summary="made up")
-    store_auto(folder, AutoSampling(sampler="ddim", steps=3, cache=Cache(interval=2, depth=0), evidence=evidence))
+    store_auto(
+        folder, AutoSampling(sampler="ddim", steps=3, cache=FeatureCache(interval=2, depth=0), evidence=evidence)
+    )
     monkeypatch.setattr(tuner, "CPU_IN_SHORT", tuner.CPU_IN_SHORT[1:2])
     monkeypatch.setattr(tuner, "_faster", lambda *_: True)
     code, out, err = run(capsys, "--model", folder, "-o", tmp_path / "out", "--json")

@@ -13,7 +13,7 @@ import pytest
 from tests.cli.test_commands import CHECKPOINT, model, run  # noqa: F401  `model` is a fixture
 from tests.factories.nifti import write_mask
 from voxtune.plan import tuner
-from voxtune.runtime.sampling import AutoSampling, Cache, Evidence
+from voxtune.runtime.sampling import AutoSampling, Evidence, FeatureCache
 from voxtune.runtime.storage import store_auto
 
 
@@ -60,7 +60,9 @@ def test_tune_prints_the_waterfall_and_sample_uses_it(capsys, model, tmp_path): 
 def test_a_model_that_keeps_features_is_tuned_as_it_is_sampled(capsys, model, tmp_path, monkeypatch):  # noqa: F811
     evidence = Evidence(file="steps.json", sha256="0" * 64, subjects=64, summary="made up")
     folder = shutil.copytree(model, tmp_path / "model")
-    store_auto(folder, AutoSampling(sampler="ddim", steps=3, cache=Cache(interval=2, depth=0), evidence=evidence))
+    store_auto(
+        folder, AutoSampling(sampler="ddim", steps=3, cache=FeatureCache(interval=2, depth=0), evidence=evidence)
+    )
     monkeypatch.setattr(tuner, "_faster", lambda *_: True)
     code, out, err = run(capsys, "tune", folder, "--shape", "16,16,16")
     assert code == 0, err

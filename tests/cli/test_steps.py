@@ -301,7 +301,7 @@ def test_without_a_stored_choice_sampling_says_so(capsys, folders, tmp_path):
     mask = write_mask(tmp_path / "a_dseg.nii.gz")
     options = ("--mask", mask, "-o", tmp_path / "drawn", "--steps", "auto", "--device", "cpu")
     code, out, err = run(capsys, "sample", folders[0], *options)
-    assert code == 0 and "nothing is stored" in err and "4 steps" in out
+    assert code == 0 and "no settings are stored" in err and "4 steps" in out
     assert "steps_auto" not in next((tmp_path / "drawn").glob("a_*.json")).read_text()
 
 

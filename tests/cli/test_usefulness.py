@@ -72,7 +72,7 @@ def test_the_cohort_and_more_volumes_than_subjects(capsys, folders, tmp_path):
     found = json.loads(out)
     assert found == json.loads((tmp_path / "usefulness.json").read_text())
     assert found["held_out"] == "simulated cohort, seed 0, subjects 100000 to 100001"
-    assert found["drawing"]["steps"] == 4 and "nothing is stored" in err and "one seed" in err
+    assert found["drawing"]["steps"] == 4 and "no settings are stored" in err and "one seed" in err
     code, _, err = run(capsys, "usefulness", folders[0], "-o", tmp_path, *options)
     assert code == 2 and "--overwrite" in err
     (tmp_path / "file").write_text("x")

@@ -6,7 +6,7 @@ import diffusers
 import pytest
 import torch
 
-from voxtune.diffusion import SAMPLERS, DiffusionConfig, Schedule, make_schedule, sampler, spaced_steps
+from voxtune.diffusion import SAMPLERS, DiffusionConfig, Schedule, get_sampler, make_schedule, spaced_steps
 from voxtune.diffusion.samplers import ddim
 from voxtune.errors import InputError
 
@@ -64,7 +64,7 @@ def test_ddpm_every_step():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(diffusers.schedulers.scheduling_ddpm, "randn_tensor", lambda *_, i=i, **__: noises[i + 1])
             x = scheduler.step(eps, t, x).prev_sample
-    same(sampler("ddpm")(denoiser, start(), SCHEDULE, spaced_steps(T, T), noise=lambda k: noises[k]), x)
+    same(get_sampler("ddpm")(denoiser, start(), SCHEDULE, spaced_steps(T, T), noise=lambda k: noises[k]), x)
 
 
 @pytest.mark.parametrize("spacing", ["trailing", "linspace"])
@@ -89,7 +89,7 @@ def test_exponential_integrators(name, steps, spacing):
     exact(scheduler).set_timesteps(steps)
     assert scheduler.timesteps.tolist() == spaced_steps(T, steps, spacing)
     theirs = follow(scheduler, scheduler.timesteps, start())
-    same(sampler(name)(denoiser, start(), SCHEDULE, spaced_steps(T, steps, spacing)), theirs)
+    same(get_sampler(name)(denoiser, start(), SCHEDULE, spaced_steps(T, steps, spacing)), theirs)
 
 
 @pytest.mark.parametrize("steps", [5, 10, 20])
@@ -121,7 +121,7 @@ def test_the_stochastic_solver(steps):
     x = start()
     for i, t in enumerate(scheduler.timesteps):
         x = scheduler.step(denoiser(x, torch.full((2,), int(t))), t, x, variance_noise=noises[i + 1]).prev_sample
-    ours = sampler("sde-dpm++")(denoiser, start(), SCHEDULE, spaced_steps(T, steps), noise=lambda k: noises[k])
+    ours = get_sampler("sde-dpm++")(denoiser, start(), SCHEDULE, spaced_steps(T, steps), noise=lambda k: noises[k])
     # Their noise is rounded to float32.
     same(ours, x)
 
@@ -143,14 +143,14 @@ def test_ipndm_order_3(steps, clip):
         scheduler.ets = scheduler.ets[-2:]
         # It takes the velocity and makes the noise of it again: eps = sigma x + alpha v.
         x = scheduler.step((eps - sigma * x) / alpha, level, x).prev_sample
-    same(sampler("ipndm")(denoiser, start(), SCHEDULE, timesteps, clip=clip), x.clamp(-1, 1) if clip else x)
+    same(get_sampler("ipndm")(denoiser, start(), SCHEDULE, timesteps, clip=clip), x.clamp(-1, 1) if clip else x)
 
 
 def test_golden_volume(golden):
     network, g = golden
     schedule = make_schedule(DiffusionConfig(steps=10))
     with torch.inference_mode():
-        x = sampler("ddpm")(
+        x = get_sampler("ddpm")(
             lambda x, t: network(x, t, g["cond"]),
             g["sampler_noises"][0],
             schedule,
@@ -164,7 +164,7 @@ def test_golden_volume(golden):
 def test_callback_sees_every_step(name):
     seen = []
     noise = lambda k: torch.zeros_like(start())  # noqa: E731
-    sampler(name)(
+    get_sampler(name)(
         denoiser, start(), SCHEDULE, spaced_steps(T, 6), noise=noise, callback=lambda i, x, x0: seen.append(i)
     )
     assert seen == list(range(6))
@@ -179,14 +179,14 @@ def test_exact_denoiser_gives_the_image(name):
         alpha, sigma = SCHEDULE.signal_noise(int(t_N[0]))
         return (x - alpha * image) / sigma
 
-    x = sampler(name)(truth, start()[:1], SCHEDULE, spaced_steps(T, 12), noise=lambda k: start()[:1])
+    x = get_sampler(name)(truth, start()[:1], SCHEDULE, spaced_steps(T, 12), noise=lambda k: start()[:1])
     assert torch.allclose(x, image, atol=1e-6)
 
 
 def test_what_the_user_gets_wrong():
     with pytest.raises(InputError, match="unknown sampler 'euler'"):
-        sampler("euler")
+        get_sampler("euler")
     with pytest.raises(InputError, match="1 to 250"):
         spaced_steps(T, 251)
     with pytest.raises(InputError, match="noise source"):
-        sampler("ddpm")(denoiser, start(), SCHEDULE, [3])
+        get_sampler("ddpm")(denoiser, start(), SCHEDULE, [3])

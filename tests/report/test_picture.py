@@ -18,7 +18,7 @@ from voxtune.data.nifti import Volume
 from voxtune.errors import InputError
 from voxtune.report.contact_sheet import MAX_CASES, case_sheet
 from voxtune.report.picture import CAPTION, GAP, PALETTE, SlicePanel, label_colour, slice_picture
-from voxtune.runtime.generate import Drawn, Request
+from voxtune.runtime.generate import GeneratedVolume, MaskRequest
 
 SIDE, STEP = 150, 150 + GAP
 GRID = np.diag([2.0, 2, 3, 1])
@@ -48,10 +48,10 @@ def sampled(folder, orientation):
     contract = generic_contract(2, 1, tuple(size), spacing=tuple(spacing), orientation=orientation)
     placement = fit(mask, contract)
     placed = placement.apply(labels, label=True)
-    request = Request(path=folder / "m.nii.gz", grid=mask, labels_DHW=placed, placement=placement, warnings=())
+    request = MaskRequest(path=folder / "m.nii.gz", grid=mask, labels_DHW=placed, placement=placement, warnings=())
     file = folder / f"{orientation}.nii.gz"
     return np.asarray(
-        Image.open(_picture(Drawn(request=request, index=0, images_CDHW=placed[None] / 2, files=(file,))))
+        Image.open(_picture(GeneratedVolume(request=request, index=0, images_CDHW=placed[None] / 2, files=(file,))))
     )
 
 

@@ -15,7 +15,7 @@ from voxtune.cli.main import main
 from voxtune.diffusion import SAMPLERS, full_steps
 from voxtune.errors import InputError
 from voxtune.runtime.model import Model, workload_config
-from voxtune.runtime.sampling import AutoSampling, Cache, Evidence
+from voxtune.runtime.sampling import AutoSampling, Evidence, FeatureCache
 from voxtune.runtime.storage import store_auto
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -120,7 +120,7 @@ def test_values_that_mean_nothing(model, cond, told):
         model.sample(cond, steps=4, cache=told)
 
 
-@pytest.mark.parametrize(("cache", "word"), [(5, "only 4"), ("2:2", "0 to 1")])
+@pytest.mark.parametrize(("cache", "word"), [(5, "number of steps, 4"), ("2:2", "0 to 1")])
 def test_values_that_do_not_fit(model, cond, cache, word):
     with pytest.raises(InputError, match=word):
         model.sample(cond, steps=4, cache=cache)
@@ -137,18 +137,22 @@ def test_a_model_without_outer_levels_is_refused_before_any_work():
 def test_a_stored_choice_holds_it(tmp_path, cond):
     folder = tmp_path / "m"
     assert main(["import", str(CHECKPOINT), "-o", str(folder), "--size", "16,16,16", "-q"]) == 0
-    auto = AutoSampling(sampler="ddim", steps=5, cache=Cache(interval=2, depth=0), evidence=EVIDENCE)
+    auto = AutoSampling(sampler="ddim", steps=5, cache=FeatureCache(interval=2, depth=0), evidence=EVIDENCE)
     store_auto(folder, auto)
     model = voxtune.load(folder)
     assert model.config.sampling.auto == auto
     by_hand = model.sample(cond, sampler="ddim", steps=5, cache="2:0")
     assert torch.equal(model.sample(cond, steps="auto"), by_hand)
     assert not torch.equal(model.sample(cond, sampler="ddim", steps=5), by_hand)
-    with pytest.raises(InputError, match="leave cache out"):
+    with pytest.raises(InputError, match="omit cache"):
         model.sample(cond, steps="auto", cache=2)
     path = folder / "config.json"
     stored = json.loads(path.read_text())
-    for bad, word in (({"interval": 6}, "only 5"), ({"interval": 0}, "1 or more"), ({"every": 2}, "unknown setting")):
+    for bad, word in (
+        ({"interval": 6}, "number of steps, 5"),
+        ({"interval": 0}, ">= 1"),
+        ({"every": 2}, "unknown setting"),
+    ):
         stored["sampling"]["auto"]["cache"] = bad
         path.write_text(json.dumps(stored))
         with pytest.raises(InputError, match=word):
@@ -156,8 +160,8 @@ def test_a_stored_choice_holds_it(tmp_path, cond):
 
 
 def test_without_it_nothing_is_told(model):
-    assert "cache" not in model.drawing(steps=3).record()
-    assert model.drawing(steps=3, cache="2:0").record()["cache"] == {"interval": 2, "depth": 0}
+    assert "cache" not in model.resolve(steps=3).record()
+    assert model.resolve(steps=3, cache="2:0").record()["cache"] == {"interval": 2, "depth": 0}
 
 
 def run(capsys, *arguments):

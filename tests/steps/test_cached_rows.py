@@ -19,7 +19,7 @@ from voxtune.quality.bootstrap import Bootstrap
 from voxtune.quality.step_table import FORMAT, Row
 from voxtune.runtime.describe import shallow_share
 from voxtune.runtime.model import Model
-from voxtune.runtime.sampling import Cache
+from voxtune.runtime.sampling import FeatureCache
 from voxtune.workloads import without_zeros
 
 QUICK = TableOptions(batch=16, margin=1.5, bootstrap=Bootstrap(resamples=60))
@@ -77,7 +77,7 @@ def table(caches, steps=(20,), options=QUICK, **network):
 
 
 def test_an_equal_and_faster_cache_is_chosen():
-    found, rows = table([Cache(interval=4), Cache(interval=2, depth=0)])
+    found, rows = table([FeatureCache(interval=4), FeatureCache(interval=2, depth=0)])
     assert found.choice.how["cache"] == {"interval": 4, "depth": 1}
     plain = rows[found.chosen.removesuffix(" cache 4")]
     assert found.choice.seconds < plain.seconds
@@ -108,7 +108,7 @@ def test_a_cache_is_confirmed_beside_the_row_without_it(tmp_path):
 
 @pytest.mark.parametrize("interval", [4, 20])
 def test_a_stale_feature_is_refused(interval):
-    found, rows = table([Cache(interval=interval)], stale=True)
+    found, rows = table([FeatureCache(interval=interval)], stale=True)
     assert found.choice is not None and "cache" not in found.choice.how
     worse = rows[f"{found.chosen} cache {interval}"]
     assert worse.worse and worse.seconds < found.choice.seconds
@@ -118,14 +118,14 @@ def test_a_stale_feature_is_refused(interval):
 
 
 def test_an_equal_cache_that_is_not_faster_is_refused():
-    found, rows = table([Cache(interval=2)], full=0.0, between=SLOW)
+    found, rows = table([FeatureCache(interval=2)], full=0.0, between=SLOW)
     assert "cache" not in found.choice.how
     assert not rows[f"{found.chosen} cache 2"].worse
     assert "not worse, but not faster" in found.refusal()
 
 
 def test_where_nothing_is_good_enough_nothing_is_kept():
-    found, rows = table([Cache(interval=2)], steps=(1, 2), options=replace(QUICK, margin=0.5), full=0.0)
+    found, rows = table([FeatureCache(interval=2)], steps=(1, 2), options=replace(QUICK, margin=0.5), full=0.0)
     assert found.chosen is None and not any("cache" in name for name in rows)
     assert any("caching was not tried" in note for note in found.notes)
 
@@ -136,15 +136,15 @@ def test_more_steps_are_tried_where_arithmetic_leaves_them_less_to_do():
     row = Row(name="ddim 6", how=how, seconds=1.0, figures={})
     numbers = (4, 6, 8, 12, 24)
     tried = {
-        interval: [way.steps for way in _cached_ways(model, Cache(interval=interval, depth=0), row, numbers)]
+        interval: [way.steps for way in _cached_ways(model, FeatureCache(interval=interval, depth=0), row, numbers)]
         for interval in (2, 4, 12)
     }
     # Never fewer steps than the row has, nor than the interval. Of 8 steps with interval 2, five are full.
     assert 0.2 < shallow_share(model.config.network, analytic.SIZE, 0) < 0.3
     assert tried == {2: [6, 8], 4: [6, 8], 12: [12]}
-    way, _ = _cached_ways(model, Cache(interval=2, depth=0), row, numbers)
+    way, _ = _cached_ways(model, FeatureCache(interval=2, depth=0), row, numbers)
     assert (way.sampler, way.spacing, way.clip) == ("ddim", "leading", False)
-    assert _cached_ways(model, Cache(interval=2), Row(**{**vars(row), "how": {**how, "steps": 2}}), (2,)) == []
+    assert _cached_ways(model, FeatureCache(interval=2), Row(**{**vars(row), "how": {**how, "steps": 2}}), (2,)) == []
 
 
 @pytest.mark.skipif(slow_half("cpu") is not None, reason=str(slow_half("cpu")))
@@ -163,9 +163,9 @@ def test_numerics_draw_with_what_is_kept():
 @pytest.mark.parametrize(
     ("cache", "message"),
     [
-        (Cache(interval=1), "intervals from 2 up"),
-        (Cache(interval=21), "only 20"),
-        (Cache(interval=2, depth=5), "0 to 1"),
+        (FeatureCache(interval=1), "intervals from 2 up"),
+        (FeatureCache(interval=21), "number of steps, 20"),
+        (FeatureCache(interval=2, depth=5), "0 to 1"),
     ],
 )
 def test_what_cannot_be_tried_is_refused_before_any_work(cache, message):
@@ -184,4 +184,4 @@ def test_what_cannot_be_tried_is_refused_before_any_work(cache, message):
 
 def test_a_network_without_parts_is_refused_before_any_work():
     with pytest.raises(InputError, match="Best"):
-        step_table(analytic.model(), analytic.subjects(4), analytic.segmenter(), steps=(4,), caches=[Cache(interval=2)])
+        step_table(analytic.model(), analytic.subjects(4), analytic.segmenter(), steps=(4,), caches=[FeatureCache(interval=2)])

@@ -115,7 +115,7 @@ def test_a_seed_at_a_time_is_given():
 
 def test_drawn_volumes_belong_to_their_masks_whatever_the_batch():
     model, masks = analytic.model(4), volumes(3)
-    how = model.drawing(steps=4)
+    how = model.resolve(steps=4)
     one = draw(model, masks, 5, how, seed=0, batch=1, say=lambda _: None)
     many = draw(model, masks, 5, how, seed=0, batch=4, say=lambda _: None)
     assert torch.allclose(one.volumes.images_NDHW, many.volumes.images_NDHW, atol=1e-4)
@@ -139,7 +139,7 @@ class Sometimes(nn.Module):
 
 def test_broken_volumes_are_left_out_and_counted():
     model = analytic.model(2)
-    how = model.drawing(steps=2)
+    how = model.resolve(steps=2)
 
     def drawn(broken):
         return draw(
@@ -206,7 +206,7 @@ def test_a_stored_choice_is_drawn_by():
     evidence = Evidence(file="steps.json", sha256="0" * 64, subjects=64, summary="")
     auto = AutoSampling(sampler="ddim", steps=2, spacing="leading", clip=False, evidence=evidence)
     stored = Model(replace(model.config, sampling=replace(model.config.sampling, auto=auto)), model.network)
-    found = draw(stored, masks, 2, stored.drawing(steps="auto"), seed=0, batch=2, say=lambda _: None)
-    told = model.drawing(sampler="ddim", steps=2, spacing="leading", clip=False)
+    found = draw(stored, masks, 2, stored.resolve(steps="auto"), seed=0, batch=2, say=lambda _: None)
+    told = model.resolve(sampler="ddim", steps=2, spacing="leading", clip=False)
     wanted = draw(model, masks, 2, told, seed=0, batch=2, say=lambda _: None)
     assert torch.equal(found.volumes.images_NDHW, wanted.volumes.images_NDHW)

@@ -21,11 +21,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import typer
 
 from voxtune.cli.choices import one_of, warn_deprecated
+
+if TYPE_CHECKING:
+    from voxtune.runtime.sampling import SamplerOptions
 
 EXIT_OK, EXIT_INTERNAL, EXIT_INPUT, EXIT_NEGATIVE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 EXIT_CODES = {
@@ -214,6 +217,25 @@ def parse_steps(text: str | None) -> int | Literal["auto"] | None:
     if not (text.isascii() and text.isdigit() and len(text) <= 9 and int(text) > 0):
         raise InputError(f"--steps {text[:40]}: must be a whole number >= 1, or auto")
     return int(text)
+
+
+def sampler_options(
+    *,
+    sampler: str | None = None,
+    steps: str | None = None,
+    spacing: str | None = None,
+    clip: bool | None = None,
+    cache: str | None = None,
+) -> SamplerOptions:
+    """The sampling options of a command, for `Model.resolve`; empty where none was given."""
+    options: SamplerOptions = {
+        "sampler": sampler,
+        "steps": parse_steps(steps),
+        "spacing": spacing,
+        "clip": clip,
+        "cache": cache,
+    }
+    return {name: value for name, value in options.items() if value is not None}  # type: ignore[return-value]
 
 
 def parse_labels(text: str | None) -> list[dict[str, Any]] | None:

@@ -21,12 +21,12 @@ from voxtune.cli.common import (
     SpacingOption,
     choose_device,
     parse_size,
-    parse_steps,
+    sampler_options,
 )
 from voxtune.errors import InputError
 
 if TYPE_CHECKING:
-    from voxtune.runtime.generate import DrawnImage, Request
+    from voxtune.runtime.generate import GeneratedImage, MaskRequest
     from voxtune.runtime.model import Model
 
 # Images on the page of --picture.
@@ -68,22 +68,22 @@ def command(
     quiet: QuietOption = False,
 ) -> None:
     """Draw MRI volumes from masks, on each mask's own grid and geometry; or images, with a model that takes no mask."""
+    from voxtune.diffusion.noise import check_seed
     from voxtune.runtime.generate import check_image_request
     from voxtune.runtime.planned import optimize
+    from voxtune.runtime.sampling import AutoSampling
     from voxtune.runtime.storage import load, provenance
 
     output = Output(json=json, quiet=quiet)
     loaded = load(model, device=choose_device(device))
     images = loaded.config.network.dimensions == 2
     sides = _sides(size, loaded)
-    told: dict[str, Any] = {"sampler": sampler, "spacing": spacing, "clip": clip, "cache": cache}
-    drawing = loaded.check_request(steps=parse_steps(steps), seed=seed, **told)
-    if drawing.note:
-        output.warn(drawing.note)
-    if drawing.cache and drawing.cache.interval > 1 and not drawing.auto:
-        output.warn(f"cache {drawing.cache} was not measured for this model; voxtune steps --cache does")
-    wanted = "auto" if drawing.auto else drawing.steps
-    options: dict[str, Any] = {"count": count, "seed": seed, "steps": wanted, "batch": batch, **told}
+    check_seed(seed)
+    given = sampler_options(sampler=sampler, steps=steps, spacing=spacing, clip=clip, cache=cache)
+    settings = loaded.resolve(warn=output.warn, **given)
+    if settings.cache and settings.cache.interval > 1 and not isinstance(settings, AutoSampling):
+        output.warn(f"cache {settings.cache} was not measured for this model; measure it with voxtune steps --cache")
+    options: dict[str, Any] = {"settings": settings, "count": count, "seed": seed, "batch": batch}
     options |= {"overwrite": overwrite, "provenance": provenance(model, loaded)}
     requests = [] if images else _requests(loaded, mask, fit, sides, output)
     if images:
@@ -95,12 +95,14 @@ def command(
     if plan != "baseline":
         loaded = optimize(loaded, plan=plan, search=False, say=output.say)
     number = count * (1 if images else len(requests))
-    total, used, kept = drawing.steps, drawing.sampler, drawing.cache and str(drawing.cache)
     kind = "image" if images else "volume"
-    cached = f", cache {kept}" if kept else ""
-    output.say(f"drawing {number} {kind}(s) with {used}, {total} steps{cached}, seed {seed}, on {loaded.device}")
+    cache_text = "" if settings.cache is None else f", cache {settings.cache}"
+    output.say(
+        f"generating {number} {kind}(s) with {settings.sampler}, {settings.steps} steps{cache_text}, seed {seed}, "
+        f"on {loaded.device}"
+    )
     started = time.perf_counter()
-    with output.progress("sampling", number * total) as update:
+    with output.progress("sampling", number * settings.steps) as update:
         options["progress"] = lambda done, _total: update(done)
         if images:
             drawn = _draw_images(loaded, out, picture, {"size": sides, **options})
@@ -110,8 +112,16 @@ def command(
     for each in drawn:
         output.say("wrote " + ", ".join(each["files"]))
     output.say(f"{seconds:.1f} s")
-    settings = {"sampler": used, "steps": total, "cache": kept, "seed": seed, "seconds": round(seconds, 3)}
-    output.result({f"{kind}s": drawn, **settings})
+    output.result(
+        {
+            f"{kind}s": drawn,
+            "sampler": settings.sampler,
+            "steps": settings.steps,
+            "cache": settings.cache and str(settings.cache),
+            "seed": seed,
+            "seconds": round(seconds, 3),
+        }
+    )
 
 
 def _sides(size: str | None, model: Model) -> tuple[int, ...] | None:
@@ -125,7 +135,7 @@ def _sides(size: str | None, model: Model) -> tuple[int, ...] | None:
 
 def _requests(
     model: Model, masks: list[Path] | None, fit: str, sides: tuple[int, ...] | None, output: Output
-) -> list[Request]:
+) -> list[MaskRequest]:
     from voxtune.runtime.generate import mask_contract, prepare
 
     mask_contract(model)
@@ -140,7 +150,7 @@ def _requests(
 
 
 def _draw_volumes(
-    model: Model, requests: list[Request], out: Path, picture: bool, options: dict[str, Any]
+    model: Model, requests: list[MaskRequest], out: Path, picture: bool, options: dict[str, Any]
 ) -> list[dict[str, Any]]:
     from voxtune.runtime.generate import generate
 
@@ -157,7 +167,7 @@ def _draw_images(model: Model, out: Path, picture: bool, options: dict[str, Any]
     from voxtune.runtime.generate import generate_images
 
     images: list[dict[str, Any]] = []
-    page: list[DrawnImage] = []
+    page: list[GeneratedImage] = []
     for drawn in generate_images(model, out, **options):
         images.append({"index": drawn.index, "files": [str(drawn.file)]})
         if picture and len(page) < PICTURE_IMAGES:
@@ -198,7 +208,7 @@ def _picture(drawn: Any) -> Path:
     )
 
 
-def _page(drawn: list[DrawnImage], path: Path) -> Path:
+def _page(drawn: list[GeneratedImage], path: Path) -> Path:
     import numpy as np
 
     from voxtune.data.pixels import png, sheet

@@ -32,7 +32,7 @@ def command(
     args = example_inputs(loaded, sides, batch)
     output.say(f"tuning {model} at {'x'.join(map(str, args[0].shape[2:]))}, batch {batch}, on {loaded.device}")
     seconds = math.inf if minutes is None else 60 * minutes
-    _, plan = tune_model(loaded, args, cache=loaded.drawing().cache, seconds=seconds, say=output.say)
+    _, plan = tune_model(loaded, args, cache=loaded.resolve().cache, seconds=seconds, say=output.say)
     if out is not None:
         plan.save(out)
         output.say(f"wrote {out}")

@@ -22,7 +22,7 @@ from voxtune.cli.common import (
     SpacingOption,
     SubjectsOption,
     choose_device,
-    parse_steps,
+    sampler_options,
 )
 
 
@@ -73,10 +73,7 @@ def command(
         segment_steps=segment_steps,
         segment_batch=segment_batch,
         seeds=seeds,
-        sampler=sampler,
-        steps=parse_steps(steps),
-        spacing=spacing,  # type: ignore[arg-type]
-        clip=clip,
+        sampling=sampler_options(sampler=sampler, steps=steps, spacing=spacing, clip=clip),
         plan=plan,
         seed=seed,
         batch=batch,

@@ -220,6 +220,7 @@ def ipndm(
     return x.clamp(-1, 1) if clip else x
 
 
+# Every list of samplers (options, help texts, checks of stored settings) derives from this registry.
 SAMPLERS: dict[str, Sampler] = {
     "ddpm": ddpm,
     "ddim": ddim,
@@ -230,7 +231,7 @@ SAMPLERS: dict[str, Sampler] = {
 }
 
 
-def sampler(name: str) -> Sampler:
+def get_sampler(name: str) -> Sampler:
     if name not in SAMPLERS:
-        raise InputError(f"unknown sampler {name!r}: known are {', '.join(SAMPLERS)}")
+        raise InputError(f"unknown sampler {name!r}; choose from {', '.join(SAMPLERS)}")
     return SAMPLERS[name]

@@ -6,9 +6,10 @@ a_t is the running product of 1 - beta ("alphas_cumprod"); x_t = sqrt(a_t) x_0 +
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -112,35 +113,56 @@ def recognise(betas: Tensor, loss: Literal["l1", "l2"] = "l1") -> DiffusionConfi
     return DiffusionConfig(schedule="custom", steps=steps, loss=loss, betas=tuple(stored.tolist()))
 
 
-Spacing = Literal["trailing", "linspace", "leading", "logsnr"]
-SPACINGS: tuple[Spacing, ...] = get_args(Spacing)
-# Half the log of the signal-to-noise ratio below which `logsnr` spends no step: the cosine schedule ends far beneath it.
-LEAST_LOG_SNR = -5.1
+def trailing(total: int, steps: int, schedule: Schedule | None) -> list[int]:
+    """Evenly spaced, starting at the last training step."""
+    return [round(total - i * total / steps) - 1 for i in range(steps)]
 
 
-def spaced_steps(total: int, steps: int, spacing: Spacing = "trailing", schedule: Schedule | None = None) -> list[int]:
-    """`steps` of the `total` training steps, from the noisiest down. `logsnr` asks for the schedule."""
-    if not isinstance(steps, int) or not 1 <= steps <= total:
-        raise InputError(f"sampling steps must lie in 1 to {total} (the model's diffusion steps), found {steps}")
-    if spacing == "trailing":
-        return [round(total - i * total / steps) - 1 for i in range(steps)]
-    if spacing == "linspace":
-        return [round((total - 1) * (1 - i / steps)) for i in range(steps)] if steps < total else [*range(total)][::-1]
-    if spacing == "leading":
-        return [(steps - 1 - i) * (total // steps) for i in range(steps)]
-    if spacing == "logsnr":
-        assert schedule is not None, "logsnr is a spacing of a schedule: give it"
-        return _even_in_log_snr(schedule.log_snr[:total], steps)
-    raise InputError(f"unknown spacing {spacing!r}: known are {', '.join(SPACINGS)}")
+def linspace(total: int, steps: int, schedule: Schedule | None) -> list[int]:
+    """Evenly spaced between the last training step and the clean image."""
+    return [round((total - 1) * (1 - i / steps)) for i in range(steps)] if steps < total else [*range(total)][::-1]
 
 
-def _even_in_log_snr(log_snr: Tensor, steps: int) -> list[int]:
+def leading(total: int, steps: int, schedule: Schedule | None) -> list[int]:
+    """Multiples of total // steps, ending at step 0."""
+    return [(steps - 1 - i) * (total // steps) for i in range(steps)]
+
+
+# `logsnr` takes no steps below this log(alpha / sigma), except the first: the cosine schedule ends far beneath it.
+MIN_LOG_SNR = -5.1
+
+
+def logsnr(total: int, steps: int, schedule: Schedule | None) -> list[int]:
     """From the noisiest step to the cleanest in equal parts of log(alpha / sigma) (Lu et al. 2022)."""
-    total = len(log_snr)
-    wanted = torch.linspace(max(float(log_snr[-1]), LEAST_LOG_SNR), float(log_snr[0]), steps, dtype=log_snr.dtype)
-    nearest = (log_snr[None] - wanted[:, None]).abs().argmin(dim=1).tolist()
-    found = [total - 1]
+    if schedule is None:
+        raise InputError("step spacing 'logsnr' requires the schedule")
+    log_snr = schedule.log_snr[:total]
+    targets = torch.linspace(max(float(log_snr[-1]), MIN_LOG_SNR), float(log_snr[0]), steps, dtype=log_snr.dtype)
+    nearest = (log_snr[None] - targets[:, None]).abs().argmin(dim=1).tolist()
+    timesteps = [total - 1]
     for i, t in enumerate(nearest[1:], start=1):
-        # Each below the one before, and room for those that follow.
-        found.append(max(min(t, found[-1] - 1), steps - 1 - i))
-    return found
+        # Strictly decreasing, with enough steps left for those that follow.
+        timesteps.append(max(min(t, timesteps[-1] - 1), steps - 1 - i))
+    return timesteps
+
+
+# Every list of spacings (options, help texts, checks of stored settings) derives from this registry.
+SPACINGS: dict[str, Callable[[int, int, Schedule | None], list[int]]] = {
+    "trailing": trailing,
+    "linspace": linspace,
+    "leading": leading,
+    "logsnr": logsnr,
+}
+
+
+def check_spacing(name: str) -> None:
+    if name not in SPACINGS:
+        raise InputError(f"unknown step spacing {name!r}; choose from {', '.join(SPACINGS)}")
+
+
+def spaced_steps(total: int, steps: int, spacing: str = "trailing", schedule: Schedule | None = None) -> list[int]:
+    """`steps` of the `total` training steps, from the noisiest down. The spacing "logsnr" requires the schedule."""
+    check_spacing(spacing)
+    if not isinstance(steps, int) or not 1 <= steps <= total:
+        raise InputError(f"sampling steps must lie in 1 to {total} (the model's diffusion steps), got {steps}")
+    return SPACINGS[spacing](total, steps, schedule)

@@ -27,7 +27,7 @@ from voxtune.quality.per_volume import detail, dice_by_label
 from voxtune.quality.similarity import ms_ssim, psnr
 from voxtune.quality.step_table import Row
 from voxtune.runtime.model import Model
-from voxtune.runtime.sampling import Cache, Drawing
+from voxtune.runtime.sampling import FeatureCache, SamplerSettings
 from voxtune.segmentation.segmenter import Segmenter, check_segmenter
 
 Say = Callable[[str], None]
@@ -74,7 +74,7 @@ class Bench:
         self.done = self.total = 0
         self.began = time.perf_counter()
 
-    def draw(self, model: Model, how: Drawing, seed: int, reference: Drawn | None = None) -> Drawn:
+    def draw(self, model: Model, settings: SamplerSettings, seed: int, reference: Drawn | None = None) -> Drawn:
         """All subjects by one way; their volumes against the reference's, too, where it is there."""
         parts, seconds = [], 0.0
         count, batch = len(self.subjects), min(self.options.batch, len(self.subjects))
@@ -83,10 +83,10 @@ class Bench:
             numbers = [min(first + i, count - 1) for i in range(batch)]
             cond = self.subjects.condition(numbers)
             started = self._now()
-            x = self._sample(model, how, cond, seed, numbers)
+            x = self._sample(model, settings, cond, seed, numbers)
             seconds += (self._now() - started) * len(set(numbers)) / batch
             parts.append(x[: len(set(numbers)), 0])
-            self.done += how.steps * len(set(numbers))
+            self.done += settings.steps * len(set(numbers))
         volumes = torch.cat(parts)
         broken = int((~torch.isfinite(volumes).flatten(1).all(dim=1)).sum())
         volumes = volumes.nan_to_num(0.0, 1.0, -1.0)
@@ -94,17 +94,17 @@ class Bench:
         measured = self.measure(volumes, self.subjects.images_NDHW, against)
         return Drawn(volumes_NDHW=volumes, measured=measured, seconds=seconds / count, broken=broken)
 
-    def warm(self, model: Model, cache: Cache | None = None) -> None:
+    def warm(self, model: Model, cache: FeatureCache | None = None) -> None:
         """A step of each kind at the batch's shape: plans and kernels are made outside of what is timed."""
         batch = min(self.options.batch, len(self.subjects))
         numbers = list(range(batch))
-        way = model.drawing(steps=1)
+        settings = model.resolve(steps=1)
         if cache is not None:
             few = min(3, model.available_steps)  # a full step, one between, and the last
-            way = model.drawing(steps=few, cache=replace(cache, interval=few))
+            settings = model.resolve(steps=few, cache=replace(cache, interval=few))
         # Twice: the first call makes the plan, the second shows whether it runs.
         for _ in range(2):
-            self._sample(model, way, self.subjects.condition(numbers), 0, numbers)
+            self._sample(model, settings, self.subjects.condition(numbers), 0, numbers)
 
     @torch.inference_mode()
     def measure(self, volumes_NDHW: Tensor, real: Tensor | None = None, reference: Tensor | None = None) -> Measured:
@@ -141,15 +141,8 @@ class Bench:
         scores = dice_by_label(pairs(), self.subjects.contract.classes)
         return torch.stack(features), scores
 
-    def _sample(self, model: Model, how: Drawing, cond: Tensor, seed: int, numbers: list[int]) -> Tensor:
-        settings: dict[str, Any] = {
-            "sampler": how.sampler,
-            "steps": how.steps,
-            "spacing": how.spacing,
-            "clip": how.clip,
-            "cache": how.cache,
-        }
-        return model.sample(cond, seed=seed, indices=numbers, **settings).float()
+    def _sample(self, model: Model, settings: SamplerSettings, cond: Tensor, seed: int, numbers: list[int]) -> Tensor:
+        return model.sample(cond, settings=settings, seed=seed, indices=numbers).float()
 
     def _exactly(self) -> AbstractContextManager[Any]:
         """Metrics in float32 throughout, whatever the volumes were drawn with."""

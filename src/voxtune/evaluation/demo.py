@@ -12,16 +12,17 @@ from typing import Any, Protocol
 from voxtune.data import cohort
 from voxtune.data.bids import mark_simulated
 from voxtune.data.nifti import write_volume
+from voxtune.diffusion.noise import check_seed
 from voxtune.errors import InputError
 from voxtune.evaluation.describe import find_sets
 from voxtune.evaluation.evaluate import evaluate, write_result
 from voxtune.quality.result import Evaluation
 from voxtune.report.picture import SlicePanel, slice_picture
 from voxtune.report.view import view_page
-from voxtune.runtime.generate import Drawn, generate, mask_contract, prepare
+from voxtune.runtime.generate import GeneratedVolume, generate, mask_contract, prepare
 from voxtune.runtime.model import Model
 from voxtune.runtime.planned import example_inputs, optimize, tune_model
-from voxtune.runtime.sampling import Drawing
+from voxtune.runtime.sampling import SamplerSettings
 from voxtune.runtime.storage import load, provenance
 from voxtune.segmentation.segmenter import load_segmenter, shipped_segmenter
 
@@ -97,10 +98,11 @@ def demonstrate(
     mark_simulated(shown.files["real"])
     size = "x".join(map(str, contract.size))
     voice.say(f"subject  {person.id} of the embedded cohort (never trained on), {size} voxels")
-    how = model.check_request(sampler=None, steps="auto" if steps is None else steps, seed=seed)
-    fast = _planned(model, how, folder / "plan.json", shown, voice, minutes)
+    check_seed(seed)
+    settings = model.resolve(steps=steps)
+    fast = _planned(model, settings, folder / "plan.json", shown, voice, minutes)
     shown.seconds["plan"] = clock.lap()
-    drawn = _draw(fast, how, folder, shown, voice, seed, provenance(path, model))
+    drawn = _draw(fast, settings, folder, shown, voice, seed, provenance(path, model))
     shown.seconds["drawing"] = clock.lap()
     panels = [
         SlicePanel(title="mask", volume_DHW=person.labels_DHW, labels=True),
@@ -128,7 +130,7 @@ class Clock:
         return round(took, 2)
 
 
-def _planned(model: Model, how: Drawing, path: Path, shown: Shown, voice: Voice, minutes: float) -> Model:
+def _planned(model: Model, settings: SamplerSettings, path: Path, shown: Shown, voice: Voice, minutes: float) -> Model:
     from voxtune.plan.tuner import CPU_IN_SHORT
 
     if minutes <= 0:
@@ -142,7 +144,7 @@ def _planned(model: Model, how: Drawing, path: Path, shown: Shown, voice: Voice,
     fast, plan = tune_model(
         model,
         example_inputs(model),
-        cache=how.cache,
+        cache=settings.cache,
         ladder=CPU_IN_SHORT,
         steps=WALK,
         checks=CHECKS,
@@ -155,18 +157,24 @@ def _planned(model: Model, how: Drawing, path: Path, shown: Shown, voice: Voice,
 
 
 def _draw(
-    model: Model, how: Drawing, folder: Path, shown: Shown, voice: Voice, seed: int, made_by: dict[str, Any]
-) -> Drawn:
+    model: Model,
+    settings: SamplerSettings,
+    folder: Path,
+    shown: Shown,
+    voice: Voice,
+    seed: int,
+    made_by: dict[str, Any],
+) -> GeneratedVolume:
     [request] = prepare(model, [shown.files["mask"]])
-    kept = "" if how.cache is None else f", deep features kept for {how.cache.interval} steps"
-    voice.say(f"drawing  {how.sampler}, {how.steps} steps{kept}, seed {seed}, on {model.device}")
-    with voice.progress("sampling", how.steps) as update:
+    kept = "" if settings.cache is None else f", deep features kept for {settings.cache.interval} steps"
+    voice.say(f"drawing  {settings.sampler}, {settings.steps} steps{kept}, seed {seed}, on {model.device}")
+    with voice.progress("sampling", settings.steps) as update:
         [drawn] = generate(
             model,
             [request],
             folder,
+            settings=settings,
             seed=seed,
-            steps=how.steps if how.auto is None else "auto",
             overwrite=True,
             provenance=made_by,
             progress=lambda done, _n: update(done),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,14 +13,14 @@ from torch import Tensor
 from voxtune.data.splits import HeldOut
 from voxtune.diffusion import full_steps
 from voxtune.diffusion.samplers import SAMPLERS
-from voxtune.diffusion.schedule import SPACINGS, Spacing
+from voxtune.diffusion.schedule import SPACINGS
 from voxtune.errors import InputError
 from voxtune.evaluation.bench import Bench, Judge, Say, TableOptions
 from voxtune.quality.step_table import Row, Table, fewest, nearest_row, quicker
 from voxtune.quality.tensor_error import difference
 from voxtune.runtime.describe import shallow_share
 from voxtune.runtime.model import Model
-from voxtune.runtime.sampling import Cache, Drawing, Steps
+from voxtune.runtime.sampling import FeatureCache, SamplerSettings, Steps
 from voxtune.segmentation.segmenter import Segmenter
 
 STEPS = (5, 8, 10, 15, 20, 25, 50)
@@ -35,8 +35,8 @@ def step_table(
     *,
     samplers: Sequence[str] = tuple(SAMPLERS),
     steps: Sequence[int] | None = None,
-    spacings: Sequence[Spacing] = SPACINGS,
-    caches: Sequence[Cache] = (),
+    spacings: Sequence[str] = tuple(SPACINGS),
+    caches: Sequence[FeatureCache] = (),
     options: TableOptions | None = None,
     say: Say = lambda _line: None,
     keep: Callable[[Table], None] = lambda _table: None,
@@ -54,7 +54,7 @@ def step_table(
     rows = _Rows(bench, model, ways, keep)
     for way in ways:
         rows.add(way)
-    _vary(bench, model, rows.drawn.copy(), numbers, spacings[1:], rows.add)
+    _vary(bench, rows.drawn.copy(), numbers, spacings[1:], rows.add)
     chosen, notes = fewest(rows.drawn), list[str]()
     if chosen is not None and caches:
         cached, notes = _cached_rows(bench, model, caches, chosen, numbers, rows.add)
@@ -68,7 +68,7 @@ def confirm_table(
     model: Model,
     subjects: HeldOut,
     segmenter: Segmenter,
-    ways: Sequence[Drawing],
+    ways: Sequence[SamplerSettings],
     *,
     options: TableOptions | None = None,
     say: Say = lambda _line: None,
@@ -89,8 +89,8 @@ def confirm_table(
 class _Rows:
     """A table of steps in the making: the reference's two draws, then row by row; `keep` is given what there is."""
 
-    def __init__(self, bench: Bench, model: Model, ways: Sequence[Drawing], keep: Callable[[Table], None]):
-        way = model.drawing(sampler="ddpm", steps=model.available_steps, clip=True)
+    def __init__(self, bench: Bench, model: Model, ways: Sequence[SamplerSettings], keep: Callable[[Table], None]):
+        way = model.resolve(sampler="ddpm", steps=model.available_steps, clip=True)
         seed, count = bench.options.seed, len(bench.subjects)
         bench.total = count * (2 * way.steps + sum(w.steps for w in ways))
         bench.warm(model)
@@ -98,13 +98,13 @@ class _Rows:
         reference = bench.draw(model, way, seed)
         self.model, self.keep = model, keep
         self.judge = Judge(bench, reference, bench.draw(model, way, seed + 1, reference), both=True)
-        self.first = self.judge.reference_rows(name_of(way), _how(way))
+        self.first = self.judge.reference_rows(name_of(way), way.to_json())
         self.drawn: list[Row] = []
         for row in self.first:
             bench.tell(row)
         self._keep()
 
-    def add(self, way: Drawing) -> Row:
+    def add(self, way: SamplerSettings) -> Row:
         self.drawn.append(_row(self.judge, way, self.model))
         self._keep()
         return self.drawn[-1]
@@ -129,13 +129,13 @@ def numerics_table(
     """The first of `models` against the others, each with the same sampler, steps and noise."""
     (name, model), *others = models
     bench = Bench(model, subjects, segmenter, options or TableOptions(), say)
-    way = model.drawing(sampler=sampler, steps=steps)
+    way = model.resolve(sampler=sampler, steps=steps)
     bench.total = len(subjects) * way.steps * (2 + len(others))
     seed = bench.options.seed
     bench.warm(model, way.cache)
     reference = bench.draw(model, way, seed)
     judge = Judge(bench, reference, bench.draw(model, way, seed + 1, reference))
-    rows = judge.reference_rows(name, {**_how(way), "passes": _passes(model)})
+    rows = judge.reference_rows(name, {**way.to_json(), "passes": _passes(model)})
     for other_name, other in others:
         try:
             bench.warm(other, way.cache)
@@ -143,7 +143,7 @@ def numerics_table(
             say(f"{other_name}: left out: {refused}")
             continue
         drawn = bench.draw(other, way, seed, reference)
-        row = judge.row(other_name, {**_how(way), "seed": seed, "passes": _passes(other)}, drawn)
+        row = judge.row(other_name, {**way.to_json(), "seed": seed, "passes": _passes(other)}, drawn)
         rows.append(replace(row, distance=distances(drawn.volumes_NDHW, reference.volumes_NDHW)))
         bench.tell(rows[-1])
     fine = [row for row in rows[2:] if not row.worse and row.seconds < rows[0].seconds]
@@ -163,7 +163,7 @@ def distances(volumes_NDHW: Tensor, reference_NDHW: Tensor) -> dict[str, float]:
     }
 
 
-def name_of(way: Drawing) -> str:
+def name_of(way: SamplerSettings) -> str:
     parts = [f"{way.sampler} {way.steps}"]
     parts += [way.spacing] if way.spacing != "trailing" else []
     parts += [] if way.clip else ["no clip"]
@@ -171,15 +171,15 @@ def name_of(way: Drawing) -> str:
 
 
 def _ways(
-    model: Model, samplers: Sequence[str], steps: Sequence[int] | None, spacings: Sequence[Spacing]
-) -> list[Drawing]:
+    model: Model, samplers: Sequence[str], steps: Sequence[int] | None, spacings: Sequence[str]
+) -> list[SamplerSettings]:
     """Every sampler with every number of steps; refuses what the model cannot do."""
     available = model.available_steps
     numbers = [n for n in STEPS if n < available] if steps is None else list(steps)
     if not samplers or not numbers or not spacings:
         raise InputError(f"no sampler, spacing or steps to compare; the model has {available} steps")
     ways = [
-        model.check_request(sampler=s, steps=n, seed=0, spacing=spacing)
+        model.resolve(sampler=s, steps=n, spacing=spacing)
         for spacing, s, n in itertools.product(spacings, samplers, numbers)
     ]
     return [way for way in ways if way.spacing == spacings[0]]
@@ -187,11 +187,10 @@ def _ways(
 
 def _vary(
     bench: Bench,
-    model: Model,
     plain: Sequence[Row],
     numbers: Sequence[int],
-    spacings: Sequence[Spacing],
-    add: Callable[[Drawing], Row],
+    spacings: Sequence[str],
+    add: Callable[[SamplerSettings], Row],
 ) -> None:
     """Every sampler's best row with other spacings, then what is best of these without clamping.
 
@@ -199,7 +198,7 @@ def _vary(
     """
     rows = list(plain)
 
-    def descend(way: Drawing) -> None:
+    def descend(way: SamplerSettings) -> None:
         for steps in [way.steps, *sorted((n for n in numbers if n < way.steps), reverse=True)]:
             bench.total += len(bench.subjects) * steps
             rows.append(add(replace(way, steps=steps)))
@@ -210,33 +209,32 @@ def _vary(
         changes: list[dict[str, Any]] = [*({"spacing": s} for s in spacings), {"clip": False}]
         for change in changes:
             own = [row for row in rows if row.how["sampler"] == name]
-            descend(_changed(model, fewest(own) or nearest_row(own), **change))
+            descend(_changed(fewest(own) or nearest_row(own), **change))
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row.how["sampler"] for row in rows))
 
 
-def _changed(model: Model, row: Row, **change: Any) -> Drawing:
-    kept = {name: row.how[name] for name in ("sampler", "steps", "spacing", "clip")}
-    return model.drawing(**(kept | change))
+def _changed(row: Row, **change: Any) -> SamplerSettings:
+    return replace(SamplerSettings.from_json(row.how, row.name), **change)
 
 
-def _check_caches(model: Model, caches: Sequence[Cache], numbers: Sequence[int]) -> None:
+def _check_caches(model: Model, caches: Sequence[FeatureCache], numbers: Sequence[int]) -> None:
     """Refuses what could not be tried on any row."""
     for cache in caches:
         if cache.interval < 2:
             raise InputError(f"cache {cache}: every step would be a full one; compare intervals from 2 up")
-        model.check_request(sampler=None, steps=max(numbers), seed=0, cache=cache)
+        model.resolve(steps=max(numbers), cache=cache)
 
 
 def _cached_rows(
     bench: Bench,
     model: Model,
-    caches: Sequence[Cache],
+    caches: Sequence[FeatureCache],
     plain: Row,
     numbers: Sequence[int],
-    add: Callable[[Drawing], Row],
+    add: Callable[[SamplerSettings], Row],
 ) -> tuple[list[Row], list[str]]:
     """`plain` with features kept between its steps, and in more steps where these may still take less time."""
     rows: list[Row] = []
@@ -256,29 +254,24 @@ def _cached_rows(
     return rows, notes
 
 
-def _cached_ways(model: Model, cache: Cache, plain: Row, numbers: Sequence[int]) -> list[Drawing]:
+def _cached_ways(model: Model, cache: FeatureCache, plain: Row, numbers: Sequence[int]) -> list[SamplerSettings]:
     share = shallow_share(model.config.network, model.config.size, cache.depth)
-    kept = {name: plain.how[name] for name in ("sampler", "spacing", "clip")}
+    settings = SamplerSettings.from_json(plain.how, plain.name)
     ways = []
     for steps in sorted({plain.how["steps"], *(n for n in numbers if n > plain.how["steps"])}):
         full = sum(full_steps(steps, cache.interval))
         # In full steps' arithmetic: what costs more than `plain` cannot be faster.
         if cache.interval <= steps and full + share * (steps - full) < plain.how["steps"]:
-            ways.append(model.drawing(**kept, steps=steps, cache=cache))
+            ways.append(replace(settings, steps=steps, cache=cache))
     return ways
 
 
-def _row(judge: Judge, way: Drawing, model: Model) -> Row:
+def _row(judge: Judge, way: SamplerSettings, model: Model) -> Row:
     bench = judge.bench
     drawn = bench.draw(model, way, bench.options.seed, judge.reference)
-    row = judge.row(name_of(way), {**_how(way), "seed": bench.options.seed}, drawn)
+    row = judge.row(name_of(way), {**way.to_json(), "seed": bench.options.seed}, drawn)
     bench.tell(row)
     return row
-
-
-def _how(way: Drawing) -> dict[str, Any]:
-    plain = {"sampler": way.sampler, "steps": way.steps, "spacing": way.spacing, "clip": way.clip}
-    return plain if way.cache is None else {**plain, "cache": asdict(way.cache)}
 
 
 def _passes(model: Model) -> list[str]:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from voxtune.config import from_mapping
 from voxtune.data.contract import DataContract
 from voxtune.data.splits import (
     HeldOut,
@@ -29,7 +28,7 @@ from voxtune.quality.bootstrap import Bootstrap
 from voxtune.quality.step_table import FORMAT, Row, Table
 from voxtune.runtime.model import Model
 from voxtune.runtime.planned import by_plan, optimize
-from voxtune.runtime.sampling import AutoSampling, Cache, Drawing, Evidence
+from voxtune.runtime.sampling import AutoSampling, Evidence, FeatureCache, SamplerSettings
 from voxtune.runtime.storage import config_file, load, read_json, store_auto, weights_sha256
 from voxtune.segmentation.segmenter import Segmenter, check_segmenter, load_segmenter, shipped_segmenter
 from voxtune.workloads import split
@@ -45,7 +44,7 @@ class Earlier:
     margin: float
     subjects: int
     seen: int
-    ways: tuple[Drawing, ...]
+    ways: tuple[SamplerSettings, ...]
 
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("file", "sha256", "chosen", "margin", "subjects")}
@@ -88,10 +87,9 @@ def _more_of(chosen: dict[str, Any], row: dict[str, Any]) -> bool:
     return same and passed and ("cache" in chosen or row["steps"] > chosen["steps"])
 
 
-def _way(model: Model, row: dict[str, Any], path: Path) -> Drawing:
-    told = {name: row[name] for name in ("sampler", "steps", "spacing", "clip", "cache") if name in row}
-    how = from_mapping(Drawing, told, f"{path}: damaged: row {row['name']}")
-    return model.check_request(**{name: getattr(how, name) for name in told}, seed=0)
+def _way(model: Model, row: dict[str, Any], path: Path) -> SamplerSettings:
+    settings = SamplerSettings.from_json(row, f"{path}: damaged: row {row['name']}")
+    return model.resolve(**vars(settings))
 
 
 HELD_OUT = 64
@@ -247,9 +245,9 @@ def names_of(text: str | None, option: str) -> list[str] | None:
     return list(dict.fromkeys(names))
 
 
-def caches_of(text: str | None) -> list[Cache]:
+def caches_of(text: str | None) -> list[FeatureCache]:
     """--cache: intervals with commas between, each with its depth after a colon or without."""
-    parts = [] if text is None else [Cache.of(part.strip()) for part in text.split(",")]
+    parts = [] if text is None else [FeatureCache.parse(part.strip()) for part in text.split(",")]
     return [cache for cache in parts if cache is not None]
 
 
@@ -313,6 +311,5 @@ def _store(request: Request, table: Table, digest: str, say: Say) -> None:
         say(f"nothing stored: {table.conclusion()}")
         return
     evidence = Evidence(file=request.result.name, sha256=digest, subjects=table.subjects, summary=table.conclusion())
-    kept = {name: row.how[name] for name in ("sampler", "steps", "spacing", "clip")}
-    kept["cache"] = Cache(**row.how["cache"]) if "cache" in row.how else None
-    say(f"stored in {store_auto(request.model, AutoSampling(**kept, evidence=evidence))}")
+    settings = SamplerSettings.from_json(row.how, row.name)
+    say(f"stored in {store_auto(request.model, AutoSampling(**vars(settings), evidence=evidence))}")

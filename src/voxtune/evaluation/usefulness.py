@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from voxtune.data.splits import (
     split_folders,
     split_packed,
 )
-from voxtune.diffusion.schedule import Spacing
+from voxtune.diffusion.noise import check_seed
 from voxtune.errors import InputError
 from voxtune.evaluation.bench import unit
 from voxtune.files import check_output_path, write_atomic
@@ -32,7 +32,7 @@ from voxtune.quality.per_volume import dice_by_label
 from voxtune.quality.usefulness_table import REFERENCE, Arm, Usefulness
 from voxtune.runtime.model import Model
 from voxtune.runtime.planned import by_plan
-from voxtune.runtime.sampling import Drawing, Steps
+from voxtune.runtime.sampling import SamplerOptions, SamplerSettings
 from voxtune.runtime.storage import load, weights_sha256
 from voxtune.segmentation.segmenter import Segmenter, SegmenterConfig
 from voxtune.segmentation.train import SegmentTraining, train_segmenter
@@ -64,18 +64,17 @@ def scaled(images_NDHW: Tensor) -> Tensor:
     return torch.stack([unit(volume) * 2 - 1 for volume in images_NDHW])
 
 
-def draw(model: Model, masks: Volumes, count: int, how: Drawing, *, seed: int, batch: int, say: Say) -> Drawn:
+def draw(
+    model: Model, masks: Volumes, count: int, settings: SamplerSettings, *, seed: int, batch: int, say: Say
+) -> Drawn:
     """`count` volumes, number i for mask i; beyond the last mask the first comes again, with other noise."""
-    # A stored choice by its name, whatever it holds; else as settled once, so that nothing is said with every batch.
-    plain = {"sampler": how.sampler, "steps": how.steps, "spacing": how.spacing, "clip": how.clip}
-    settings: dict[str, Any] = plain if how.auto is None else {"steps": "auto"}
     batch = min(batch, count)
     parts, started, told = [], time.perf_counter(), time.perf_counter()
     for first in range(0, count, batch):
         # A last batch that is short is filled up: another shape would ask for another plan.
         numbers = [min(first + i, count - 1) for i in range(batch)]
         cond = masks.condition([n % len(masks) for n in numbers])
-        x = model.sample(cond, seed=seed, indices=numbers, **settings)
+        x = model.sample(cond, settings=settings, seed=seed, indices=numbers)
         parts.append(x[: min(batch, count - first), 0].float().cpu())
         if time.perf_counter() - told > 10 or first == 0:
             told = time.perf_counter()
@@ -189,10 +188,7 @@ class Request:
     segment_steps: int = 2000
     segment_batch: int = 8
     seeds: int = 2
-    sampler: str | None = None
-    steps: Steps = None
-    spacing: Spacing | None = None
-    clip: bool | None = None
+    sampling: SamplerOptions = field(default_factory=SamplerOptions)
     plan: str = "auto"
     seed: int = 0
     batch: int = 8
@@ -226,21 +222,18 @@ class Request:
 
 def run(request: Request, say: Say) -> Usefulness:
     """Draws, trains every arm, measures; the files are written after each seed, so that a run cut short leaves a result."""
-    settings = Bootstrap(resamples=request.resamples, seed=request.seed)
+    bootstrap = Bootstrap(resamples=request.resamples, seed=request.seed)
     model = load(request.model, device=request.device)
     training = request.training()
-    told: dict[str, Any] = {"sampler": request.sampler, "spacing": request.spacing, "clip": request.clip}
-    silent = request.steps is None and all(value is None for value in told.values())
-    how = model.check_request(steps="auto" if silent else request.steps, seed=request.seed, **told)
+    check_seed(request.seed)
+    settings = model.resolve(warn=say, **(request.sampling or {"steps": "auto"}))
     subjects = _checked(_split(request, model), request)
-    if how.note:
-        say(how.note)
     say(f"learn from {subjects.origin}; tested on {subjects.held_out.origin}")
-    say(f"{request.volumes} volumes by {how.sampler} in {how.steps} steps on {model.device}")
+    say(f"{request.volumes} volumes by {settings.sampler} in {settings.steps} steps on {model.device}")
     model = by_plan(model, request.plan, say)
-    drawn = draw(model, subjects.learn, request.volumes, how, seed=request.seed, batch=request.batch, say=say)
+    drawn = draw(model, subjects.learn, request.volumes, settings, seed=request.seed, batch=request.batch, say=say)
     say(f"drawn in {drawn.seconds:.0f} s, plan included")
-    about = {**_about(request, model, subjects, how, drawn), "training": asdict(training)}
+    about = {**_about(request, model, subjects, settings, drawn), "training": asdict(training)}
     real = replace(subjects.learn, images_NDHW=scaled(subjects.learn.images_NDHW))
     made = lessons(real, drawn.volumes, request.few)
     notes = _notes(subjects, drawn, request)
@@ -248,7 +241,7 @@ def run(request: Request, say: Say) -> Usefulness:
     for arms in teach(
         made, subjects.held_out, training, request.seeds, base=request.base, device=request.device, say=say
     ):
-        result = Usefulness(arms=arms, settings=settings, about=about, notes=notes)
+        result = Usefulness(arms=arms, settings=bootstrap, about=about, notes=notes)
         write(result, request.result, request.model.name)
     assert result is not None
     for line in result.text():
@@ -281,14 +274,14 @@ def _checked(subjects: Split, request: Request) -> Split:
     return subjects
 
 
-def _about(request: Request, model: Model, subjects: Split, how: Drawing, drawn: Drawn) -> dict[str, Any]:
+def _about(request: Request, model: Model, subjects: Split, settings: SamplerSettings, drawn: Drawn) -> dict[str, Any]:
     return {
         "model_sha256": weights_sha256(request.model),
         "data": subjects.origin,
         "held_out": subjects.held_out.origin,
         "size": list(subjects.learn.contract.size),
         "drawing": {
-            **how.record(),
+            **settings.record(),
             "seed": request.seed,
             "plan": request.plan,
             "passes": list(getattr(model.network, "passes", ())),

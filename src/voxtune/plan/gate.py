@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from voxtune.diffusion import DiffusionConfig, make_schedule, spaced_steps
-from voxtune.diffusion import sampler as find_sampler
+from voxtune.diffusion import DiffusionConfig, get_sampler, make_schedule, spaced_steps
 from voxtune.files import one_line
 from voxtune.plan.passes.base import HALF
 from voxtune.plan.run import Inputs
@@ -278,6 +277,6 @@ def trajectory_of(inputs: Inputs, output: Tensor, *, steps: int = STEPS, total: 
             return volume_of(call(*args, **kwargs)).float()
 
         noise = torch.randn(x_like.shape, generator=torch.Generator().manual_seed(seed)).to(x_like.device)
-        return find_sampler("ddim")(denoise, noise, schedule, timesteps)
+        return get_sampler("ddim")(denoise, noise, schedule, timesteps)
 
     return walk

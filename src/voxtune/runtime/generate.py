@@ -19,18 +19,18 @@ from voxtune.data.grid import Mode, Placement, fit
 from voxtune.data.nifti import Volume, read_labels, write_volume
 from voxtune.data.pixels import check_png, png, to_pixels
 from voxtune.data.preflight import check_lost_labels, check_mask
-from voxtune.diffusion.schedule import Spacing
+from voxtune.diffusion.noise import check_seed
 from voxtune.errors import InputError
 from voxtune.files import write_atomic
 from voxtune.runtime.model import Model, check_size
-from voxtune.runtime.sampling import Cache, Steps
+from voxtune.runtime.sampling import SamplerSettings
 
 BARE = re.compile(r"dseg|seg|mask|labels?", re.IGNORECASE)
 MASK_ENDING = re.compile(r"(_(dseg|seg|mask|labels?))?\.nii(\.gz)?$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class MaskRequest:
     """One mask, read, checked and placed. Thousands may wait for their turn: of the file only its geometry is kept."""
 
     path: Path
@@ -41,16 +41,18 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
+class GeneratedVolume:
     """One synthetic sample: `images_CDHW` in [0, 1] on the model's grid, and the files on the mask's own."""
 
-    request: Request
+    request: MaskRequest
     index: int
     images_CDHW: np.ndarray
     files: tuple[Path, ...]
 
 
-def prepare(model: Model, masks: Iterable[Path], *, mode: Mode = "auto", size: Shape | None = None) -> list[Request]:
+def prepare(
+    model: Model, masks: Iterable[Path], *, mode: Mode = "auto", size: Shape | None = None
+) -> list[MaskRequest]:
     """Reads and checks every mask before any work; raises once, with all that is wrong."""
     contract = mask_contract(model)
     requests, faults = [], []
@@ -70,7 +72,7 @@ def mask_contract(model: Model) -> DataContract:
     return model.config.data
 
 
-def _prepare_one(path: Path, contract: DataContract, mode: Mode, size: Shape | None) -> Request:
+def _prepare_one(path: Path, contract: DataContract, mode: Mode, size: Shape | None) -> MaskRequest:
     mask = read_labels(path)
     report = check_mask(mask, contract)
     report.raise_errors()
@@ -81,26 +83,22 @@ def _prepare_one(path: Path, contract: DataContract, mode: Mode, size: Shape | N
     warnings = tuple(f.message for f in report.warnings)
     grid = replace(mask, array=np.broadcast_to(np.zeros((), np.uint8), mask.shape))
     small = labels_DHW.astype(np.min_scalar_type(max(contract.values)))
-    return Request(path=path, grid=grid, labels_DHW=small, placement=placement, warnings=warnings)
+    return MaskRequest(path=path, grid=grid, labels_DHW=small, placement=placement, warnings=warnings)
 
 
 def generate(
     model: Model,
-    requests: list[Request],
+    requests: list[MaskRequest],
     out: Path,
     *,
+    settings: SamplerSettings | None = None,
     count: int = 1,
     seed: int = 0,
-    sampler: str | None = None,
-    steps: Steps = None,
-    spacing: Spacing | None = None,
-    clip: bool | None = None,
-    cache: Cache | str | int | None = None,
     batch: int = 1,
     overwrite: bool = False,
     provenance: dict[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Iterator[Drawn]:
+) -> Iterator[GeneratedVolume]:
     """Draws `count` volumes for each mask and writes them into `out`; yields each as soon as it is on disk.
 
     Volume i (masks in order, `count` for each) has the noise of (seed, i), whatever the batch.
@@ -112,21 +110,18 @@ def generate(
         taken = [n for group in names for n in group if (out / n).exists()]
         if taken:
             raise InputError(f"{out / taken[0]}: exists already; choose another folder or pass --overwrite")
-    drawing = model.check_request(sampler=sampler, steps=steps, seed=seed, spacing=spacing, clip=clip, cache=cache)
+    check_seed(seed)
+    settings = settings or model.resolve()
     _describe_folder(out)
     done = 0
     while chunk := list(islice(jobs, done, done + batch)):
         cond = torch.from_numpy(np.stack([encode_mask(request.labels_DHW, contract) for _, request in chunk]))
         x = model.sample(
             cond,
-            sampler=drawing.sampler,
-            steps=drawing.steps,
-            spacing=drawing.spacing,
-            clip=drawing.clip,
-            cache=drawing.cache,
+            settings=settings,
             seed=seed,
             indices=[i for i, _ in chunk],
-            progress=None if progress is None else overall(progress, done, len(chunk), len(jobs), drawing.steps),
+            progress=None if progress is None else overall(progress, done, len(chunk), len(jobs), settings.steps),
         )
         for (i, request), image in zip(chunk, x.cpu().numpy(), strict=True):
             check_finite(image, f"volume {i}, for {request.path}")
@@ -134,7 +129,7 @@ def generate(
                 **(provenance or {}),
                 "seed": seed,
                 "index": i,
-                **drawing.record(),
+                **settings.record(),
                 "passes": list(getattr(model.network, "passes", ())),
                 "mask": request.path.name,
                 "Sources": [_from(out, request.path)],
@@ -181,14 +176,14 @@ def overall(
 
 
 def _write(
-    request: Request, index: int, images_CDHW: np.ndarray, out: Path, names: tuple[str, ...], record: dict[str, Any]
-) -> Drawn:
+    request: MaskRequest, index: int, images_CDHW: np.ndarray, out: Path, names: tuple[str, ...], record: dict[str, Any]
+) -> GeneratedVolume:
     files = []
     for image_DHW, name in zip(images_CDHW, names, strict=True):
         files.append(write_volume(out / name, request.placement.invert(image_DHW, label=False), request.grid))
         sidecar = out / name.replace(".nii.gz", ".json")
         write_atomic(sidecar, (json.dumps(record, indent=2, default=str) + "\n").encode())
-    return Drawn(request=request, index=index, images_CDHW=images_CDHW, files=tuple(files))
+    return GeneratedVolume(request=request, index=index, images_CDHW=images_CDHW, files=tuple(files))
 
 
 def _from(folder: Path, path: Path) -> str:
@@ -218,7 +213,7 @@ def _describe_folder(out: Path) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrawnImage:
+class GeneratedImage:
     """One synthetic image: its pixels and its file."""
 
     index: int
@@ -246,37 +241,30 @@ def generate_images(
     model: Model,
     out: Path,
     *,
+    settings: SamplerSettings | None = None,
     count: int = 1,
     seed: int = 0,
-    sampler: str | None = None,
-    steps: Steps = None,
-    spacing: Spacing | None = None,
-    clip: bool | None = None,
-    cache: Cache | str | int | None = None,
     batch: int = 1,
     size: tuple[int, ...] | None = None,
     overwrite: bool = False,
     provenance: dict[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Iterator[DrawnImage]:
+) -> Iterator[GeneratedImage]:
     """Draws images 0 .. count - 1 and writes them into `out`; yields each as soon as it is on disk.
 
     Image i has the noise of (seed, i), whatever the batch.
     """
     check_image_request(model, out, count, size, overwrite=overwrite)
-    drawing = model.check_request(sampler=sampler, steps=steps, seed=seed, spacing=spacing, clip=clip, cache=cache)
+    check_seed(seed)
+    settings = settings or model.resolve()
     for first in range(0, count, batch):
         indices = range(first, min(first + batch, count))
         x_NCHW = model.sample(
-            sampler=drawing.sampler,
-            steps=drawing.steps,
-            spacing=drawing.spacing,
-            clip=drawing.clip,
-            cache=drawing.cache,
+            settings=settings,
             seed=seed,
             indices=indices,
             size=size,
-            progress=None if progress is None else overall(progress, first, len(indices), count, drawing.steps),
+            progress=None if progress is None else overall(progress, first, len(indices), count, settings.steps),
         )
         for i, image_CHW in zip(indices, x_NCHW.float().cpu().numpy(), strict=True):
             check_finite(image_CHW, f"image {i}")
@@ -284,10 +272,10 @@ def generate_images(
                 **(provenance or {}),
                 "seed": seed,
                 "index": i,
-                **drawing.record(),
+                **settings.record(),
                 "passes": list(getattr(model.network, "passes", ())),
             }
             pixels_HWC, file = to_pixels(image_CHW), image_path(out, i)
             write_atomic(file, png(pixels_HWC))
             write_atomic(file.with_suffix(".json"), (json.dumps(record, indent=2, default=str) + "\n").encode())
-            yield DrawnImage(index=i, pixels_HWC=pixels_HWC, file=file)
+            yield GeneratedImage(index=i, pixels_HWC=pixels_HWC, file=file)

@@ -5,20 +5,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from voxtune.config import from_mapping, to_mapping
 from voxtune.data.contract import DataContract
-from voxtune.diffusion import DiffusionConfig, full_steps, make_schedule, noise_source, reusing, spaced_steps
-from voxtune.diffusion import sampler as find_sampler
+from voxtune.diffusion import (
+    DiffusionConfig,
+    full_steps,
+    get_sampler,
+    make_schedule,
+    noise_source,
+    reusing,
+    spaced_steps,
+)
 from voxtune.diffusion.noise import check_seed
 from voxtune.diffusion.samplers import Denoise
-from voxtune.diffusion.schedule import Spacing
 from voxtune.errors import InputError
-from voxtune.runtime.sampling import Cache, Drawing, SamplingConfig, Steps, settle
+from voxtune.runtime.sampling import SamplerOptions, SamplerSettings, SamplingConfig
 from voxtune.workloads import FAMILIES, NetworkConfig, Workload, build, split, workload
 
 log = logging.getLogger("voxtune")
@@ -150,96 +156,78 @@ class Model:
         self,
         cond: Tensor | None = None,
         *,
-        sampler: str | None = None,
-        steps: Steps = None,
+        settings: SamplerSettings | None = None,
         seed: int = 0,
         indices: Sequence[int] | None = None,
         size: Sequence[int] | None = None,
-        spacing: Spacing | None = None,
-        clip: bool | None = None,
-        cache: Cache | str | int | None = None,
         progress: Progress | None = None,
+        **options: Unpack[SamplerOptions],
     ) -> Tensor:
-        """Draws a sample for each mask of `cond` (N, L, *size), or for each of `indices` where the model takes no mask.
+        """Generates a sample for each mask of `cond` (N, L, *size), or for each of `indices` if the model takes no mask.
 
-        Sample i's noise depends on `seed` and `indices[i]` alone (by default 0, 1, ...), so a batch of many is the same
-        samples as many batches of one, up to rounding. The result is (N, C, *size) in [-1, 1]. Said nothing, or
-        `steps="auto"`, it takes the sampler, steps, spacing, clamping and cache that `voxtune steps` stored with the model;
-        without them, its defaults. `cache` keeps deep features between steps (3: a full step every three), which changes
-        the samples.
+        The result is (N, C, *size) in [-1, 1]. The noise of sample i depends only on `seed` and `indices[i]` (default: 0, 1,
+        ...), so the samples do not depend on the batch size, up to rounding.
+
+        The sampler is given as resolved `settings`, or by these keywords, which `resolve` completes:
+
+        - `sampler`: a name from `voxtune.diffusion.SAMPLERS`;
+        - `steps`: a number, or "auto" for the settings that `voxtune steps --store` stored with the model;
+        - `spacing`: a name from `voxtune.diffusion.SPACINGS`;
+        - `clip`: clamp each step's prediction to [-1, 1];
+        - `cache`: reuse deep features between steps, such as 3 for a full step every three; this changes the samples.
+
+        Without settings and keywords, the stored settings are used, or else the model's defaults.
         """
-        network = self.config.network
-        drawing = self.drawing(sampler=sampler, steps=steps, spacing=spacing, clip=clip, cache=cache)
-        if drawing.note:
-            log.warning(drawing.note)
-        cond, indices, sides = self._request(cond, indices, size)
-        timesteps = self._timesteps(drawing)
-        noise = self.noise(check_seed(seed), indices, (network.out_channels, *sides), self.device)
-        return find_sampler(drawing.sampler)(
-            self._denoiser(cond, drawing),
+        if settings is None:
+            settings = self.resolve(**options)
+        elif any(value is not None for value in options.values()):
+            raise InputError(f"settings cannot be combined with {', '.join(options)}")
+        cond, indices, size = self._inputs(cond, indices, size)
+        timesteps = self._timesteps(settings)
+        noise = self.noise(check_seed(seed), indices, (self.config.network.out_channels, *size), self.device)
+        return get_sampler(settings.sampler)(
+            self._denoiser(cond, settings),
             self._start(noise(0), timesteps[0], cond),
             self.schedule,
             timesteps,
             noise=noise,
-            clip=drawing.clip,
+            clip=settings.clip,
             callback=None if progress is None else lambda i, _x, _x0: progress(i + 1, len(timesteps)),
         )
 
-    def drawing(
-        self,
-        *,
-        sampler: str | None = None,
-        steps: Steps = None,
-        spacing: Spacing | None = None,
-        clip: bool | None = None,
-        cache: Cache | str | int | None = None,
-    ) -> Drawing:
-        """What `sample` does when it is told this."""
-        asked: dict[str, Any] = {"sampler": sampler, "steps": steps, "spacing": spacing, "clip": clip, "cache": cache}
-        return settle(self.config.sampling, self.available_steps, **asked)
+    def resolve(
+        self, *, warn: Callable[[str], None] = log.warning, **options: Unpack[SamplerOptions]
+    ) -> SamplerSettings:
+        """The keywords of `sample`, completed by the model's stored settings or defaults and checked against the model."""
+        settings = self.config.sampling.resolve(self.available_steps, warn=warn, **options)
+        self._timesteps(settings)
+        if settings.cache is not None:
+            split(self.network, settings.cache.depth)
+        return settings
 
-    def check_request(
-        self,
-        *,
-        sampler: str | None,
-        steps: Steps,
-        seed: int,
-        spacing: Spacing | None = None,
-        clip: bool | None = None,
-        cache: Cache | str | int | None = None,
-    ) -> Drawing:
-        """What `sample` will do; raises for what it would refuse, before any work."""
+    def check_request(self, *, seed: int, **options: Unpack[SamplerOptions]) -> SamplerSettings:
+        """The settings that `sample` would use; raises for values that it would refuse, before any work."""
         check_seed(seed)
-        drawing = self.drawing(sampler=sampler, steps=steps, spacing=spacing, clip=clip, cache=cache)
-        find_sampler(drawing.sampler)
-        self._timesteps(drawing)
-        if drawing.cache is not None:
-            split(self.network, drawing.cache.depth)
-        return drawing
+        return self.resolve(**options)
 
-    def _timesteps(self, drawing: Drawing) -> list[int]:
-        return spaced_steps(self.available_steps, drawing.steps, drawing.spacing, self.schedule)
+    def _timesteps(self, settings: SamplerSettings) -> list[int]:
+        return spaced_steps(self.available_steps, settings.steps, settings.spacing, self.schedule)
 
-    def _denoiser(self, cond: Tensor | None, drawing: Drawing) -> Denoise:
-        """The network for one sampling; in its two parts where features are kept between steps."""
-        if drawing.cache is None:
+    def _denoiser(self, cond: Tensor | None, settings: SamplerSettings) -> Denoise:
+        """The network for one sampling; with a feature cache, in its two parts."""
+        if settings.cache is None:
             return lambda x, t_N: self.network(x, t_N, cond)
-        full, shallow = split(self.network, drawing.cache.depth)
+        full, shallow = split(self.network, settings.cache.depth)
         return reusing(
             lambda x, t_N: full(x, t_N, cond),
             lambda x, t_N, deep: shallow(x, t_N, cond, deep),
-            full_steps(drawing.steps, drawing.cache.interval),
+            full_steps(settings.steps, settings.cache.interval),
         )
 
     @property
     def available_steps(self) -> int:
         start = self.config.sampling.start
         return len(self.schedule) if start is None else start + 1
-
-    @property
-    def default_steps(self) -> int:
-        """How many steps `sample` takes unless told otherwise."""
-        return self.config.sampling.steps or self.available_steps
 
     def _start(self, noise: Tensor, t: int, cond: Tensor | None) -> Tensor:
         """The first x: pure noise as published, or noise about the prior of each label."""
@@ -253,7 +241,7 @@ class Model:
         mean = torch.tensor(prior, device=cond.device)[(inside * rank).amax(dim=1, keepdim=True)]
         return signal * mean + spread * noise
 
-    def _request(
+    def _inputs(
         self, cond: Tensor | None, indices: Sequence[int] | None, size: Sequence[int] | None
     ) -> tuple[Tensor | None, list[int], tuple[int, ...]]:
         network = self.config.network

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor, nn
 
-from voxtune.diffusion import noise_source, spaced_steps
-from voxtune.diffusion import sampler as find_sampler
+from voxtune.diffusion import get_sampler, noise_source, spaced_steps
 from voxtune.errors import InputError
 from voxtune.runtime.model import Model, check_size, workload_config
-from voxtune.runtime.sampling import Cache
+from voxtune.runtime.sampling import FeatureCache
 from voxtune.runtime.storage import load
 from voxtune.workloads import WORKLOADS, split, without_zeros
 
@@ -147,7 +146,7 @@ def walk(model: Model, args: tuple[Any, ...], steps: int = STEPS) -> Callable[[C
     from voxtune.plan.gate import volume_of
 
     timesteps = spaced_steps(model.available_steps, min(steps, model.available_steps))
-    sampler = find_sampler(model.config.sampling.sampler)
+    sampler = get_sampler(model.config.sampling.sampler)
     x, _, *rest = args
 
     def follow(call: Callable[..., Any], seed: int) -> Tensor:
@@ -176,7 +175,7 @@ def tune_model(
     model: Model,
     args: tuple[Any, ...],
     *,
-    cache: Cache | None = None,
+    cache: FeatureCache | None = None,
     ladder: Sequence[Rung] | None = None,
     steps: int = STEPS,
     checks: int = 3,

@@ -1,24 +1,39 @@
-"""How a model is sampled: its own settings, and those that a table over held-out subjects found as good in fewer steps."""
+"""Sampler settings: the options a caller gives, the settings a model stores, and the resolved form that a sampler runs with."""
 
 from __future__ import annotations
 
+import logging
 import string
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
-from voxtune.diffusion.schedule import Spacing
+from voxtune.config import from_mapping
+from voxtune.diffusion.samplers import get_sampler
+from voxtune.diffusion.schedule import check_spacing
 from voxtune.errors import InputError
 
-SamplerName = Literal["ddpm", "ddim", "dpm++", "sde-dpm++", "unipc", "ipndm"]
-# A number of steps; "auto" is what is stored with the model; None is the model's default.
+log = logging.getLogger("voxtune")
+
+# "auto" selects the settings stored with the model; None is the model's default.
 Steps = int | Literal["auto"] | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cache:
-    """Deep features kept between steps: the whole network runs every `interval` steps, at the first and at the last.
+class SamplerOptions(TypedDict, total=False):
+    """Sampling keywords as a caller gives them; None and a missing key mean the same. `Model.resolve` completes them."""
 
-    Between these, `depth` whole levels run, the outermost; with 0 the stem, the last block and the head alone.
+    sampler: str | None
+    steps: Steps
+    spacing: str | None
+    clip: bool | None
+    cache: FeatureCache | str | int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureCache:
+    """Deep features are reused between steps: the full network runs every `interval` steps, and at the first and last.
+
+    In between, only the `depth` outermost levels run; with depth 0 only the stem, the last block and the head.
     """
 
     interval: int
@@ -26,32 +41,59 @@ class Cache:
 
     def __post_init__(self) -> None:
         if self.interval < 1 or self.depth < 0:
-            raise InputError(f"cache {self}: the interval is 1 or more, the depth 0 or more")
+            raise InputError(f"cache {self}: the interval must be >= 1 and the depth >= 0")
 
     @classmethod
-    def of(cls, told: Cache | str | int | None) -> Cache | None:
-        """From a person: 3, or 3:0 with the depth after the colon."""
-        if told is None or isinstance(told, Cache):
-            return told
-        parts = str(told).split(":")
+    def parse(cls, value: FeatureCache | str | int | None) -> FeatureCache | None:
+        """From INTERVAL or INTERVAL:DEPTH, such as 3 or "3:0"."""
+        if value is None or isinstance(value, FeatureCache):
+            return value
+        parts = str(value).split(":")
         if len(parts) > 2 or not all(p.isascii() and p.isdigit() and len(p) <= 9 for p in parts):
-            raise InputError(
-                f"cache {str(told)[:40]!r}: give how often a full step comes, such as 3; or 3:0, with how many outer "
-                "levels run between"
-            )
+            raise InputError(f"cache {str(value)[:40]!r}: expected INTERVAL or INTERVAL:DEPTH, such as 3 or 3:0")
         return cls(**dict(zip(("interval", "depth"), map(int, parts), strict=False)))
 
     def __str__(self) -> str:
         return f"{self.interval}" if self.depth == 1 else f"{self.interval}:{self.depth}"
 
-    def check(self, steps: int) -> None:
-        if self.interval > steps:
-            raise InputError(f"cache {self}: a full step every {self.interval} steps, and there are only {steps}")
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerSettings:
+    """Resolved sampler settings, passed as one object from the command line to the sampler."""
+
+    sampler: str
+    steps: int
+    spacing: str = "trailing"
+    clip: bool = True
+    cache: FeatureCache | None = None
+
+    def __post_init__(self) -> None:
+        get_sampler(self.sampler)
+        check_spacing(self.spacing)
+        if not isinstance(self.steps, int) or self.steps < 1:
+            raise InputError(f"steps must be a whole number of at least 1, got {self.steps!r}")
+        if self.cache is not None and self.cache.interval > self.steps:
+            raise InputError(f"cache {self.cache}: the interval exceeds the number of steps, {self.steps}")
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], where: str) -> SamplerSettings:
+        """The settings among the keys of a larger record; `where` names the record in error messages."""
+        names = ("sampler", "steps", "spacing", "clip", "cache")
+        return from_mapping(SamplerSettings, {name: data[name] for name in names if name in data}, where)
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings for tables and records; `cache` is left out where features are not cached."""
+        values = {"sampler": self.sampler, "steps": self.steps, "spacing": self.spacing, "clip": self.clip}
+        return values if self.cache is None else {**values, "cache": asdict(self.cache)}
+
+    def record(self) -> dict[str, Any]:
+        """The entries of a generated volume's sidecar."""
+        return self.to_json()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Where an automatic choice comes from: the table's file, its hash, and what it says in one line."""
+    """The measurement behind stored settings: the table's file name, its hash, the subjects and a summary in one line."""
 
     file: str
     sha256: str
@@ -60,134 +102,98 @@ class Evidence:
 
     def __post_init__(self) -> None:
         if not 0 < len(self.file) <= 255 or "/" in self.file or "\\" in self.file or not self.file.isprintable():
-            raise InputError(f"evidence file {self.file[:80]!r}: give the bare name of a file")
+            raise InputError(f"evidence file {self.file[:80]!r}: expected a file name without a folder")
         if len(self.sha256) != 64 or not set(self.sha256) <= set(string.hexdigits):
-            raise InputError(f"evidence sha256 {self.sha256[:80]!r}: a SHA-256 has 64 hexadecimal digits")
+            raise InputError(f"evidence sha256 {self.sha256[:80]!r}: expected 64 hexadecimal digits")
         if self.subjects < 1:
-            raise InputError(f"evidence of {self.subjects} subjects: at least 1 is needed")
+            raise InputError(f"evidence subjects must be at least 1, got {self.subjects}")
         if len(self.summary) > 1000 or not self.summary.isprintable():
-            raise InputError("evidence summary: one line of at most 1000 characters")
+            raise InputError("evidence summary: expected one line of at most 1000 characters")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoSampling:
-    """What `steps="auto"` means for a model; written by `voxtune steps --store`."""
+class AutoSampling(SamplerSettings):
+    """Settings stored with a model by `voxtune steps --store`, and the evidence for them: the meaning of `steps="auto"`."""
 
-    sampler: SamplerName
-    steps: int
-    spacing: Spacing = "trailing"
-    clip: bool = True
-    cache: Cache | None = None
     evidence: Evidence
 
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise InputError(f"steps must be at least 1, found {self.steps}")
-        if self.cache is not None:
-            self.cache.check(self.steps)
+    def record(self) -> dict[str, Any]:
+        return {**self.to_json(), "steps_auto": asdict(self.evidence)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How a model is sampled when the caller does not say: by `auto` where it is stored, else by `sampler` in `steps` steps.
+    """A model's sampling defaults: `auto` where it is stored, otherwise `sampler` with `steps` (None: all steps).
 
-    `steps` None means every step there is.
-
-    `start` is the first diffusion step taken, None the last one there is. `prior` is the mean intensity, in [-1, 1], of the
-    background and of each mask channel: sampling then starts at N(signal * prior, noise^2), which is nearer to what the
-    network was trained on than N(0, 1), where the signal is small but not nothing. The published sampling has neither.
-    `auto` is what `steps="auto"` means, None where nothing was measured.
+    `start` is the first diffusion step, None for the last one of the schedule. `prior` is the mean intensity, in [-1, 1], of
+    the background and of each mask channel. With it, sampling starts at N(signal * prior, noise^2) and not at N(0, 1), which
+    is closer to the training distribution where the signal at `start` is small but not zero. The published sampling uses
+    neither.
     """
 
-    sampler: SamplerName = "ddpm"
+    sampler: str = "ddpm"
     steps: int | None = None
-    spacing: Spacing = "trailing"
+    spacing: str = "trailing"
     start: int | None = None
     prior: tuple[float, ...] | None = None
     auto: AutoSampling | None = None
 
     def __post_init__(self) -> None:
+        get_sampler(self.sampler)
+        check_spacing(self.spacing)
         if self.start is not None and self.start < 0:
-            raise InputError(f"sampling start must be a diffusion step from 0 up, found {self.start}")
+            raise InputError(f"sampling start must be >= 0, got {self.start}")
         if self.prior is not None and not all(-1 <= value <= 1 for value in self.prior):
-            raise InputError(f"sampling prior {self.prior}: intensities lie in [-1, 1]")
+            raise InputError(f"sampling prior {self.prior}: intensities must lie in [-1, 1]")
         if self.steps is not None and self.steps < 1:
-            raise InputError(f"sampling steps must be at least 1, found {self.steps}")
+            raise InputError(f"sampling steps must be at least 1, got {self.steps}")
 
     def check(self, total: int, labels: int) -> None:
-        """Raises for what does not fit a diffusion of `total` steps and masks of `labels` channels."""
+        """Raises for values that do not fit a diffusion of `total` steps and masks of `labels` channels."""
         if self.start is not None and self.start >= total:
             raise InputError(f"sampling start {self.start}: the diffusion's steps are 0 to {total - 1}")
         available = total if self.start is None else self.start + 1
-        asked = {"steps": self.steps, "auto steps": None if self.auto is None else self.auto.steps}
-        for name, steps in asked.items():
+        auto_steps = None if self.auto is None else self.auto.steps
+        for name, steps in (("steps", self.steps), ("auto steps", auto_steps)):
             if steps is not None and steps > available:
-                raise InputError(f"sampling {name} {steps} exceed the {available} there are")
+                raise InputError(f"sampling {name} {steps} exceed the {available} available steps")
         if self.prior is not None and len(self.prior) != labels + 1:
             raise InputError(f"sampling prior has {len(self.prior)} values for the background and {labels} labels")
 
-
-@dataclass(frozen=True, kw_only=True)
-class Drawing:
-    """Settings with nothing left open. `auto` is the stored choice that they come from; `note` is for the person."""
-
-    sampler: str
-    steps: int
-    spacing: Spacing
-    clip: bool
-    cache: Cache | None = None
-    auto: AutoSampling | None = None
-    note: str = ""
-
-    def record(self) -> dict[str, Any]:
-        """What goes beside a volume."""
-        plain = {"sampler": self.sampler, "steps": self.steps, "spacing": self.spacing, "clip": self.clip}
-        cache = {} if self.cache is None else {"cache": asdict(self.cache)}
-        return {**plain, **cache, **({} if self.auto is None else {"steps_auto": asdict(self.auto.evidence)})}
-
-
-def settle(
-    config: SamplingConfig,
-    available: int,
-    *,
-    sampler: str | None = None,
-    steps: Steps = None,
-    spacing: Spacing | None = None,
-    clip: bool | None = None,
-    cache: Cache | str | int | None = None,
-) -> Drawing:
-    """What the caller said, completed by what the model says: nothing said means the stored choice, where there is one."""
-    if isinstance(steps, str) and steps != "auto":
-        raise InputError(f"steps {steps!r}: give a whole number, or 'auto'")
-    kept = Cache.of(cache)
-    asked = {"sampler": sampler, "spacing": spacing, "clip": clip, "cache": kept}
-    silent = steps is None and all(value is None for value in asked.values())
-    if (steps == "auto" or silent) and config.auto is not None:
-        chosen = config.auto
-        for name, value in asked.items():
-            if value is not None and value != getattr(chosen, name):
-                raise InputError(
-                    f"{name} {value} with steps 'auto': the stored choice was measured with {name} "
-                    f"{getattr(chosen, name)}; leave {name} out, or give a number of steps"
-                )
-        return Drawing(
-            sampler=chosen.sampler,
-            steps=chosen.steps,
-            spacing=chosen.spacing,
-            clip=chosen.clip,
-            cache=chosen.cache,
-            auto=chosen,
-        )
-    default = config.steps or available
-    number = default if steps is None or isinstance(steps, str) else steps
-    if kept is not None:
-        kept.check(number)
-    note = f"steps auto: nothing is stored with this model, so its default of {default}; `voxtune steps` measures"
-    return Drawing(
-        sampler=sampler or config.sampler,
-        steps=number,
-        spacing=spacing or config.spacing,
-        clip=True if clip is None else clip,
-        cache=kept,
-        note=note if steps == "auto" else "",
-    )
+    def resolve(
+        self,
+        available: int,
+        *,
+        sampler: str | None = None,
+        steps: Steps = None,
+        spacing: str | None = None,
+        clip: bool | None = None,
+        cache: FeatureCache | str | int | None = None,
+        warn: Callable[[str], None] = log.warning,
+    ) -> SamplerSettings:
+        """The options completed by the model's defaults, of `available` steps; without any option, the stored settings."""
+        if isinstance(steps, str) and steps != "auto":
+            raise InputError(f"steps {steps!r}: expected a whole number or 'auto'")
+        options: dict[str, Any] = {
+            "sampler": sampler,
+            "spacing": spacing,
+            "clip": clip,
+            "cache": FeatureCache.parse(cache),
+        }
+        given = {name: value for name, value in options.items() if value is not None}
+        if self.auto is not None and (steps == "auto" or (steps is None and not given)):
+            for name, value in given.items():
+                if value != getattr(self.auto, name):
+                    raise InputError(
+                        f"{name} {value} cannot be combined with steps 'auto', measured with {name} "
+                        f"{getattr(self.auto, name)}; omit {name}, or give a number of steps"
+                    )
+            return self.auto
+        if steps == "auto":
+            steps = None
+            warn(
+                "steps 'auto': no settings are stored with this model; using its default of "
+                f"{self.steps or available} steps (measure and store settings with voxtune steps --store)"
+            )
+        number = self.steps or available if steps is None else steps
+        return SamplerSettings(**{"sampler": self.sampler, "steps": number, "spacing": self.spacing, **given})

@@ -15,10 +15,10 @@ from voxtune.config import from_mapping, to_mapping
 from voxtune.data.cohort import HELD_OUT
 from voxtune.data.contract import Label
 from voxtune.data.orientation import check_orientation
+from voxtune.diffusion import get_sampler
 from voxtune.diffusion.noise import check_seed
 from voxtune.errors import InputError
 from voxtune.files import reporting_os_errors
-from voxtune.runtime.sampling import SamplerName
 from voxtune.workloads import DEFAULT_WORKLOAD, WORKLOADS
 from voxtune.workloads import workload as find_workload
 
@@ -173,7 +173,7 @@ class TrainConfig:
     log_every: int = 10
     sample_every: int = 1000
     sample_steps: int = 25
-    sampler: SamplerName = "ddim"
+    sampler: str = "ddim"
     tensorboard: bool = True
 
     def __post_init__(self) -> None:
@@ -184,6 +184,7 @@ class TrainConfig:
         _check_range("sample_steps", self.sample_steps, 1, 100_000)
         _check_range("workers", self.workers, 0, 64)
         check_seed(self.seed)
+        get_sampler(self.sampler)
         if not 0 < self.learning_rate <= 1:
             raise InputError(f"learning_rate {self.learning_rate}: must lie above 0 and at most at 1")
         if self.warmup > self.steps:
