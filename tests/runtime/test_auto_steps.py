@@ -82,7 +82,7 @@ def test_a_config_from_before_has_no_auto_and_loads(folder):
         ({"more": 1}, "unknown setting"),
         ({"evidence": None}, "expected a mapping"),
         ({"evidence": {**vars(EVIDENCE), "sha256": "x" * 64}}, "64 hexadecimal"),
-        ({"evidence": {**vars(EVIDENCE), "file": "../steps.json"}}, "bare name"),
+        ({"evidence": {**vars(EVIDENCE), "file": "../steps.json"}}, "without a folder"),
         ({"evidence": {**vars(EVIDENCE), "subjects": 0}}, "at least 1"),
         ({"evidence": {**vars(EVIDENCE), "summary": "a\nb"}}, "one line"),
     ],

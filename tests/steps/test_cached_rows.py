@@ -184,4 +184,6 @@ def test_what_cannot_be_tried_is_refused_before_any_work(cache, message):
 
 def test_a_network_without_parts_is_refused_before_any_work():
     with pytest.raises(InputError, match="Best"):
-        step_table(analytic.model(), analytic.subjects(4), analytic.segmenter(), steps=(4,), caches=[FeatureCache(interval=2)])
+        step_table(
+            analytic.model(), analytic.subjects(4), analytic.segmenter(), steps=(4,), caches=[FeatureCache(interval=2)]
+        )
