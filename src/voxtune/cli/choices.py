@@ -25,9 +25,9 @@ def _samplers() -> Iterable[str]:
 
 
 def _spacings() -> Iterable[str]:
-    from voxtune.diffusion.schedule import Spacing
+    from voxtune.diffusion import SPACINGS
 
-    return get_args(Spacing)
+    return SPACINGS
 
 
 def _fits() -> Iterable[str]:
