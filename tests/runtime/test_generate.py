@@ -14,6 +14,7 @@ from voxtune.data.cohort import cohort_contract
 from voxtune.errors import InputError
 from voxtune.runtime.generate import generate, output_names, prepare
 from voxtune.runtime.model import Model, ModelConfig, SamplingConfig
+from voxtune.runtime.sampling import SamplerSettings
 from voxtune.workloads import MedDDPMConfig
 
 
@@ -128,11 +129,18 @@ def test_names(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("wrong", [{"steps": 10_000}, {"seed": -1}, {"sampler": "foo"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: {"settings": SamplerSettings(sampler="ddim", steps=10_000)},
+        lambda: {"settings": SamplerSettings(sampler="foo", steps=2)},
+        lambda: {"seed": -1},
+    ],
+)
 def test_a_request_that_cannot_be_met_leaves_nothing_behind(model, tmp_path, wrong):
     requests = prepare(model, [write_mask(tmp_path / "m.nii.gz")])
     with pytest.raises(InputError):
-        list(generate(model, requests, tmp_path / "out", **wrong))
+        list(generate(model, requests, tmp_path / "out", **wrong()))
     assert not (tmp_path / "out").exists()
 
 

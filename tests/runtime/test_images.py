@@ -13,6 +13,7 @@ from tests.factories import GOLDENS
 from voxtune.errors import InputError
 from voxtune.runtime.generate import generate_images
 from voxtune.runtime.model import Model, ModelConfig, SamplingConfig
+from voxtune.runtime.sampling import SamplerSettings
 from voxtune.runtime.storage import load
 from voxtune.workloads import ConvNeXtConfig
 
@@ -67,16 +68,16 @@ def test_existing_images_are_not_replaced(model, tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"steps": 10_000}, "steps"),
-        ({"seed": -1}, "seed"),
-        ({"sampler": "foo"}, "foo"),
-        ({"size": (8, 9)}, "divide by 2"),
-        ({"size": (8, 8, 8)}, "2 sides"),
+        (lambda: {"settings": SamplerSettings(sampler="ddim", steps=10_000)}, "steps"),
+        (lambda: {"seed": -1}, "seed"),
+        (lambda: {"settings": SamplerSettings(sampler="foo", steps=2)}, "foo"),
+        (lambda: {"size": (8, 9)}, "divide by 2"),
+        (lambda: {"size": (8, 8, 8)}, "2 sides"),
     ],
 )
 def test_a_request_that_cannot_be_met_leaves_nothing_behind(model, tmp_path, wrong, said):
     with pytest.raises(InputError, match=said):
-        list(generate_images(model, tmp_path / "out", **wrong))
+        list(generate_images(model, tmp_path / "out", **wrong()))
     assert not (tmp_path / "out").exists()
 
 

@@ -112,6 +112,7 @@ def generate(
             raise InputError(f"{out / taken[0]}: exists already; choose another folder or pass --overwrite")
     check_seed(seed)
     settings = settings or model.resolve()
+    model.check_settings(settings)
     _describe_folder(out)
     done = 0
     while chunk := list(islice(jobs, done, done + batch)):
@@ -257,6 +258,7 @@ def generate_images(
     check_image_request(model, out, count, size, overwrite=overwrite)
     check_seed(seed)
     settings = settings or model.resolve()
+    model.check_settings(settings)
     for first in range(0, count, batch):
         indices = range(first, min(first + batch, count))
         x_NCHW = model.sample(

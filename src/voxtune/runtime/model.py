@@ -200,10 +200,14 @@ class Model:
     ) -> SamplerSettings:
         """The keywords of `sample`, completed by the model's stored settings or defaults and checked against the model."""
         settings = self.config.sampling.resolve(self.available_steps, warn=warn, **options)
+        self.check_settings(settings)
+        return settings
+
+    def check_settings(self, settings: SamplerSettings) -> None:
+        """Raises for settings that this model cannot be sampled with."""
         self._timesteps(settings)
         if settings.cache is not None:
             split(self.network, settings.cache.depth)
-        return settings
 
     def check_request(self, *, seed: int, **options: Unpack[SamplerOptions]) -> SamplerSettings:
         """The settings that `sample` would use; raises for values that it would refuse, before any work."""
