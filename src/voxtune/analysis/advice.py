@@ -1,7 +1,7 @@
-"""What to do next: each line with its evidence, what it may gain, and what in this project does it.
+"""Recommended optimisations, each with evidence, an estimated gain and the option or pass that implements it.
 
-A gain is time that the evidence says is spent on the fault, less what the work itself needs; it is never more than
-the step holds. Lines overlap: taking one changes the others.
+A gain is the time spent on the problem minus the time that the work itself needs, at most the time of the step. Gains
+overlap: applying one changes the others.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from voxtune.profile.session import Session
 
-# Below this share of the step a line is noise.
-WORTH_PCT = 1.0
+# Smaller gains, in percent of the step, are not reported.
+MIN_GAIN_PCT = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Advice:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What every rule reads: kernels with their coarse class, a mean step's totals."""
+    """Input of the rules: kernels with their coarse class, and totals of a mean step."""
 
     session: Session
     rows: pd.DataFrame
@@ -50,27 +50,29 @@ class Facts:
 
 
 def advice(session: Session) -> Table:
-    """Ranked by expected gain."""
+    """Ranked by estimated gain."""
     columns = [
         Column("rank", kind="int"),
         Column("advice", kind="text"),
         Column("evidence", kind="text"),
         Column("gain_ms", "ms", better="high"),
         Column("gain_pct", "%", "percent", "high", 1, "of the step"),
-        Column("action", kind="text", doc="what in this project does it"),
+        Column("action", kind="text", doc="pass or option that implements it"),
     ]
     facts = _facts(session)
     lines = [line for rule in RULES for line in rule(facts)]
-    worth = [a for a in lines if 100 * a.gain_ms >= WORTH_PCT * facts.step_ms]
-    worth.sort(key=lambda a: -a.gain_ms)
+    ranked = [a for a in lines if 100 * a.gain_ms >= MIN_GAIN_PCT * facts.step_ms]
+    ranked.sort(key=lambda a: -a.gain_ms)
     rows: list[dict[str, Any]] = [
         {"rank": i, "advice": a.title, "evidence": a.evidence, "gain_ms": min(a.gain_ms, facts.step_ms),
          "gain_pct": min(100.0, 100 * a.gain_ms / facts.step_ms), "action": a.action}
-        for i, a in enumerate(worth, start=1)
+        for i, a in enumerate(ranked, start=1)
     ]  # fmt: skip
-    notes = ["Gains are estimates, one line at a time: they overlap and do not add up. Measure again after each."]
+    notes = [
+        "Gains are estimates for one change at a time. They overlap and do not add up; profile again after each change."
+    ]
     if not rows:
-        notes.insert(0, f"Nothing worth {WORTH_PCT:g} % of the step was found.")
+        notes.insert(0, f"No optimisation with an estimated gain of at least {MIN_GAIN_PCT:g} % of the step.")
     return Table(f"Advice: {session.name}", columns, rows, notes)
 
 
@@ -78,13 +80,13 @@ def _facts(session: Session) -> Facts:
     ran, count = kernels(session), steps(session)
     rows = ran.assign(family=[family(str(c)) for c in ran["class"].fillna("unknown")])
     totals = step_totals([session]).rows[0]
-    # The wall where it is longer: idle time is part of the step.
+    # Idle time is part of the step.
     step_ms = max(totals["wall_ms"] or 0.0, totals["device_ms"] or 0.0)
     return Facts(session=session, rows=rows, count=count, step_ms=step_ms, ledger=layout_ledger(session))
 
 
 def _tensor_cores(facts: Facts) -> list[Advice]:
-    heavy = facts.rows[facts.rows["family"].isin(["convolution", "product"])]
+    heavy = facts.rows[facts.rows["family"].isin(["convolution", "matmul"])]
     use = np.array(tensor_use(heavy), dtype=object)
     time = numbers(heavy, "duration_us") / 1e3 / facts.count
     off = float(np.nansum(time[use == False])) if len(use) else 0.0  # noqa: E712 - None is neither
@@ -92,14 +94,14 @@ def _tensor_cores(facts: Facts) -> list[Advice]:
     if not off or gpu is None or gpu.tf32 is None:
         return []
     measured = float(np.nansum(time[[u is not None for u in use]]))
-    # Tensor cores raise the ceiling by this much; convolutions of these shapes reach about half of the raise.
+    # Convolutions of these shapes reach about half of the ratio of the peak rates.
     factor = max(1.0, 0.5 * gpu.tf32 / gpu.fp32)
     return [
         Advice(
-            title="Run convolutions and products on tensor cores",
-            evidence=f"{off:.1f} of {measured:.1f} ms in convolutions and products ran on CUDA cores, by counters",
+            title="Run convolutions and matmuls on tensor cores",
+            evidence=f"counters show {off:.1f} of {measured:.1f} ms in convolutions and matmuls on CUDA cores",
             gain_ms=off * (1 - 1 / factor),
-            action="the tf32 pass, or bf16 if the quality gate allows it",
+            action="tf32 pass, or bf16 if the quality gate accepts it",
         )
     ]
 
@@ -110,25 +112,25 @@ def _layout(facts: Facts) -> list[Advice]:
     norms = sum(r["total_ms"] for r in ledger.rows if "Norm" in (r["type"] or ""))
     if not moved:
         return []
-    worst = ", ".join(str(r["module"]) for r in ledger.rows[:3])
+    largest = ", ".join(str(r["module"]) for r in ledger.rows[:3])
     out = []
     if norms > 0.2 * moved:
         out.append(
             Advice(
                 title="Keep channels-last through the norms",
-                evidence=f"{norms:.1f} ms of copies are charged to norm modules; most: {worst}",
+                evidence=f"{norms:.1f} ms of copies are charged to norm modules; largest: {largest}",
                 gain_ms=norms,
-                action="channels_last with our norms (fused GroupNorm + SiLU, channels last)",
+                action="channels_last and fuse_norm passes (fused GroupNorm + SiLU, channels-last)",
             )
         )
     rest = moved - (norms if out else 0.0)
     if rest > 0:
         out.append(
             Advice(
-                title="Choose one memory format and stay in it",
-                evidence=f"{rest:.1f} ms in layout conversions, padding and copies by kernels; most: {worst}",
+                title="Use one memory format throughout",
+                evidence=f"{rest:.1f} ms in layout conversions, padding and copies by kernels; largest: {largest}",
                 gain_ms=rest,
-                action="channels_last pass with tensor-core convolutions, so that no library kernel converts its operands",
+                action="channels_last pass with tensor-core convolutions, which need no conversion of their operands",
             )
         )
     return out
@@ -140,16 +142,16 @@ def _casts(facts: Facts) -> list[Advice]:
         return []
     return [
         Advice(
-            title="Store weights and activations in one type",
+            title="Store weights and activations in one dtype",
             evidence=f"{spent:.1f} ms in casts",
             gain_ms=spent,
-            action="bf16 weights with FP32 statistics inside the fused norms, in place of autocast",
+            action="bf16 pass (BF16 weights, FP32 statistics in the fused norms) instead of autocast",
         )
     ]
 
 
 def _norms(facts: Facts) -> list[Advice]:
-    """GroupNorm at the speed of its bytes: by DRAM counters where read, else half its time as a cautious guess."""
+    """Gain of a norm limited by DRAM bandwidth; half of its time where DRAM bytes were not measured."""
     spent = facts.ms("norm")
     activations = facts.rows[facts.rows["op"].fillna("").astype(str).str.contains("silu|gelu")]
     extra = milliseconds(activations, facts.count)
@@ -161,15 +163,15 @@ def _norms(facts: Facts) -> list[Advice]:
     if gpu is not None and known.any():
         time = float(np.nansum(numbers(rows, "duration_us")[known])) / 1e3 / facts.count
         needed = float(moved[known].sum()) / facts.count / (0.85 * gpu.bandwidth_gbs * 1e9) * 1e3
-        gain, how = max(0.0, time - needed) + extra / 2, f"their bytes need {needed:.1f} ms"
+        gain, basis = max(0.0, time - needed) + extra / 2, f"DRAM traffic requires {needed:.1f} ms"
     else:
-        gain, how = spent / 2 + extra / 2, "bytes not measured, half assumed"
+        gain, basis = spent / 2 + extra / 2, "DRAM traffic not measured; half assumed"
     return [
         Advice(
             title="Fuse norm and activation",
-            evidence=f"norms take {spent:.1f} ms ({how}), activations {extra:.1f} ms more",
+            evidence=f"norms take {spent:.1f} ms ({basis}), activations another {extra:.1f} ms",
             gain_ms=gain,
-            action="fused GroupNorm + SiLU kernel, channels last",
+            action="fuse_norm pass (GroupNorm + SiLU in one kernel, channels-last)",
         )
     ]
 
@@ -181,9 +183,9 @@ def _elementwise(facts: Facts) -> list[Advice]:
     return [
         Advice(
             title="Fuse elementwise chains",
-            evidence=f"{spent:.1f} ms in elementwise kernels and concatenations, each a pass over memory",
+            evidence=f"{spent:.1f} ms in elementwise kernels and concatenations, each of which reads and writes memory",
             gain_ms=spent / 2,
-            action="torch.compile, or the fused residual and concat-free skip passes",
+            action="torch.compile, or the passes that fuse residuals and skip concatenations",
         )
     ]
 
@@ -196,11 +198,11 @@ def _gaps(facts: Facts) -> list[Advice]:
         return []
     return [
         Advice(
-            title="Keep the GPU fed",
-            evidence=f"the GPU idled {row['idle_ms']:.1f} ms of the step ({row['idle_pct']:.0f} %) over {row['launches']} "
-            f"launches, {row['host_bound_ms']:.1f} ms of it waiting for the host",
+            title="Reduce launch gaps",
+            evidence=f"idle for {row['idle_ms']:.1f} ms of the step ({row['idle_pct']:.0f} %, {row['launches']} launches), "
+            f"{row['host_bound_ms']:.1f} ms of it waiting for the host",
             gain_ms=row["idle_ms"],
-            action="the step as a CUDA graph, or the whole sampling loop as one",
+            action="cuda_graph pass",
         )
     ]
 
@@ -213,26 +215,27 @@ def _transfers(facts: Facts) -> list[Advice]:
     return [
         Advice(
             title="Keep data on the GPU",
-            evidence=f"{spent:.2f} ms in {rows['HtoD']['copies']} copies to and {rows['DtoH']['copies']} from the GPU a step",
+            evidence=f"{spent:.2f} ms per step in {rows['HtoD']['copies']} host-to-device and "
+            f"{rows['DtoH']['copies']} device-to-host copies",
             gain_ms=spent,
-            action="pinned memory and a copy stream in the loader; schedules and noise on the device in the sampler",
+            action="pinned memory and a copy stream in the data loader; schedule and noise on the device in the sampler",
         )
     ]
 
 
 def _weight_gradients(facts: Facts) -> list[Advice]:
-    """An FP32 weight gradient that takes far longer than the forward pass of the same work is a poor choice of kernel."""
+    """A weight gradient has the FLOPs of the forward pass: if it takes far longer, cuDNN chose a slow kernel."""
     time = {c: milliseconds(facts.rows[facts.rows["class"] == c], facts.count) for c in ("conv_fprop", "conv_wgrad")}
     over = time["conv_wgrad"] - 1.5 * time["conv_fprop"]
     if over <= 0 or not time["conv_fprop"]:
         return []
     return [
         Advice(
-            title="Let cuDNN search for a better weight-gradient kernel",
-            evidence=f"weight gradients take {time['conv_wgrad']:.1f} ms, the forward convolutions {time['conv_fprop']:.1f} ms "
-            "for the same arithmetic",
+            title="Autotune the weight-gradient kernels of cuDNN",
+            evidence=f"weight gradients take {time['conv_wgrad']:.1f} ms, forward convolutions with the same number of FLOPs "
+            f"{time['conv_fprop']:.1f} ms",
             gain_ms=over / 2,
-            action="torch.backends.cudnn.benchmark (exact), then the tf32 pass",
+            action="torch.backends.cudnn.benchmark = True, then the tf32 pass",
         )
     ]
 

@@ -1,4 +1,4 @@
-"""What a profile covered of its step, and the refusal of any ratio between profiles that did not cover theirs."""
+"""Certificate of coverage: how much of its step a session recorded. Ratios between incomplete sessions are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Level = Literal["time", "few", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """Shares are percent of kernels; `census` lists what the timeline lacks, `counters` what the counters lack."""
+    """Shares in percent of kernels. `census` lists what is missing from the timeline."""
 
     few_launches_pct: float
     few_time_pct: float
@@ -34,14 +34,13 @@ class Certificate:
     census: tuple[str, ...] = field(default=())
 
     def reasons(self, level: Level) -> list[str]:
-        """Why a ratio of that level would not be about the step: of times, of few counters, or of the full set."""
-        found = list(self.census)
+        """Why the session cannot support ratios of times, of the few counters, or of the full set."""
+        reasons = list(self.census)
         reached = {"time": 100.0, "few": self.few_time_pct, "full": self.full_time_pct}[level]
         if reached < THRESHOLD_PCT:
-            found.append(
-                f"{'full ' * (level == 'full')}counters on {reached:.1f} % of step time, not {THRESHOLD_PCT:g} %"
-            )
-        return found
+            kind = "full counter set" if level == "full" else "counters"
+            reasons.append(f"{kind} on {reached:.1f} % of step time; {THRESHOLD_PCT:g} % required")
+        return reasons
 
     def covers(self, level: Level = "few") -> bool:
         return not self.reasons(level)
@@ -69,64 +68,68 @@ def _census(session: Session, phases: tuple[str, ...]) -> list[str]:
     rows, mode = session.launches, session.meta.get("mode")
     if rows.empty:
         return ["no launch was recorded"]
-    found = []
+    reasons = []
     if session.meta.get("window"):
-        found.append(f"only {_describe(session.meta['window'])} of the step")
+        reasons.append(f"only {_describe(session.meta['window'])} of the step")
     missing = [p for p in PHASES.get(str(mode), ("forward",)) if p not in phases]
     if missing:
-        found.append(f"no {' and no '.join(missing)} phase was seen")
+        reasons.append(f"no {' and no '.join(missing)} phase recorded")
     if rows["step"].isna().any() or (rows["step"] < 0).any():
-        found.append("set-up is among the launches")
+        reasons.append("launches include set-up")
     sizes = rows.groupby("step")["index"].agg(["min", "max", "nunique"])
     if not session.meta.get("window") and ((sizes["min"] != 0) | (sizes["max"] + 1 != sizes["nunique"])).any():
-        found.append("launches are missing inside a step")
+        reasons.append("launches are missing inside a step")
     counts = sizes["nunique"]
-    # Steps differ by a handful of launches (a random branch, an allocator's fill), not by a phase.
+    # Complete steps differ by a few launches at most (a random branch, a fill by the allocator).
     if len(counts) > 1 and counts.min() < 0.95 * counts.max():
-        found.append(f"steps of {counts.min()} and {counts.max()} launches: one is not whole")
-    return found
+        reasons.append(f"steps of {counts.min()} and {counts.max()} launches: one is incomplete")
+    return reasons
 
 
 def certificate(session: Session) -> Table:
-    """The certificate as a table; `extra` has covers (counters), covers_time (timeline alone) and the reasons."""
-    found = certify(session)
+    """The certificate as a table; `extra` has covers (counters), covers_time (timeline only) and the reasons."""
+    certified = certify(session)
     window = session.meta.get("window")
     rows: list[dict[str, Any]] = [
-        _check("kernels with counters, by time", found.few_time_pct, found.few_time_pct >= THRESHOLD_PCT),
-        _check("kernels with counters, by launches", found.few_launches_pct, None),
-        _check("kernels with the full set, by time", found.full_time_pct, found.full_time_pct >= THRESHOLD_PCT),
-        _check("kernels with the full set, by launches", found.full_launches_pct, None),
+        _check("kernels with counters, by time", certified.few_time_pct, certified.few_time_pct >= THRESHOLD_PCT),
+        _check("kernels with counters, by launches", certified.few_launches_pct, None),
+        _check(
+            "kernels with the full counter set, by time",
+            certified.full_time_pct,
+            certified.full_time_pct >= THRESHOLD_PCT,
+        ),
+        _check("kernels with the full counter set, by launches", certified.full_launches_pct, None),
     ]
-    census = " ".join(found.census)
+    census = " ".join(certified.census)
     rows += [
-        _check("phases seen: " + (", ".join(found.phases) or "none"), None, "phase was seen" not in census),
-        _check("set-up left out", None, "set-up" not in census),
-        _check("whole steps", None, not window and "whole" not in census and "missing" not in census),
+        _check("phases recorded: " + (", ".join(certified.phases) or "none"), None, "phase recorded" not in census),
+        _check("set-up excluded", None, "set-up" not in census),
+        _check("complete steps", None, not window and "incomplete" not in census and "missing" not in census),
     ]
     columns = [
         Column("check", kind="text"),
         Column("share", "%", "percent", "high", 2),
         Column("passed", kind="bool", better="high"),
     ]
-    reasons = found.reasons("few")
+    reasons = certified.reasons("few")
     extra = {
         "covers": not reasons,
-        "covers_time": found.covers("time"),
-        "covers_full": found.covers("full"),
+        "covers_time": certified.covers("time"),
+        "covers_full": certified.covers("full"),
         "reasons": reasons,
         "window": window,
         "threshold_pct": THRESHOLD_PCT,
     }
-    notes = ["Copies and fills are outside the shares: no counter reads them. Their time is in the transfer table."]
+    notes = ["Copies and fills have no counters and are not part of the shares. Their time is in the transfer table."]
     return Table(f"Certificate of coverage: {session.name}", columns, rows, notes, extra=extra)
 
 
 def refusal(sessions: Sequence[Session], level: Level) -> str | None:
-    """Why no ratio between these sessions is drawn, or None when each covers its step."""
+    """Why ratios between these sessions are refused, or None if each covers its step."""
     for session in sessions:
         reasons = certify(session).reasons(level)
         if reasons:
-            return f"{session.name} does not cover its step: {'; '.join(reasons)}. No ratio is drawn from it."
+            return f"{session.name} does not cover its step: {'; '.join(reasons)}. Ratios to it are refused."
     return None
 
 
@@ -167,5 +170,5 @@ def _check(name: str, pct: float | None, passed: bool | None) -> dict[str, Any]:
     return {"check": name, "share": pct, "passed": passed}
 
 
-def _pct(part: float, whole: float) -> float:
-    return float(100 * part / whole) if whole else 0.0
+def _pct(part: float, total: float) -> float:
+    return float(100 * part / total) if total else 0.0

@@ -1,4 +1,7 @@
-"""The component table of the 2D reports: seconds and calls by what a network is made of; their transfer breakdown."""
+"""Time and calls by network component, and the split of a step into functions, transfers and idle time.
+
+Both have the form of the tables in the reports that the ladder reproduces (docs/results/ladder.md).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 
     from voxtune.profile.session import Session
 
-# First match wins, on the operator's name; the dimension of a convolution is read from its shapes.
+# The first match on the operator name wins.
 _RULES = tuple(
     (name, re.compile(pattern))
     for name, pattern in (
@@ -46,14 +49,14 @@ _RULES = tuple(
 def component_of(op: str, kernel_class: str, module_type: str = "") -> str:
     if kernel_class == "triton":
         return "fused (Triton)"
-    # The reports call a norm over all channels (one group) layer norm; the module's class says what its author meant.
+    # A GroupNorm with one group is called layer norm in the reports; the class of the module tells them apart.
     if "LayerNorm" in module_type:
         return "layer_norm"
     for name, pattern in _RULES:
         if pattern.search(op):
             return name
     coarse = family(kernel_class)
-    return {"convolution": "conv", "product": "matmul", "norm": "group_norm"}.get(coarse, coarse or "other")
+    return {"convolution": "conv", "norm": "group_norm"}.get(coarse, coarse or "other")
 
 
 def component_table(session: Session) -> Table:
@@ -70,14 +73,14 @@ def component_table(session: Session) -> Table:
     ops, kinds, types = (ran[c].fillna("") for c in ("op", "class", "module_type"))
     names = [component_of(str(o), str(c), str(t)) for o, c, t in zip(ops, kinds, types, strict=True)]
     ran = ran.assign(component=names, first=_first_of_call(ran))
-    whole = milliseconds(ran, count)
+    total = milliseconds(ran, count)
     rows: list[dict[str, Any]] = []
     for name, some in ran.groupby("component"):
         spent = milliseconds(some, count)
-        cells = {"component": name, "seconds": spent / 1e3, "share": share(spent, whole)}
+        cells = {"component": name, "seconds": spent / 1e3, "share": share(spent, total)}
         rows.append(cells | {"calls": float(some["first"].sum()) / count, "launches": len(some) / count})
     rows.sort(key=lambda r: -r["seconds"])
-    notes = ["Calls of the same operator on the same module and shapes, one after the other, count as one."]
+    notes = ["Consecutive launches of the same operator with the same module and shapes count as one call."]
     return Table(f"Components: {session.name}", columns, rows, notes)
 
 
@@ -85,13 +88,13 @@ def _first_of_call(rows: pd.DataFrame) -> list[bool]:
     if rows.empty:
         return []
     key = rows[["step", "op", "module", "op_shapes", "phase"]].astype("string").fillna("")
-    # On a CPU each row is a call already.
+    # On a CPU each row is one call.
     changed = (key != key.shift(fill_value="none")).any(axis=1) | (rows["kind"] == "cpu_op")
     return [bool(c) for c in changed]
 
 
 def transfer_breakdown(session: Session) -> Table:
-    """A step as the 2D reports split it: convolution, other functions, transfers each way, the time idle."""
+    """A step split into convolution, other functions, transfers in each direction and idle time."""
     columns = [
         Column("part", kind="text"),
         Column("ms", "ms", better="low", digits=3),
@@ -114,8 +117,6 @@ def transfer_breakdown(session: Session) -> Table:
         ("fills", milliseconds(session.launches[session.launches["kind"] == "memset"], count)),
         ("idle", step_totals([session]).rows[0]["idle_ms"] if on_gpu(session) else None),
     ]
-    whole = sum(ms for _, ms in parts if ms is not None)
-    rows = [{"part": name, "ms": ms, "share": share(ms, whole)} for name, ms in parts]
-    return Table(
-        f"Transfer breakdown: {session.name}", columns, rows, ["A mean step; launches that overlap count twice."]
-    )
+    total = sum(ms for _, ms in parts if ms is not None)
+    rows = [{"part": name, "ms": ms, "share": share(ms, total)} for name, ms in parts]
+    return Table(f"Transfer breakdown: {session.name}", columns, rows, ["Mean step; overlapping launches count twice."])

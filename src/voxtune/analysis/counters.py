@@ -1,4 +1,4 @@
-"""Counters per class and overall. Each mean says its weight; what was not measured is None."""
+"""Counters per kernel class and overall, as weighted means; None where not measured."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from voxtune.profile.session import Session
 
-# Percent of a peak over elapsed time weighs by time; per active cycle by active cycles; per issue by instructions.
-# Hit rates would weigh by sectors, which are not recorded: by time.
+# Percent of peak over elapsed time is weighted by time, rates per active cycle by active cycles, stalls per issued
+# instruction by instructions. Hit rates should be weighted by sectors, which are not recorded; time is used instead.
 WEIGHT = {
     "ipc": "cycles_active",
     "tensor_pct": "duration_us",
@@ -40,17 +40,17 @@ def weight_of(counter: str) -> str:
 
 
 def average(rows: pd.DataFrame, counter: str, *, plain: bool = False) -> float | None:
-    """`plain`: every launch weighs the same, however long: the mean that a profiler's table shows."""
+    """`plain`: the unweighted mean over launches, as in a profiler's table."""
     return mean(numbers(rows, counter), None if plain else numbers(rows, weight_of(counter)))
 
 
 def overall_ipc(session: Session) -> float | None:
-    """The seed's: the geometric mean of every launch's IPC."""
+    """The geometric mean of the IPC of all launches, as in the paper."""
     return geometric_mean(numbers(kernels(session), "ipc"))
 
 
 def counter_table(session: Session, counters: tuple[str, ...], title: str) -> Table:
-    """One row a class, then overall; `measured` is the share of that row's time that has all these counters."""
+    """One row per class, then overall; `measured` is the share of the row's time for which all counters were read."""
     ran = kernels(session)
     coarse = ran.assign(family=[family(str(c)) for c in ran["class"].fillna("unknown")])
     rows = [_row(str(name), some, counters) for name, some in coarse.groupby("family")]
@@ -72,8 +72,9 @@ def counter_table(session: Session, counters: tuple[str, ...], title: str) -> Ta
 def _row(name: str, rows: pd.DataFrame, counters: tuple[str, ...]) -> dict[str, Any]:
     time = numbers(rows, "duration_us")
     have = np.all([~np.isnan(numbers(rows, c)) for c in counters], axis=0)
-    whole = float(np.nansum(time))
-    cells: dict[str, Any] = {"class": name, "ms": whole / 1e3, "measured": share(float(np.nansum(time[have])), whole)}
+    total_us = float(np.nansum(time))
+    cells: dict[str, Any] = {"class": name, "ms": total_us / 1e3}
+    cells["measured"] = share(float(np.nansum(time[have])), total_us)
     return cells | {c: average(rows, c) for c in counters}
 
 
@@ -86,8 +87,8 @@ def _column(counter: str) -> Column:
 
 
 def utilisation(session: Session) -> Table:
-    """Tensor, FMA (CUDA cores) and integer pipes, and SM throughput."""
-    return counter_table(session, UTILISATION, "Pipes and SM throughput")
+    """Utilisation of the tensor, FMA (CUDA cores) and integer pipes, and SM throughput."""
+    return counter_table(session, UTILISATION, "Pipe utilisation and SM throughput")
 
 
 def caches(session: Session) -> Table:
@@ -99,27 +100,29 @@ def warps(session: Session) -> Table:
 
 
 def stalls(session: Session) -> Table:
-    """Warps stalled an issued instruction, by reason; only reasons that some launch reports."""
+    """Stalled warps per issued instruction, by reason."""
     ran = kernels(session)
-    found = [c for c in ran.columns if c.startswith("stall_") and not np.isnan(numbers(ran, c)).all()]
-    if not found:
-        return Table(f"Stalls: {session.name}", [], refused="no stall counter was recorded (the full set is needed)")
-    found.sort(key=lambda c: -(average(ran, c) or 0))
-    return counter_table(session, tuple(found), "Stalls")
+    reasons = [c for c in ran.columns if c.startswith("stall_") and not np.isnan(numbers(ran, c)).all()]
+    if not reasons:
+        return Table(
+            f"Stalls: {session.name}", [], refused="no stall counters were recorded (requires the full counter set)"
+        )
+    reasons.sort(key=lambda c: -(average(ran, c) or 0))
+    return counter_table(session, tuple(reasons), "Stalls")
 
 
 def totals(session: Session) -> dict[str, float | None]:
-    """Cycles, instructions and both IPCs of a mean step (a window is one step)."""
+    """Cycles, instructions, IPC and kernel time of a mean step."""
     ran, count = kernels(session), steps(session)
 
-    def a_step(values: Array) -> float | None:
-        found = total(values)
-        return None if found is None else found / count
+    def per_step(values: Array) -> float | None:
+        summed = total(values)
+        return None if summed is None else summed / count
 
     return {
-        "cycles": a_step(numbers(ran, "cycles")),
-        "instructions": a_step(numbers(ran, "instructions")),
+        "cycles": per_step(numbers(ran, "cycles")),
+        "instructions": per_step(numbers(ran, "instructions")),
         "ipc": overall_ipc(session),
         "ipc_weighted": average(ran, "ipc"),
-        "device_ms": a_step(numbers(ran, "duration_us") / 1e3),
+        "device_ms": per_step(numbers(ran, "duration_us") / 1e3),
     }

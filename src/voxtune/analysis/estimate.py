@@ -1,7 +1,7 @@
-"""Will it fit and how long will it take, on a card that is not here: from shapes and a card table, without running.
+"""Estimates step time and peak memory on a GPU that is not available, from tensor shapes and its datasheet.
 
-time = sum over operators of max(arithmetic / reached rate, bytes / reached bandwidth), or the host's time to issue
-them if that is longer. The constants are in data/cards.json, each with its reason; they are fitted to one H200.
+time = max(host, device), with host = operators x launch time and device = sum over operators of
+max(FLOPs / achieved rate, bytes / achieved bandwidth). The constants in data/cards.json are fitted to one H200.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from voxtune.workloads import NetworkConfig, Workload, build
 GB, GIB = 1e9, 2**30
 Precision = Literal["fp32", "tf32", "half"]
 PARTS = ("baseline", "fp32", "tf32", "bf16", "fp16", "channels_last", "compile")
-NOTE = "An estimate from shapes and a card table, fitted to one H200; nothing was run. Measure before you decide."
-# What a compiler folds into its neighbours, so that it costs neither a launch nor a pass over memory.
+NOTE = "Estimated from tensor shapes and datasheets with constants fitted to one H200; nothing was executed."
+# torch.compile fuses these into neighbouring operators: no launch and no memory traffic of their own.
 FUSED_AWAY = {"silu", "silu_backward", "gelu", "gelu_backward", "mul", "relu", "sigmoid", "threshold_backward", *COPIES}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How the network is run: arithmetic, memory format, compiled or not."""
+    """How the network runs: precision, memory format, compiled or not."""
 
     precision: Precision = "fp32"
     channels_last: bool = False
@@ -45,17 +45,19 @@ class Recipe:
             if part not in PARTS:
                 near = difflib.get_close_matches(part, PARTS, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise InputError(f"configuration {text!r}: {part!r} is not one of {', '.join(PARTS)}{hint}")
+                raise InputError(f"unknown configuration {part!r} in {text!r}; choose from {', '.join(PARTS)}{hint}")
         chosen = {"half" if p in ("bf16", "fp16") else p for p in parts} & {"fp32", "tf32", "half"}
         if len(chosen) > 1:
-            raise InputError(f"configuration {text!r}: give one precision, not {' and '.join(sorted(chosen))}")
+            raise InputError(
+                f"configuration {text!r}: {' and '.join(sorted(chosen))} cannot be combined; give one precision"
+            )
         precision: Any = chosen.pop() if chosen else "fp32"
         return Recipe(precision=precision, channels_last="channels_last" in parts, compiled="compile" in parts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """A card's datasheet, rates in TFLOP/s."""
+    """The datasheet of a GPU, rates in TFLOP/s."""
 
     key: str
     name: str
@@ -86,13 +88,13 @@ def card(name: str) -> Card:
     if key not in known:
         near = difflib.get_close_matches(key, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise InputError(f"unknown GPU {name!r}: known are {', '.join(known)}{hint}")
+        raise InputError(f"unknown GPU {name!r}; choose from {', '.join(known)}{hint}")
     return known[key]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """One step of one network on one card. `bound` says what the time is made of, in ms."""
+    """One step of a network on a GPU. `bound` is the device time in ms by kernel class."""
 
     step_ms: float
     device_ms: float
@@ -106,7 +108,7 @@ class Estimate:
 def estimate_step(walked: Walk, gpu: Card, recipe: Recipe, *, train: bool) -> Estimate:
     precision, notes = _supported(gpu, recipe)
     recipe = replace(recipe, precision=precision)
-    bound: dict[str, float] = {"convolution": 0.0, "product": 0.0, "norm": 0.0, "layout": 0.0, "elementwise": 0.0}
+    bound: dict[str, float] = {"convolution": 0.0, "matmul": 0.0, "norm": 0.0, "layout": 0.0, "elementwise": 0.0}
     for op in walked.ops:
         for kind, seconds in _cost(op, gpu, recipe, train=train).items():
             bound[kind] += seconds * 1e3
@@ -118,13 +120,13 @@ def estimate_step(walked: Walk, gpu: Card, recipe: Recipe, *, train: bool) -> Es
     host = len(issued) * eff["compiled" if recipe.compiled else "eager"] / 1e3
     device = sum(bound.values())
     peak = peak_bytes(walked, recipe, train=train)
-    room = (gpu.memory_gb - _data()["efficiency"]["fit_reserve_gb"]["value"]) * GB
+    available = (gpu.memory_gb - _data()["efficiency"]["fit_reserve_gb"]["value"]) * GB
     return Estimate(
         step_ms=max(device, host),
         device_ms=device,
         host_ms=host,
         peak_bytes=peak,
-        fits=peak <= room,
+        fits=peak <= available,
         bound=bound,
         notes=tuple(notes),
     )
@@ -132,22 +134,22 @@ def estimate_step(walked: Walk, gpu: Card, recipe: Recipe, *, train: bool) -> Es
 
 def _supported(gpu: Card, recipe: Recipe) -> tuple[Precision, list[str]]:
     if getattr(gpu, recipe.precision) is None:
-        return "fp32", [f"{gpu.name} has no {recipe.precision} tensor cores: FP32 assumed"]
+        return "fp32", [f"{gpu.name} has no {recipe.precision} tensor cores; assuming FP32"]
     if recipe.precision == "half" and gpu.half_type == "fp16":
-        return "half", [f"{gpu.name} has no BF16 tensor cores: FP16 assumed"]
+        return "half", [f"{gpu.name} has no BF16 tensor cores; assuming FP16"]
     return recipe.precision, []
 
 
 def _cost(op: Op, gpu: Card, recipe: Recipe, *, train: bool) -> dict[str, float]:
     eff, bandwidth = _data()["efficiency"], _bandwidth(gpu)
     if op.name in ("convolution", "convolution_backward"):
-        # TF32 is leave to use tensor cores, not an order: where they are no faster the library stays with FP32.
-        leave = recipe.precision == "tf32"
-        options = [recipe, replace(recipe, precision="fp32")] if leave else [recipe]
+        # TF32 is permitted, not required: cuDNN uses FP32 kernels where they are faster.
+        optional = recipe.precision == "tf32"
+        options = [recipe, replace(recipe, precision="fp32")] if optional else [recipe]
         return min((_convolution(op, gpu, r, train=train) for r in options), key=lambda cost: sum(cost.values()))
     if op.name in PRODUCTS:
         rate = _rate(gpu, recipe.precision) * min(1.0, _tiles(op.rows, op.columns) / gpu.sms)
-        return {"product": max(op.flops / rate, op.bytes / bandwidth)}
+        return {"matmul": max(op.flops / rate, op.bytes / bandwidth)}
     if recipe.compiled:
         return _compiled(op, gpu, recipe)
     if op.name.startswith("native_group_norm"):
@@ -163,9 +165,9 @@ def _compiled(op: Op, gpu: Card, recipe: Recipe) -> dict[str, float]:
     if op.name in FUSED_AWAY:
         return {"elementwise": 0.0}
     if op.name.startswith("upsample") and op.name.endswith("_backward"):
-        reached = _data()["efficiency"]["compiled_scatter_gelements"]["value"] * 1e9
-        return {"elementwise": op.elements / reached * cards()["h200"].bandwidth_gbs / gpu.bandwidth_gbs}
-    # Statistics are one more pass over the input than reading and writing once.
+        rate = _data()["efficiency"]["compiled_scatter_gelements"]["value"] * 1e9
+        return {"elementwise": op.elements / rate * cards()["h200"].bandwidth_gbs / gpu.bandwidth_gbs}
+    # The statistics are a second pass over the input.
     norm = op.name.startswith("native_group_norm")
     seconds = op.bytes * _width(recipe) / _bandwidth(gpu) / _data()["efficiency"]["fused"]["value"]
     return {"norm": 1.5 * seconds} if norm else {"elementwise": seconds}
@@ -175,12 +177,12 @@ def _convolution(op: Op, gpu: Card, recipe: Recipe, *, train: bool) -> dict[str,
     eff, bandwidth = _data()["efficiency"], _bandwidth(gpu)
     forward = op.name == "convolution"
     if op.depthwise:
-        # No matrix to speak of: each output voxel reads its neighbourhood through the cache.
+        # Not a matrix multiplication: each output voxel reads its neighbourhood through the cache.
         return {"convolution": max(op.flops / (0.1 * _rate(gpu, "fp32")), op.bytes / bandwidth)}
     direction = "conv_forward" if forward else "conv_backward"
     rate = _convolution_rate(gpu, recipe.precision, direction) * min(1.0, _tiles(op.rows, op.columns) / gpu.sms)
     tensor = recipe.precision != "fp32"
-    # Tensor-core tiles are whole: a stem of 3 channels and a head of 1 pay for 32 and 64.
+    # Channels are padded to full tensor-core tiles: 3 input channels cost as much as 32, 1 output channel as 64.
     padding = _ceil(op.columns, 64 if tensor else 32) / op.columns * (_ceil(op.inner, 32) / op.inner if tensor else 1)
     arithmetic = op.flops * padding / rate
     if not tensor and not forward:
@@ -190,7 +192,7 @@ def _convolution(op: Op, gpu: Card, recipe: Recipe, *, train: bool) -> dict[str,
         narrow = eff["wgrad_narrow_tflops"][recipe.precision] * 1e12 * gpu.fp32 / cards()["h200"].fp32
         arithmetic = arithmetic / 2 + op.flops / 2 / narrow
     moved = op.bytes * (_width(recipe) if recipe.compiled else 1) / bandwidth
-    # The bias is a pass of its own: read and written behind the forward pass, summed once in the backward pass.
+    # The bias is a separate kernel: it reads and writes the output in the forward pass, and reads it in the backward pass.
     passes = (2 if forward else 1) if op.biased and not recipe.compiled else 0
     return {
         "convolution": max(arithmetic, moved),
@@ -200,14 +202,14 @@ def _convolution(op: Op, gpu: Card, recipe: Recipe, *, train: bool) -> dict[str,
 
 
 def _relayout(op: Op, gpu: Card, recipe: Recipe, *, train: bool) -> float:
-    """Seconds for a convolution's operands to be written in the layout its kernel wants."""
+    """Seconds to convert the operands of a convolution to the memory format of its kernel."""
     eff, bandwidth = _data()["efficiency"], _bandwidth(gpu)
     if not recipe.compiled:
-        bought = 2 * op.relayout / bandwidth / eff["strided_copy"]["value"]
-        return bought + 2 * _workspace(op, recipe) / bandwidth / eff["layout_kernel"]["value"]
+        converted = 2 * op.relayout / bandwidth / eff["strided_copy"]["value"]
+        return converted + 2 * _workspace(op, recipe) / bandwidth / eff["layout_kernel"]["value"]
     if recipe.precision == "fp32":
         return 0.0
-    # torch.compile keeps activations channels first: cuDNN rewrites them when sampling, copies do before the backward pass.
+    # torch.compile keeps activations channels-first: cuDNN converts them when sampling, separate copies when training.
     moved = 2 * op.activation * _width(recipe) / bandwidth
     if not train:
         return moved / eff["layout_kernel"]["value"]
@@ -215,8 +217,8 @@ def _relayout(op: Op, gpu: Card, recipe: Recipe, *, train: bool) -> float:
 
 
 def _workspace(op: Op, recipe: Recipe) -> float:
-    """Bytes that cuDNN rewrites in its kernel's own layout: tensor-core kernels and FP32 weight gradients want
-    channels last, the other FP32 kernels channels first."""
+    """Bytes that cuDNN converts: tensor-core kernels and FP32 weight gradients are channels-last, other FP32 kernels
+    channels-first."""
     if op.name not in ("convolution", "convolution_backward") or op.depthwise or recipe.compiled:
         return 0.0
     if recipe.precision != "fp32":
@@ -226,8 +228,8 @@ def _workspace(op: Op, recipe: Recipe) -> float:
     return op.activation
 
 
-def _workspace_held(op: Op, recipe: Recipe) -> float:
-    """A tensor-core forward pass rewrites its input, then its output, in the same room."""
+def _workspace_allocated(op: Op, recipe: Recipe) -> float:
+    """A tensor-core forward pass converts its input and then its output in the same workspace."""
     total = _workspace(op, recipe)
     if recipe.precision != "fp32" and op.name == "convolution":
         return min(total, max(op.activation_in, op.activation - op.activation_in))
@@ -237,42 +239,42 @@ def _workspace_held(op: Op, recipe: Recipe) -> float:
 def peak_bytes(walked: Walk, recipe: Recipe, *, train: bool) -> float:
     if recipe.compiled:
         return _peak_compiled(walked, recipe, train=train)
-    held = zip(walked.timeline, walked.ops, strict=True)
-    # Autocast keeps its 16-bit copy of every weight until the step ends.
+    timeline = zip(walked.timeline, walked.ops, strict=True)
+    # Autocast caches a 16-bit copy of every weight until the end of the step.
     cached = 2.0 * walked.parameter_elements if recipe.precision == "half" else 0.0
-    return cached + max((live + _workspace_held(op, recipe) for live, op in held), default=0.0)
+    return cached + max((live + _workspace_allocated(op, recipe) for live, op in timeline), default=0.0)
 
 
 def _peak_compiled(walked: Walk, recipe: Recipe, *, train: bool) -> float:
-    """Activations at the width of the precision, the norm's input once more in FP32; training keeps what
-    products, convolutions and norms read, and computes the rest again."""
+    """Activations in the precision of the recipe, plus the input of the widest norm in FP32. Training saves the inputs of
+    matmuls, convolutions and norms and recomputes the rest."""
     width, weights = 4 * _width(recipe), walked.parameter_elements
     norm = (4 - width) * walked.widest_norm
     if not train:
         slack = _data()["efficiency"]["compiled_slack"]["value"]
         return ((max(walked.timeline) - 4 * weights) * _width(recipe) + norm) * slack + width * weights
     largest = max((op.bytes for op in walked.ops if op.phase == "backward"), default=0.0)
-    return walked.kept_elements * width + (16 + width) * weights + largest * _width(recipe) + norm
+    return walked.saved_elements * width + (16 + width) * weights + largest * _width(recipe) + norm
 
 
 def _width(recipe: Recipe) -> float:
-    """Bytes of an activation over those of the FP32 walk that a compiled recipe is derived from."""
+    """Bytes per activation relative to the FP32 walk from which a compiled recipe is derived."""
     return 0.5 if recipe.precision == "half" else 1.0
 
 
 def _rate(gpu: Card, precision: Precision) -> float:
-    return getattr(gpu, precision) * 1e12 * _data()["efficiency"]["product"][precision]
+    return getattr(gpu, precision) * 1e12 * _data()["efficiency"]["matmul"][precision]
 
 
 def _convolution_rate(gpu: Card, precision: Precision, direction: str) -> float:
-    """Arithmetic and feeding it take turns: the first scales with the precision's rate, the second with SMs and clock.
+    """Time per FLOP = arithmetic, which scales with the peak rate, + loading operands, which scales with SMs and clock.
 
-    A tensor core twice as fast is not twice as fast fed; a slow one is not held up. Fitted where the H200 stands.
+    Faster tensor cores do not load their operands faster. Both terms are fitted to the H200.
     """
     eff, fitted = _data()["efficiency"], cards()["h200"]
-    ideal, reached = eff["conv_forward"]["fp32"], eff[direction][precision]
-    feeding = (1 / reached - 1 / ideal) / _rate(fitted, precision) * (fitted.sms * fitted.clock_mhz)
-    return 1 / (1 / (ideal * _rate(gpu, precision)) + feeding / (gpu.sms * gpu.clock_mhz))
+    ideal, achieved = eff["conv_forward"]["fp32"], eff[direction][precision]
+    loading = (1 / achieved - 1 / ideal) / _rate(fitted, precision) * (fitted.sms * fitted.clock_mhz)
+    return 1 / (1 / (ideal * _rate(gpu, precision)) + loading / (gpu.sms * gpu.clock_mhz))
 
 
 def _bandwidth(gpu: Card) -> float:
@@ -288,7 +290,7 @@ def _ceil(value: int, multiple: int) -> int:
 
 
 def walk_workload(network: NetworkConfig, size: tuple[int, ...], batch: int, recipe: Recipe, *, train: bool) -> Walk:
-    """The walk that a recipe is priced on; a compiled recipe is derived from the plain FP32 one."""
+    """The walk of a recipe; a compiled recipe is derived from the walk of the eager FP32 network."""
 
     def inputs() -> tuple[Tensor | None, ...]:
         mask = torch.empty(batch, network.mask_channels, *size) if network.mask_channels else None
@@ -304,12 +306,12 @@ def walk_workload(network: NetworkConfig, size: tuple[int, ...], batch: int, rec
 COLUMNS = (
     Column("gpu", kind="text"),
     Column("mode", kind="text"),
-    Column("fits", kind="bool", doc="peak memory against the card's, less what the driver keeps"),
+    Column("fits", kind="bool", doc="peak memory fits the GPU, less a reserve for the driver"),
     Column("peak_gib", "GiB", better="low", digits=1),
     Column("card_gib", "GiB", better="high", digits=1),
-    Column("step_ms", "ms", better="low", digits=1, doc="one denoising pass, or one training step"),
-    Column("total_s", "s", better="low", digits=1, doc="all denoising passes of one batch; empty for training"),
-    Column("mostly", kind="text", doc="what most of the step's time goes to"),
+    Column("step_ms", "ms", better="low", digits=1, doc="one denoising step, or one training step"),
+    Column("total_s", "s", better="low", digits=1, doc="all denoising steps of one batch; empty for training"),
+    Column("mostly", kind="text", doc="kernel class with the largest share of the step"),
 )
 
 
@@ -323,7 +325,7 @@ def estimate(
     batch: int = 1,
     steps: int | None = None,
 ) -> Table:
-    """Fit and time of a workload on each card and in each mode."""
+    """Peak memory and step time of a workload per GPU and mode."""
     recipe, chosen = Recipe.parse(config), [card(g) for g in gpus]
     size = size or workload.size
     steps = workload.steps if steps is None else steps
@@ -333,25 +335,24 @@ def estimate(
         train = mode == "train"
         walked = walk_workload(workload.network, size, batch, recipe, train=train)
         for gpu in chosen:
-            found = estimate_step(walked, gpu, recipe, train=train)
-            notes += [n for n in found.notes if n not in notes]
-            rows.append(_row(gpu, mode, found, None if train else steps))
+            result = estimate_step(walked, gpu, recipe, train=train)
+            notes += [n for n in result.notes if n not in notes]
+            rows.append(_row(gpu, mode, result, None if train else steps))
     title = f"Estimate: {workload.name}, {config}, {'x'.join(map(str, size))}, batch {batch}"
     return Table(title, list(COLUMNS), rows, notes, extra={"estimate": True, "config": config, "steps": steps})
 
 
-def _row(gpu: Card, mode: str, found: Estimate, steps: int | None) -> dict[str, Any]:
-    mostly = (
-        "launching from the host" if found.host_ms > found.device_ms else max(found.bound, key=found.bound.__getitem__)
-    )
+def _row(gpu: Card, mode: str, result: Estimate, steps: int | None) -> dict[str, Any]:
+    host_bound = result.host_ms > result.device_ms
+    mostly = "kernel launches (host)" if host_bound else max(result.bound, key=result.bound.__getitem__)
     return {
         "gpu": gpu.key,
         "mode": mode,
-        "fits": found.fits,
-        "peak_gib": found.peak_bytes / GIB,
+        "fits": result.fits,
+        "peak_gib": result.peak_bytes / GIB,
         "card_gib": gpu.memory_gb * GB / GIB,
-        "step_ms": found.step_ms,
-        "total_s": None if steps is None else found.step_ms * steps / 1e3,
+        "step_ms": result.step_ms,
+        "total_s": None if steps is None else result.step_ms * steps / 1e3,
         "mostly": mostly,
     }
 
@@ -359,12 +360,12 @@ def _row(gpu: Card, mode: str, found: Estimate, steps: int | None) -> dict[str, 
 def _check(workload: Workload, size: tuple[int, ...], batch: int, steps: int, modes: tuple[str, ...]) -> None:
     network = workload.network
     if len(size) != network.dimensions:
-        raise InputError(f"{workload.name} takes {network.dimensions} sides, found {len(size)}")
-    wrong = [side for side in size if side < 1 or side % network.divisor]
-    if wrong:
-        raise InputError(f"side {wrong[0]} of {'x'.join(map(str, size))} does not divide by {network.divisor}")
+        raise InputError(f"{workload.name} requires a size of {network.dimensions} dimensions, got {len(size)}")
+    if any(n < 1 or n % network.divisor for n in size):
+        text = ",".join(map(str, size))
+        raise InputError(f"size {text}: dimensions must be multiples of {network.divisor}")
     if not 1 <= batch <= 4096 or not 1 <= steps <= 100_000:
-        raise InputError(f"batch {batch} and steps {steps}: give 1 to 4096, and 1 to 100000")
+        raise InputError(f"batch {batch}, steps {steps}: batch must be 1 to 4096, steps 1 to 100000")
     for mode in modes:
         if mode not in ("sample", "train"):
-            raise InputError(f"mode {mode!r}: choose sample, train or both")
+            raise InputError(f"unknown mode {mode!r}; choose from sample, train, both")

@@ -1,4 +1,4 @@
-"""Reading a session's launches: means that know their weights and their gaps, families of classes, short names."""
+"""Access to the launches of a session: columns as arrays, means that skip missing values, kernel families, short names."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 CONVOLUTIONS = ("conv_fprop", "conv_dgrad", "conv_wgrad", "conv_backward")
 MOVEMENT = ("layout", "padding", "cast", "copy")
-# A fused kernel of a compiled step does not say which module it serves.
+# The fused kernels of a compiled step carry no module.
 MODULE_UNKNOWN = "(module unknown)"
 # Launches by the network's own forward code, the loss or the optimizer.
-OUTSIDE_MODULES = "(outside its modules)"
+OUTSIDE_MODULES = "(outside modules)"
 
 
 def family(kernel_class: str) -> str:
-    """The coarse class that the seed speaks of."""
+    """The coarse kernel class, as in the paper (see study.py)."""
     if kernel_class.startswith("conv"):
         return "convolution"
-    return {"matmul": "product", "layout": "layout", "padding": "layout"}.get(kernel_class, kernel_class)
+    return {"padding": "layout"}.get(kernel_class, kernel_class)
 
 
 def steps(session: Session) -> int:
-    """Recorded steps; every total of this room is a mean over them."""
+    """Number of recorded steps. Every total in this package is a mean over them."""
     return max(1, int(session.launches["step"].nunique()))
 
 
 def kernels(session: Session) -> pd.DataFrame:
-    """What computes: kernels on a GPU, operators on a CPU; no copies or fills, which no counter reads.
+    """Kernels on a GPU, operators on a CPU. Copies and fills are left out: they have no counters.
 
-    Numbers are plain floats with NaN for null: a selection of rows then costs one copy, not one a column. The same frame
-    is given for the same launches, so a session that is being analysed is not changed in place.
+    Numbers are plain floats with NaN for null, so that selecting rows is one copy instead of one per column. The frame
+    is cached per launch table: do not modify it in place.
     """
     source = session.launches
-    known = _PLAIN.get(id(source))
-    if known is not None and known[0]() is source:
-        return known[1]
+    cached = _PLAIN.get(id(source))
+    if cached is not None and cached[0]() is source:
+        return cached[1]
     rows = _plain(source[source["kind"].isin(["kernel", "cpu_op"])])
     key = id(source)
     _PLAIN[key] = (weakref.ref(source, lambda _gone: _PLAIN.pop(key, None)), rows)
@@ -61,10 +61,10 @@ def _plain(rows: pd.DataFrame) -> pd.DataFrame:
 
     numeric = [c for c in rows.columns if pd.api.types.is_numeric_dtype(rows[c].dtype)]
     values = np.column_stack([rows[c].to_numpy(dtype=float, na_value=np.nan) for c in numeric])
-    plain = pd.DataFrame(values, columns=numeric, index=rows.index)
-    words = {c: rows[c].to_numpy(dtype=object, na_value=None) for c in rows.columns if c not in set(numeric)}
-    text = pd.DataFrame(words, index=rows.index, dtype=object)
-    return pd.concat([plain, text], axis=1)[list(rows.columns)]
+    numeric_frame = pd.DataFrame(values, columns=numeric, index=rows.index)
+    text_columns = {c: rows[c].to_numpy(dtype=object, na_value=None) for c in rows.columns if c not in set(numeric)}
+    text_frame = pd.DataFrame(text_columns, index=rows.index, dtype=object)
+    return pd.concat([numeric_frame, text_frame], axis=1)[list(rows.columns)]
 
 
 def on_gpu(session: Session) -> bool:
@@ -72,7 +72,7 @@ def on_gpu(session: Session) -> bool:
 
 
 def numbers(frame: pd.DataFrame, column: str) -> Array:
-    """A column as floats, NaN where it was not measured."""
+    """A column as floats, with NaN where it was not measured."""
     return frame[column].to_numpy(dtype=float, na_value=np.nan)
 
 
@@ -81,13 +81,13 @@ def text(frame: pd.DataFrame, column: str) -> pd.Series[str]:
 
 
 def total(values: Array) -> float | None:
-    """The sum of what was measured; None when nothing was."""
+    """The sum of the measured values; None if there are none."""
     known = values[~np.isnan(values)]
     return float(known.sum()) if len(known) else None
 
 
 def mean(values: Array, weights: Array | None = None) -> float | None:
-    """The weighted mean of what was measured; None when nothing was, never 0."""
+    """The weighted mean of the measured values; None if there are none."""
     weights = np.ones_like(values) if weights is None else weights
     known = ~np.isnan(values) & ~np.isnan(weights)
     weight = weights[known].sum()
@@ -95,7 +95,7 @@ def mean(values: Array, weights: Array | None = None) -> float | None:
 
 
 def geometric_mean(values: Array) -> float | None:
-    """Of the positive values; a launch that issued nothing has no IPC to speak of."""
+    """Of the positive values: a launch that issued no instruction has no IPC."""
     positive = values[values > 0]
     return float(np.exp(np.log(positive).mean())) if len(positive) else None
 
@@ -104,25 +104,25 @@ def ratio(value: float | None, base: float | None) -> float | None:
     return None if value is None or not base else value / base
 
 
-def share(part: float | None, whole: float | None) -> float | None:
+def share(part: float | None, total: float | None) -> float | None:
     """In percent."""
-    found = ratio(part, whole)
-    return None if found is None else 100 * found
+    fraction = ratio(part, total)
+    return None if fraction is None else 100 * fraction
 
 
 def milliseconds(frame: pd.DataFrame, count: int) -> float:
-    """Time on the device a step."""
+    """Device time per step."""
     return float(np.nansum(numbers(frame, "duration_us")) / 1e3 / count)
 
 
 @functools.lru_cache(maxsize=16384)
 def short(name: str) -> str:
-    """A kernel's name as people say it: no namespaces, template arguments or tile sizes."""
+    """A kernel name without namespaces, template arguments and tile sizes."""
     name = re.sub(r"^std::enable_if<.{0,200}?>::type ", "", name)
     name = name.removeprefix("void ").replace("(anonymous namespace)", "")
-    told = re.match(r"(sm\d+_xmma_\w+?_implicit_gemm|sm\d+_xmma_gemm|triton_[a-z]+_fused_\w+|nvjet_\w+?_)", name)
-    if told:
-        return told.group(1).rstrip("_")
+    known = re.match(r"(sm\d+_xmma_\w+?_implicit_gemm|sm\d+_xmma_gemm|triton_[a-z]+_fused_\w+|nvjet_\w+?_)", name)
+    if known:
+        return known.group(1).rstrip("_")
     base = re.split(r"[<(]", name, maxsplit=1)[0].strip()
     if base.endswith("Kernel2") and "cutlass" in name:
         inner = re.search(r"<(\w+)", name)
@@ -131,7 +131,7 @@ def short(name: str) -> str:
 
 
 def labels(sessions: Sequence[Session]) -> list[str]:
-    """A name for each session: what tells it from the others, with a number where two are alike."""
+    """A short unique label per session: its name without the words that all share, numbered if ambiguous."""
     words = [s.name.split(" ") for s in sessions]
     while len(words) > 1 and min(map(len, words)) > 1 and len({w[0] for w in words}) == 1:
         words = [w[1:] for w in words]
@@ -145,5 +145,5 @@ def labels(sessions: Sequence[Session]) -> list[str]:
 
 
 def module_names(rows: pd.DataFrame, own: str = "") -> list[str]:
-    """The module of each launch; `own` for the network's and the step's own lines, which lie outside its modules."""
+    """The module of each launch; `own` for launches outside any module."""
     return [str(m) or own for m in rows["module"].fillna(MODULE_UNKNOWN)]

@@ -1,4 +1,4 @@
-"""Who pays for moving data about, and which convolutions really ran on tensor cores."""
+"""Data movement charged to modules, and which convolutions and matmuls ran on tensor cores."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
     from voxtune.profile.session import Session
 
-# Tensor pipes busy below this are rounding, not work.
+# Below this, tensor pipe utilisation is rounding.
 TENSOR_PCT = 0.1
 
 
 def layout_ledger(session: Session) -> Table:
-    """Each layout conversion, padding, cast and copy by a kernel, charged to the module that caused it (a mean step)."""
+    """Layout conversions, padding, casts and copies by kernels, charged to the module that caused them (mean step)."""
     columns = [
         Column("module", kind="text"),
         Column("type", kind="text", doc="class of the module"),
         Column("total_ms", "ms", better="low", digits=3),
-        Column("share", "%", "percent", "low", doc="of the step's device time"),
+        Column("share", "%", "percent", "low", doc="of the device time of the step"),
         *(Column(f"{c}_ms", "ms", better="low", digits=3) for c in MOVEMENT),
         Column("launches", better="low", digits=1),
     ]
@@ -50,18 +50,18 @@ def layout_ledger(session: Session) -> Table:
         rows.append(cells | parts | {"total_ms": sum(parts.values()), "share": share(sum(parts.values()), step)})
     rows.sort(key=lambda r: -r["total_ms"])
     spent = sum(r["total_ms"] for r in rows)
-    notes = [f"All together {spent:.2f} ms of {step:.2f} ms a step, {share(spent, step) or 0:.1f} %."]
+    notes = [f"Total: {spent:.2f} ms of {step:.2f} ms device time per step ({share(spent, step) or 0:.1f} %)."]
     types: dict[str, float] = {}
     for row in rows:
         types[row["type"] or row["module"]] = types.get(row["type"] or row["module"], 0.0) + row["total_ms"]
-    payers = sorted(types.items(), key=lambda item: -item[1])[:4]
-    notes += [f"By type of module: {', '.join(f'{name} {ms:.2f} ms' for name, ms in payers)}."] if payers else []
+    largest = sorted(types.items(), key=lambda item: -item[1])[:4]
+    notes += [f"By module type: {', '.join(f'{name} {ms:.2f} ms' for name, ms in largest)}."] if largest else []
     extra = {"total_ms": spent, "step_ms": step, "by_type": types}
     return Table(f"Layout ledger: {session.name}", columns, rows, notes, extra=extra)
 
 
 def precision_audit(session: Session) -> Table:
-    """Convolutions and products by module and phase: on tensor cores or not, by counters, never by name."""
+    """Convolutions and matmuls by module and phase: on tensor cores or not, from counters and not from kernel names."""
     columns = [
         Column("module", kind="text"),
         Column("phase", kind="text"),
@@ -69,15 +69,15 @@ def precision_audit(session: Session) -> Table:
         Column("ms", "ms", better="low", digits=3),
         Column("launches", digits=1),
         Column("ran_on", kind="text", doc="tensor cores, CUDA cores, both, or not measured"),
-        Column("tensor_time", "%", "percent", "none", 1, "share of the row's measured time on tensor cores"),
-        Column("named", kind="text", doc="precision that the kernels' names claim"),
+        Column("tensor_time", "%", "percent", "none", 1, "share of the measured time of the row"),
+        Column("named", kind="text", doc="precision according to the kernel names"),
     ]
     ran, count = kernels(session), steps(session)
-    heavy = ran[ran["class"].fillna("").map(family).isin(["convolution", "product"])]
+    heavy = ran[ran["class"].fillna("").map(family).isin(["convolution", "matmul"])]
     if heavy.empty:
-        nothing: dict[str, Any] = {"tensor_time_pct": None, "not_measured_pct": 0.0}
-        why = "no convolution or product was recorded"
-        return Table(f"Precision audit: {session.name}", columns, refused=why, extra=nothing)
+        empty: dict[str, Any] = {"tensor_time_pct": None, "not_measured_pct": 0.0}
+        reason = "no convolution or matmul was recorded"
+        return Table(f"Precision audit: {session.name}", columns, refused=reason, extra=empty)
     heavy = heavy.assign(
         verdict=tensor_use(heavy), module=module_names(heavy, OUTSIDE_MODULES), phase=heavy["phase"].fillna("")
     )
@@ -89,7 +89,7 @@ def precision_audit(session: Session) -> Table:
     summary = _audit({}, heavy, count)
     known = "not measured" if summary["tensor_time"] is None else f"{summary['tensor_time']:.1f} % on tensor cores"
     notes = [
-        f"Of {summary['ms']:.2f} ms in convolutions and products: {known}; {summary['unmeasured']:.1f} % not measured."
+        f"Of {summary['ms']:.2f} ms in convolutions and matmuls: {known}; {summary['unmeasured']:.1f} % not measured."
     ]
     for row in rows:
         row.pop("unmeasured")
@@ -98,16 +98,16 @@ def precision_audit(session: Session) -> Table:
 
 
 def tensor_use(rows: pd.DataFrame) -> list[bool | None]:
-    """A launch: True or False by counters; None where none was read.
+    """Per launch: whether it used tensor cores; None where no counter was read.
 
-    Counts of matrix instructions decide. Only without them the pipe's business does: some versions count constants
-    loaded by HFMA2.MMA in it.
+    Counts of matrix instructions decide. The pipe's utilisation is used only without them: some versions of Nsight
+    Compute include constants loaded by HFMA2.MMA in it.
     """
     instructions = np.nansum([numbers(rows, "inst_hmma"), numbers(rows, "inst_gmma")], axis=0)
     counted = rows["inst_hmma"].notna().to_numpy(bool) | rows["inst_gmma"].notna().to_numpy(bool)
     pct = numbers(rows, "tensor_pct")
-    guess = [None if np.isnan(p) else bool(p > TENSOR_PCT) for p in pct]
-    return [bool(n > 0) if known else g for n, known, g in zip(instructions, counted, guess, strict=True)]
+    by_pipe = [None if np.isnan(p) else bool(p > TENSOR_PCT) for p in pct]
+    return [bool(n > 0) if known else p for n, known, p in zip(instructions, counted, by_pipe, strict=True)]
 
 
 def _audit(cells: dict[str, Any], rows: pd.DataFrame, count: int) -> dict[str, Any]:
@@ -115,15 +115,15 @@ def _audit(cells: dict[str, Any], rows: pd.DataFrame, count: int) -> dict[str, A
     on = float(np.nansum([t for t, v in zip(time, verdict, strict=True) if v is True]))
     off = float(np.nansum([t for t, v in zip(time, verdict, strict=True) if v is False]))
     kinds = {v for v in verdict if v is not None}
-    word = {(True,): "tensor cores", (False,): "CUDA cores", (False, True): "both"}.get(
+    ran_on = {(True,): "tensor cores", (False,): "CUDA cores", (False, True): "both"}.get(
         tuple(sorted(kinds)), "not measured"
     )
-    whole = float(np.nansum(time))
+    total_us = float(np.nansum(time))
     return cells | {
-        "ms": whole / 1e3 / count,
+        "ms": total_us / 1e3 / count,
         "launches": len(rows) / count,
-        "ran_on": word,
+        "ran_on": ran_on,
         "tensor_time": share(on, on + off),
         "named": ", ".join(sorted(set(rows["precision"].dropna()))) or None,
-        "unmeasured": share(max(0.0, whole - on - off), whole) or 0.0,
+        "unmeasured": share(max(0.0, total_us - on - off), total_us) or 0.0,
     }

@@ -1,4 +1,4 @@
-"""Memory over a step, by what holds it."""
+"""Device memory over a step, by category."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ CATEGORIES = ("weights", "gradients", "optimizer", "activations", "workspace", "
 UNRECORDED = "memory was not recorded"
 
 
-def held(session: Session) -> pd.DataFrame:
-    """Bytes held by category (columns) at every time of the first recorded step (index, µs)."""
+def allocated_bytes(session: Session) -> pd.DataFrame:
+    """Bytes allocated per category (columns) over the first recorded step (index in µs)."""
     rows = session.memory
     rows = rows[rows["step"] == rows["step"].min()].sort_values("time_us", kind="stable")
-    # A row says what one category holds from then on; the others hold what they held.
+    # Each row updates one category; the others keep their last value.
     wide = rows.pivot_table(index="time_us", columns="category", values="bytes", aggfunc="last")
     wide = wide.astype(float).ffill().fillna(0.0)
     known = [c for c in CATEGORIES if c in wide.columns]
@@ -30,40 +30,40 @@ def held(session: Session) -> pd.DataFrame:
 
 
 def memory_peak(session: Session) -> Table:
-    """What held the memory at the moment of the peak, and each category's own peak."""
+    """Memory per category at the peak of the total, and the peak of each category."""
     columns = [
         Column("category", kind="text"),
         Column("at_peak_gib", "GiB", better="low", digits=3),
         Column("share", "%", "percent", digits=1),
         Column("own_peak_gib", "GiB", better="low", digits=3),
     ]
-    title = f"Memory at its peak: {session.name}"
+    title = f"Memory at peak: {session.name}"
     if session.memory.empty:
         return Table(title, columns, refused=UNRECORDED)
-    wide = held(session)
+    wide = allocated_bytes(session)
     totals = wide.sum(axis=1)
-    when = totals.idxmax()
-    whole = float(totals.max())
+    peak_time = totals.idxmax()
+    peak = float(totals.max())
     rows = [
-        {"category": str(c), "at_peak_gib": wide.at[when, c] / 2**30, "share": share(float(wide.at[when, c]), whole),
+        {"category": str(c), "at_peak_gib": wide.at[peak_time, c] / 2**30, "share": share(float(wide.at[peak_time, c]), peak),
          "own_peak_gib": float(wide[c].max()) / 2**30}
         for c in wide.columns
     ]  # fmt: skip
     rows.sort(key=lambda r: -r["at_peak_gib"])
-    notes = [f"Peak {whole / 2**30:.2f} GiB, {float(when) / 1e3:.1f} ms into the step."]
-    allocated = session.meta.get("peak_bytes")
-    if allocated:
-        notes.append(f"The allocator's own peak over the run: {allocated / 2**30:.2f} GiB.")
-    extra = {"peak_bytes": whole, "time_us": float(when)}
+    notes = [f"Peak: {peak / 2**30:.2f} GiB at {float(peak_time) / 1e3:.1f} ms."]
+    allocator_peak = session.meta.get("peak_bytes")
+    if allocator_peak:
+        notes.append(f"Peak reported by the allocator over the run: {allocator_peak / 2**30:.2f} GiB.")
+    extra = {"peak_bytes": peak, "time_us": float(peak_time)}
     return Table(title, columns, rows, notes, extra=extra)
 
 
 def memory_timeline(session: Session, points: int = 400) -> Table:
-    """GiB by category over the step, thinned to about `points` rows that keep every peak of the total."""
+    """GiB per category over the step, reduced to about `points` rows that keep the peaks of the total."""
     title = f"Memory over the step: {session.name}"
     if session.memory.empty:
         return Table(title, [Column("time_ms", "ms")], refused=UNRECORDED)
-    wide = held(session)
+    wide = allocated_bytes(session)
     totals = wide.sum(axis=1).to_numpy()
     bins = np.array_split(np.arange(len(wide)), min(points, len(wide)))
     keep = [int(b[np.argmax(totals[b])]) for b in bins]

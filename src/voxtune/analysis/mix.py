@@ -1,4 +1,4 @@
-"""What a step is made of: kernels by class, phase and name; instructions by group and by pipe."""
+"""Kernel mix (by class, phase and name) and instruction mix (by group and by pipe) of a step."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def _groups() -> dict[str, frozenset[str]]:
 def group_of(opcode: str) -> str:
     """tensor, fp32, fp16, fp64, int, convert, memory, move, predicate, control, uniform or other.
 
-    Memory and control opcodes that start with U are what they do; any other U-opcode runs on the uniform datapath,
-    which computes addresses and loop counters once a warp and is not tensor work.
+    Apart from listed memory and control opcodes, opcodes that start with U run on the uniform datapath, which computes
+    addresses and loop counters once per warp. They are not tensor work.
     """
     stem = _stem(opcode)
     for group, members in _groups().items():
@@ -38,7 +38,7 @@ def group_of(opcode: str) -> str:
 
 
 def pipe_of(opcode: str) -> str:
-    """The execution pipe. IMAD is integer arithmetic on the FMA pipe: counting it as integer hides what busies FMA."""
+    """The execution pipe. IMAD is integer arithmetic, but runs on the FMA pipe."""
     stem = _stem(opcode)
     if stem in _groups()["fma_pipe"]:
         return "fma"
@@ -53,7 +53,7 @@ def _stem(opcode: str) -> str:
     return opcode.partition(".")[0].strip().upper()
 
 
-# The seed's letters, for its figures.
+# The abbreviations in the figures of the paper (see study.py).
 PAPER_GROUPS = {
     "FP": ("fp32", "fp16", "fp64"),
     "INT": ("int", "convert"),
@@ -68,18 +68,20 @@ PAPER_GROUPS = {
 
 
 def kernel_mix(session: Session, by: tuple[str, ...] = ("class", "phase")) -> Table:
-    """Time and launches of a mean step by class and phase (or by any columns); copies and fills included."""
+    """Time and launches of a mean step by class and phase (or any columns), copies and fills included."""
     count, rows = steps(session), session.launches
-    words = [module_names(rows) if k == "module" else rows[k].fillna("").tolist() for k in by]
+    keys = [module_names(rows) if k == "module" else rows[k].fillna("").tolist() for k in by]
     times: dict[tuple[Any, ...], list[float]] = {}
-    for key, time in zip(zip(*words, strict=True), numbers(rows, "duration_us"), strict=True):
+    for key, time in zip(zip(*keys, strict=True), numbers(rows, "duration_us"), strict=True):
         times.setdefault(key, []).append(0.0 if np.isnan(time) else float(time))
-    whole = float(np.nansum(numbers(rows, "duration_us")))
+    total_us = float(np.nansum(numbers(rows, "duration_us")))
     out = []
-    for key, found in times.items():
+    for key, durations in times.items():
         cells: dict[str, Any] = dict(zip(by, key, strict=True))
-        spent = {"ms": sum(found) / 1e3 / count, "share": share(sum(found), whole), "launches": len(found) / count}
-        out.append(cells | spent)
+        spent = sum(durations)
+        out.append(
+            cells | {"ms": spent / 1e3 / count, "share": share(spent, total_us), "launches": len(durations) / count}
+        )
     columns = [
         *(Column(k, kind="text") for k in by),
         Column("ms", "ms", better="low", digits=3),
@@ -87,26 +89,26 @@ def kernel_mix(session: Session, by: tuple[str, ...] = ("class", "phase")) -> Ta
         Column("launches", better="low", digits=_digits(out)),
     ]
     out.sort(key=lambda r: -r["ms"])
-    unknown = share(float(np.nansum(numbers(rows[rows["class"] == "unknown"], "duration_us"))), whole)
-    note = f"Of device time, {unknown or 0:.2f} % is in kernels of unknown class."
+    unknown = share(float(np.nansum(numbers(rows[rows["class"] == "unknown"], "duration_us"))), total_us)
+    note = f"Kernels of unknown class: {unknown or 0:.2f} % of device time."
     return Table(f"Kernel mix: {session.name}", columns, out, [note])
 
 
 def _digits(rows: list[dict[str, Any]]) -> int:
-    """Steps that launch alike have whole numbers of launches in the mean."""
+    """No decimals if every step has the same number of launches."""
     return 0 if all(float(r["launches"]).is_integer() for r in rows) else 1
 
 
 def kernel_shares(session: Session, top: int = 12) -> Table:
-    """Kernels by short name: their share of kernel time, copies and fills left out, as the seed counts."""
+    """Share of kernel time by short kernel name, without copies and fills, as in the paper."""
     ran = kernels(session)
     named = ran.assign(short=[short(str(n)) for n in ran["name"]])
-    whole, count, out = float(np.nansum(numbers(ran, "duration_us"))), steps(session), []
+    total_us, count, out = float(np.nansum(numbers(ran, "duration_us"))), steps(session), []
     for name, some in named.groupby("short"):
         time = float(np.nansum(numbers(some, "duration_us")))
         classes = sorted(set(some["class"].fillna("unknown")))
         cells = {"kernel": name, "class": ", ".join(classes), "ms": time / 1e3 / count}
-        out.append(cells | {"share": share(time, whole), "launches": len(some) / count})
+        out.append(cells | {"share": share(time, total_us), "launches": len(some) / count})
     out.sort(key=lambda r: -r["ms"])
     columns = [
         Column("kernel", kind="text"),
@@ -115,13 +117,13 @@ def kernel_shares(session: Session, top: int = 12) -> Table:
         Column("share", "%", "percent"),
         Column("launches", digits=_digits(out)),
     ]
-    return Table(f"Kernels by share of kernel time: {session.name}", columns, out[:top])
+    return Table(f"Share of kernel time by kernel: {session.name}", columns, out[:top])
 
 
 def opcode_counts(session: Session, rows: pd.DataFrame | None = None) -> dict[str, float] | None:
-    """Warp instructions a mean step by opcode: each distinct launch's counts, times how often it was launched.
+    """Warp instructions of a mean step by opcode: counts per distinct launch, times its number of launches.
 
-    `rows` restricts it to some launches. None when no launch among them has opcodes.
+    `rows` selects launches. None if none of them has opcodes.
     """
     ran = kernels(session) if rows is None else rows
     if session.opcodes.empty or ran.empty:
@@ -139,64 +141,71 @@ def opcode_counts(session: Session, rows: pd.DataFrame | None = None) -> dict[st
 
 
 def opcode_coverage_pct(session: Session) -> float | None:
-    """Share of kernel time whose opcodes were recorded."""
+    """Share of kernel time for which opcodes were recorded."""
     ran = kernels(session)
     key = ["name", "grid", "block"]
-    have = set(map(tuple, session.opcodes.fillna({"grid": "", "block": ""})[key].drop_duplicates().to_numpy()))
-    hit = np.array([tuple(k) in have for k in ran.fillna({"grid": "", "block": ""})[key].to_numpy()], dtype=bool)
+    recorded = set(map(tuple, session.opcodes.fillna({"grid": "", "block": ""})[key].drop_duplicates().to_numpy()))
+    hit = np.array([tuple(k) in recorded for k in ran.fillna({"grid": "", "block": ""})[key].to_numpy()], dtype=bool)
     time = numbers(ran, "duration_us")
     return share(float(np.nansum(time[hit])), float(np.nansum(time))) if len(ran) else None
 
 
-def grouped(counts: dict[str, float], how: str = "group") -> dict[str, float]:
-    place = {"group": group_of, "pipe": pipe_of}[how]
+def grouped(counts: dict[str, float], by: str = "group") -> dict[str, float]:
+    group = {"group": group_of, "pipe": pipe_of}[by]
     out: dict[str, float] = {}
     for opcode, executed in counts.items():
-        out[place(opcode)] = out.get(place(opcode), 0.0) + executed
+        out[group(opcode)] = out.get(group(opcode), 0.0) + executed
     return out
 
 
 def paper_shares(counts: dict[str, float] | None) -> dict[str, float | None]:
-    """Percent by the seed's letters; all None when there are no opcodes."""
+    """Percent by the paper's instruction groups; all None without opcodes."""
     if not counts or not sum(counts.values()):
         return dict.fromkeys(PAPER_GROUPS)
-    groups, whole = grouped(counts), sum(counts.values())
-    return {letter: 100 * sum(groups.get(g, 0.0) for g in members) / whole for letter, members in PAPER_GROUPS.items()}
+    groups, total_count = grouped(counts), sum(counts.values())
+    return {
+        name: 100 * sum(groups.get(g, 0.0) for g in members) / total_count for name, members in PAPER_GROUPS.items()
+    }
 
 
-def instruction_mix(session: Session, how: str = "group") -> Table:
-    """Warp instructions of a mean step by group (what they do) or by pipe (where they run)."""
-    title = f"Instruction mix by {how}: {session.name}"
+def instruction_mix(session: Session, by: str = "group") -> Table:
+    """Warp instructions of a mean step by instruction group or by execution pipe."""
+    title = f"Instruction mix by {by}: {session.name}"
     columns = [
-        Column(how, kind="text"),
+        Column(by, kind="text"),
         Column("instructions", better="low", digits=0),
         Column("share", "%", "percent"),
-        Column("opcodes", kind="text", doc="the largest five"),
+        Column("opcodes", kind="text", doc="the five most frequent"),
     ]
     counts = opcode_counts(session)
     if counts is None:
-        return Table(title, columns, refused="no opcodes were recorded (the full counter set is needed)")
-    whole, place = sum(counts.values()), {"group": group_of, "pipe": pipe_of}[how]
+        return Table(title, columns, refused="no opcodes were recorded (requires the opcodes tier)")
+    total_count, group = sum(counts.values()), {"group": group_of, "pipe": pipe_of}[by]
     rows = []
-    for name, executed in sorted(grouped(counts, how).items(), key=lambda i: -i[1]):
-        members = sorted((o for o in counts if place(o) == name), key=lambda o: -counts[o])[:5]
-        cells = {how: name, "instructions": executed, "share": share(executed, whole), "opcodes": ", ".join(members)}
+    for name, executed in sorted(grouped(counts, by).items(), key=lambda i: -i[1]):
+        members = sorted((o for o in counts if group(o) == name), key=lambda o: -counts[o])[:5]
+        cells = {
+            by: name,
+            "instructions": executed,
+            "share": share(executed, total_count),
+            "opcodes": ", ".join(members),
+        }
         rows.append(cells)
     covered = opcode_coverage_pct(session) or 0.0
-    notes = [f"Each distinct launch weighs as often as it is launched; opcodes cover {covered:.1f} % of kernel time."]
+    notes = [f"Counts per distinct launch, times its number of launches. Opcodes cover {covered:.1f} % of kernel time."]
     return Table(title, columns, rows, notes)
 
 
 def ipc_stack(session: Session, top: int = 8) -> Table:
-    """IPC of the kernels with most cycles, split by what the instructions do: the parts of a row add up to its IPC."""
-    letters = list(PAPER_GROUPS)
+    """IPC of the kernels with the most cycles, split by instruction group; the parts of a row add up to its IPC."""
+    groups = list(PAPER_GROUPS)
     columns = [
         Column("kernel", kind="text"),
         Column("class", kind="text"),
-        Column("cycles", better="low", digits=0, doc="elapsed, all launches of a mean step"),
+        Column("cycles", better="low", digits=0, doc="elapsed cycles, all launches of a mean step"),
         Column("ipc", digits=2, doc="weighted by active cycles"),
-        *(Column(f"{k}_share", "%", "percent", digits=1) for k in letters),
-        *(Column(f"{k}_ipc", digits=3) for k in letters),
+        *(Column(f"{k}_share", "%", "percent", digits=1) for k in groups),
+        *(Column(f"{k}_ipc", digits=3) for k in groups),
     ]
     ran = kernels(session)
     named = ran.assign(short=[short(str(n)) for n in ran["name"]])
@@ -214,5 +223,5 @@ def ipc_stack(session: Session, top: int = 8) -> Table:
     rows.sort(key=lambda r: -r["cycles"])
     title = f"IPC stacks: {session.name}"
     if not rows:
-        return Table(title, columns, refused="no cycles were recorded (counters are needed)")
-    return Table(title, columns, rows[:top], ["UD: uniform datapath (addresses, loop counters), not tensor work."])
+        return Table(title, columns, refused="no cycles were recorded (requires counters)")
+    return Table(title, columns, rows[:top], ["UD: uniform datapath (addresses and loop counters); not tensor work."])

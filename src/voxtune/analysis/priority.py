@@ -1,4 +1,4 @@
-"""Where an optimisation would pay: the seed's priority score, an honest gain, and what was gained in the end."""
+"""Optimisation priorities: the paper's score, a bounded estimate of the gain, and the gain that was achieved."""
 
 from __future__ import annotations
 
@@ -17,29 +17,35 @@ if TYPE_CHECKING:
 
 
 def priority(session: Session, by: str = "class") -> Table:
-    """By class, kernel or module. With T a launch's time and s its estimated speed-up clamped to 0..1 (the seed's
-    equation 2): score = sum of T s (equation 1); gain = sum of T s / (1 + s), the time that would go away, which can
-    never exceed the kernel's own share of the step, nor what lies above its speed of light.
+    """By class, kernel or module.
+
+    With T the time of a launch and s its estimated speed-up, clamped to 0..1 (equation 2 of the paper):
+    score = sum of T s (equation 1 of the paper); gain = sum of T s / (1 + s), the time saved if the estimate is right.
+    The gain is at most the time of the kernel, and at most its headroom.
     """
     columns = [
         Column(by, kind="text"),
         Column("ms", "ms", better="low", digits=3),
         Column("share", "%", "percent"),
-        Column("score", "ms", digits=3, doc="the seed's: duration x estimated speed-up"),
-        Column("gain_ms", "ms", digits=3, doc="honest: time saved if the estimate came true"),
-        Column("gain_pct", "%", "percent", doc="of the step: no more than share"),
-        Column("step_speedup", "x", digits=3, doc="of the whole step, by Amdahl"),
+        Column("score", "ms", digits=3, doc="as in the paper: duration x estimated speed-up"),
+        Column("gain_ms", "ms", digits=3, doc="time saved if the estimate is right"),
+        Column("gain_pct", "%", "percent", doc="of the step, at most share"),
+        Column("step_speedup", "x", digits=3, doc="of the whole step (Amdahl's law)"),
         Column("measured", "%", "percent", "high", 1, "share of the row's time with an estimate"),
-        Column("rule", kind="text", doc="the rule that most of the estimate comes from"),
+        Column("rule", kind="text", doc="Nsight Compute rule with the largest part of the estimate"),
     ]
     ran, count = keyed(session, by), steps(session)
     step = milliseconds(session.launches, count)
     rows = [_score(str(name), some, count, step, by) for name, some in ran.groupby("key")]
     title = f"Priority by {by}: {session.name}"
     if all(r["score"] is None for r in rows):
-        return Table(title, columns, refused="no estimated speed-up was recorded (Nsight Compute's rules are needed)")
+        return Table(
+            title, columns, refused="no estimated speed-ups were recorded (requires the rules of Nsight Compute)"
+        )
     rows.sort(key=lambda r: -(r["gain_ms"] or 0))
-    return Table(title, columns, rows, ["Ranked by honest gain. An estimate is a rule's guess, one kernel at a time."])
+    return Table(
+        title, columns, rows, ["Ranked by gain. Estimates come from rules of Nsight Compute, one kernel at a time."]
+    )
 
 
 def keyed(session: Session, by: str) -> pd.DataFrame:
@@ -56,8 +62,8 @@ def keyed(session: Session, by: str) -> pd.DataFrame:
 def _score(name: str, rows: pd.DataFrame, count: int, step: float, by: str) -> dict[str, Any]:
     time = numbers(rows, "duration_us") / 1e3 / count
     speedup = np.clip(numbers(rows, "est_speedup_pct") / 100, 0, 1)
-    have, whole = ~np.isnan(speedup), float(np.nansum(time))
-    cells: dict[str, Any] = {by: name, "ms": whole, "share": share(whole, step)}
+    have, total = ~np.isnan(speedup), float(np.nansum(time))
+    cells: dict[str, Any] = {by: name, "ms": total, "share": share(total, step)}
     if not have.any():
         return cells | {"score": None, "gain_ms": None, "gain_pct": None, "step_speedup": None, "measured": 0.0}
     gain = float(np.nansum(time * np.fmin(speedup / (1 + speedup), headroom(rows))))
@@ -67,48 +73,47 @@ def _score(name: str, rows: pd.DataFrame, count: int, step: float, by: str) -> d
         "gain_ms": gain,
         "gain_pct": share(gain, step),
         "step_speedup": step / (step - gain) if step > gain else None,
-        "measured": share(float(np.nansum(time[have])), whole),
+        "measured": share(float(np.nansum(time[have])), total),
         "rule": str(weight.idxmax()) if len(weight) else None,
     }
 
 
 def headroom(rows: pd.DataFrame) -> Array:
-    """Share of a launch's time above its speed of light, 1 - the busier of SM and memory; NaN where not read.
+    """1 - max(SM throughput, memory throughput), the most a launch can gain; NaN where not measured.
 
-    A rule's local estimate is about a part (such as occupancy) and knows no such bound: a convolution that keeps the SMs
-    87 % busy was told to gain 87 %.
+    Local rules of Nsight Compute do not apply this bound: they estimated 87 % for a convolution at 87 % SM throughput.
     """
-    busiest = np.fmax(numbers(rows, "sm_pct"), numbers(rows, "memory_pct"))
-    bound: Array = np.clip(1 - busiest / 100, 0, 1)
+    throughput = np.fmax(numbers(rows, "sm_pct"), numbers(rows, "memory_pct"))
+    bound: Array = np.clip(1 - throughput / 100, 0, 1)
     return bound
 
 
 def achieved(before: Session, after: Session, by: str = "class") -> Table:
-    """The estimate made before an optimisation beside what it gained, by class or module. Negative: it got slower."""
-    title = f"Estimated and achieved: {before.name} to {after.name}"
+    """Estimated and achieved gain of an optimisation, by class or module; negative where it became slower."""
+    title = f"Estimated and achieved gain: {before.name} to {after.name}"
     columns = [
         Column(by, kind="text"),
         Column("before_ms", "ms", better="low", digits=3),
         Column("after_ms", "ms", better="low", digits=3),
-        Column("score", "ms", digits=3, doc="the seed's, before"),
-        Column("estimated_ms", "ms", digits=3, doc="honest gain, before"),
+        Column("score", "ms", digits=3, doc="as in the paper, before"),
+        Column("estimated_ms", "ms", digits=3, doc="estimated gain, before"),
         Column("achieved_ms", "ms", better="high", digits=3),
         Column("achieved_of_estimate", "%", "percent", "high", 0),
     ]
     reason = refusal([before, after], "time")
     if reason:
         return Table(title, columns, refused=reason)
-    estimate = {r[by]: r for r in priority(before, by).rows}
+    estimates = {r[by]: r for r in priority(before, by).rows}
     old, new = _times(before, by), _times(after, by)
     rows = []
     for key in sorted(old | new, key=lambda k: -abs(old.get(k, 0) - new.get(k, 0))):
-        guess = estimate.get(key, {})
+        estimate = estimates.get(key, {})
         gained = old.get(key, 0.0) - new.get(key, 0.0)
-        cells = {by: key, "before_ms": old.get(key, 0.0), "after_ms": new.get(key, 0.0), "score": guess.get("score")}
-        expected = guess.get("gain_ms")
+        cells = {by: key, "before_ms": old.get(key, 0.0), "after_ms": new.get(key, 0.0), "score": estimate.get("score")}
+        expected = estimate.get("gain_ms")
         cells |= {"estimated_ms": expected, "achieved_ms": gained, "achieved_of_estimate": share(gained, expected)}
         rows.append(cells)
-    notes = [f"All together: {sum(old.values()) - sum(new.values()):.2f} ms gained of {sum(old.values()):.2f} ms."]
+    notes = [f"Total: {sum(old.values()) - sum(new.values()):.2f} ms of {sum(old.values()):.2f} ms gained."]
     return Table(title, columns, rows, notes)
 
 

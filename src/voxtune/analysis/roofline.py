@@ -1,4 +1,4 @@
-"""Roofline: arithmetic by counters against bytes by counters, under the ceilings of the card."""
+"""Roofline: measured FLOP/s against arithmetic intensity, under the peak rates of the GPU."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ if TYPE_CHECKING:
 
 
 def card_of(session: Session) -> Card | None:
-    """The card table's entry for the session's GPU, or None when the table has none."""
+    """The datasheet of the session's GPU, or None if it is not in data/cards.json."""
     from voxtune.analysis.estimate import cards
 
     gpu = re.sub(r"[^a-z0-9]", "", str(session.meta.get("environment", {}).get("gpu", "")).lower())
     if "a100" in gpu:
         return cards()["a100-40" if "40gb" in gpu else "a100-80"]
-    found = [c for k, c in cards().items() if k.replace("-", "") in gpu]
-    return found[0] if found else None
+    matches = [c for k, c in cards().items() if k.replace("-", "") in gpu]
+    return matches[0] if matches else None
 
 
 def flops(rows: pd.DataFrame) -> Array:
-    """Operations a launch: FP32 additions and products once, fused ones twice, and those of tensor cores.
+    """FLOPs per launch: fadd + fmul + 2 ffma + tensor operations.
 
-    NaN where the bulk is unknown: no counts at all, or tensor cores at work whose operations were not counted. Beside
-    counted tensor work the FP32 of a kernel is its epilogue: where it was not read it is left out.
+    NaN where not measured, and where tensor cores were used but their operations were not counted. If tensor operations
+    were counted, missing FP32 counts (the epilogue) are taken as 0.
     """
     add, mul, fma, tensor = (numbers(rows, c) for c in ("fadd", "fmul", "ffma", "tensor_ops"))
     scalar: Array = add + mul + 2 * fma
-    found: Array = np.where(np.nan_to_num(tensor) > 0, np.nan_to_num(scalar), scalar) + np.nan_to_num(tensor)
-    at_work = np.array([use is True for use in tensor_use(rows)], dtype=bool)
-    found[at_work & (np.nan_to_num(tensor) == 0)] = np.nan
-    return found
+    total: Array = np.where(np.nan_to_num(tensor) > 0, np.nan_to_num(scalar), scalar) + np.nan_to_num(tensor)
+    on_tensor_cores = np.array([use is True for use in tensor_use(rows)], dtype=bool)
+    total[on_tensor_cores & (np.nan_to_num(tensor) == 0)] = np.nan
+    return total
 
 
 def roofline(session: Session, by: str = "kernel", top: int = 40) -> Table:
-    """By kernel (short name) or module: operations, bytes, intensity, rate, and percent of the roof above it."""
+    """By kernel (short name) or module: FLOPs, DRAM bytes, intensity, rate, and percent of the roof."""
     columns = [
         Column(by, kind="text"),
         Column("ms", "ms", better="low", digits=3),
@@ -55,7 +55,7 @@ def roofline(session: Session, by: str = "kernel", top: int = 40) -> Table:
         Column("gbs", "GB/s", better="high", digits=0),
         Column("roof_tflops", "TFLOP/s"),
         Column("of_roof", "%", "percent", "high", 1),
-        Column("bound", kind="text", doc="which ceiling is above it: compute or memory"),
+        Column("bound", kind="text", doc="the lower ceiling: compute or memory"),
         Column("measured", "%", "percent", "high", 1),
     ]
     ran, count, gpu = kernels(session), steps(session), card_of(session)
@@ -65,12 +65,10 @@ def roofline(session: Session, by: str = "kernel", top: int = 40) -> Table:
     rows.sort(key=lambda r: -r["ms"])
     title = f"Roofline by {by}: {session.name}"
     if all(r["gflop"] is None for r in rows):
-        return Table(title, columns, refused="no operation counters were recorded (the full counter set is needed)")
-    notes = [
-        "Rates are over the time that has both counters. Ceilings are the datasheet's, not reached by any program."
-    ]
+        return Table(title, columns, refused="no FLOP counters were recorded (requires the full counter set)")
+    notes = ["Rates refer to the time for which both counters were read. Ceilings are peak rates of the datasheet."]
     if gpu is None:
-        notes.append("This GPU is not in the card table: no ceilings.")
+        notes.append("This GPU is not in the datasheet table; no ceilings are shown.")
     extra: dict[str, Any] = {"ceilings": None}
     if gpu is not None:
         extra["ceilings"] = {"bandwidth_gbs": gpu.bandwidth_gbs, "fp32": gpu.fp32, "tf32": gpu.tf32, "half": gpu.half}
@@ -78,13 +76,13 @@ def roofline(session: Session, by: str = "kernel", top: int = 40) -> Table:
 
 
 def _point(name: str, rows: pd.DataFrame, count: int, gpu: Card | None, by: str) -> dict[str, Any]:
-    time, done, moved = numbers(rows, "duration_us"), numbers(rows, "flops"), numbers(rows, "dram_bytes")
-    have = ~np.isnan(done) & ~np.isnan(moved) & ~np.isnan(time)
+    time, flop, moved = numbers(rows, "duration_us"), numbers(rows, "flops"), numbers(rows, "dram_bytes")
+    have = ~np.isnan(flop) & ~np.isnan(moved) & ~np.isnan(time)
     cells: dict[str, Any] = {by: name, "ms": float(np.nansum(time)) / 1e3 / count}
     cells["measured"] = share(float(np.nansum(time[have])), float(np.nansum(time)))
     if not have.any():
         return cells | {"gflop": None}
-    work, size, seconds = float(done[have].sum()), float(moved[have].sum()), float(time[have].sum()) * 1e-6
+    work, size, seconds = float(flop[have].sum()), float(moved[have].sum()), float(time[have].sum()) * 1e-6
     rate = work / seconds / 1e12 if seconds else None
     intensity = work / size if size else None
     cells |= {
@@ -102,7 +100,7 @@ def _point(name: str, rows: pd.DataFrame, count: int, gpu: Card | None, by: str)
 
 
 def _peak(rows: pd.DataFrame, gpu: Card) -> float:
-    """The compute ceiling that most of the rows' arithmetic ran under, by the sources of its tensor operations."""
+    """The peak rate for most of the rows' FLOPs, by the input type of their tensor operations."""
     if np.nansum(numbers(rows, "tensor_ops")) * 2 < numbers(rows, "flops").sum():
         return gpu.fp32
     by_source = {s: float(np.nansum(numbers(rows, f"tensor_ops_{s}"))) for s in ("tf32", "bf16", "fp16")}

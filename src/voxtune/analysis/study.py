@@ -1,4 +1,8 @@
-"""The seed's study beside this GPU: figure by figure its published values, its window here, and the whole step here."""
+"""The Med-DDPM profiling paper, reproduced: its published values beside this GPU, in its window and over the whole step.
+
+"The paper" in this package: Ryoo et al., Performance Analysis and Optimization of 3D Generative Diffusion Models across
+GPU Architectures, ICPE 2026, doi 10.1145/3777884.3797012. It profiled kernels 11 to 110 of a training run.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ NAMES = {"baseline": "Baseline", "tf32": "OPT1", "channels_last": "OPT2", "tf32+
 
 @functools.cache
 def paper() -> dict[str, Any]:
-    """The paper's stated values and how they were taken."""
+    """The values stated in the paper and how they were measured."""
     return json.loads(resources.files("voxtune.analysis").joinpath("data/paper.json").read_text())
 
 
@@ -42,7 +46,7 @@ def value_text(fact: dict[str, Any]) -> str:
 
 
 def study_table(sessions: Sequence[Session]) -> Table:
-    """One row a quantity and configuration. Sessions are matched by their config; a baseline is needed for ratios."""
+    """One row per quantity and configuration. Sessions are matched by config; a baseline session is required."""
     by_config = _by_config(sessions)
     columns = [
         Column("figure", kind="int"),
@@ -50,55 +54,57 @@ def study_table(sessions: Sequence[Session]) -> Table:
         Column("config", kind="text"),
         Column("unit", kind="text"),
         *(Column(gpu, kind="text", doc="as published") for gpu in GPUS),
-        Column("window", digits=3, doc="this GPU, launches 11 to 110, plain mean over launches"),
-        Column("step_plain", digits=3, doc="this GPU, whole step, plain mean over launches"),
-        Column("step", digits=3, doc="this GPU, whole step, weighted by time (or as docs/analysis.md says)"),
-        Column("counted", "%", "percent", "high", 0, "share of kernel time whose counters the step's value stands on"),
+        Column("window", digits=3, doc="this GPU, kernels 11 to 110, unweighted mean over launches"),
+        Column("step_plain", digits=3, doc="this GPU, whole step, unweighted mean over launches"),
+        Column("step", digits=3, doc="this GPU, whole step, weighted mean (see docs/reference/analysis.md)"),
+        Column("counted", "%", "percent", "high", 0, "share of kernel time with the counters for the step's value"),
     ]
     views = {c: _views(s) for c, s in by_config.items()}
     levels: tuple[Level, ...] = ("few", "full")
-    whole = {level: {c: refusal([s], level) for c, s in by_config.items()} for level in levels}
+    refused = {level: {c: refusal([s], level) for c, s in by_config.items()} for level in levels}
     rows = []
     for (figure, quantity, config), facts in _grouped().items():
         row: dict[str, Any] = {"figure": figure, "quantity": quantity, "config": config, "unit": facts[0]["unit"]}
         for fact in facts:
             row |= {g: value_text(fact) for g in (GPUS if fact["gpu"] == "all" else (fact["gpu"],))}
         if config in views:
-            # Warps and stalls are of the full counter set, cycles and instructions of the few.
-            row |= _measured(quantity, config, views, whole["full" if figure in (12, 13) else "few"])
+            # Warps and stalls require the full counter set, cycles and instructions the few tier.
+            row |= _measured(quantity, config, views, refused["full" if figure in (12, 13) else "few"])
             if row["step"] is not None:
                 row["counted"] = counted_pct(by_config[config], quantity.removesuffix("_ratio"))
         rows.append(row)
-    # What the seed's metric hides: how much of the pipe's business was matrix products.
-    products = {"figure": 10, "quantity": "tensor_pct", "unit": "%"}
+    # The paper's metric of the tensor pipe includes constants loaded through it: add matrix instructions alone.
+    tensor = {"figure": 10, "quantity": "tensor_pct", "unit": "%"}
     for config, session in by_config.items():
-        told = _measured("tensor_pct", config, views, whole["few"])
-        counted = {"counted": counted_pct(session, "tensor_pct")} if told["step"] is not None else {}
-        rows.append(products | {"config": config} | told | counted)
+        values = _measured("tensor_pct", config, views, refused["few"])
+        counted = {"counted": counted_pct(session, "tensor_pct")} if values["step"] is not None else {}
+        rows.append(tensor | {"config": config} | values | counted)
     rows.sort(key=lambda r: r["figure"])
     missing = [c for c in CONFIGS if c not in by_config]
-    notes = [paper()["source"], "tensor_pipe_pct is the seed's metric, constants loaded through the pipe included; "]
-    notes[-1] += "tensor_pct is matrix products alone."
-    notes += [
-        "A whole step's ratio is empty where a session does not cover its step; a value stands on the counted share."
+    notes = [
+        f"The paper: {paper()['source']}",
+        "tensor_pipe_pct is the paper's metric and includes constants loaded through the pipe; tensor_pct counts matrix "
+        "instructions only.",
+        "Ratios over the step are empty where a session does not cover its step. Counted: the share of kernel time with the "
+        "counters for the value.",
     ]
-    notes += [f"{c}: {reason}" for c, reason in whole["few"].items() if reason]
-    notes += [f"not recorded here: {', '.join(missing)}"] if missing else []
+    notes += [f"{c}: {reason}" for c, reason in refused["few"].items() if reason]
+    notes += [f"not recorded: {', '.join(missing)}"] if missing else []
     return Table(
-        "The seed's study on this GPU", columns, rows, notes, extra={"configs": NAMES, "method": paper()["method"]}
+        "The paper's values and this GPU", columns, rows, notes, extra={"configs": NAMES, "method": paper()["method"]}
     )
 
 
 def _by_config(sessions: Sequence[Session]) -> dict[str, Session]:
-    found: dict[str, Session] = {}
+    by_config: dict[str, Session] = {}
     for session in sessions:
         config = str(session.meta.get("config"))
-        if config in CONFIGS and config not in found:
-            found[config] = session
-    if "baseline" not in found:
+        if config in CONFIGS and config not in by_config:
+            by_config[config] = session
+    if "baseline" not in by_config:
         given = ", ".join(str(s.meta.get("config")) for s in sessions) or "none"
-        raise InputError(f"the study needs a session of configuration baseline; found {given}")
-    return found
+        raise InputError(f"the study requires a session with configuration baseline; given: {given}")
+    return by_config
 
 
 def _grouped() -> dict[tuple[int, str, str], list[dict[str, Any]]]:
@@ -112,7 +118,7 @@ View = tuple["Session", bool]
 
 
 def _views(session: Session) -> dict[str, View]:
-    """Which launches, and whether every launch weighs the same."""
+    """The launches of each view, and whether its means are unweighted."""
     return {"window": (window(session), True), "step_plain": (session, True), "step": (session, False)}
 
 
@@ -134,7 +140,7 @@ def _measured(
 
 
 def measure(session: Session, quantity: str, *, plain: bool) -> float | None:
-    """One of the seed's quantities in a session or window; None where its counters were not read."""
+    """One of the paper's quantities in a session or window; None where its counters were not read."""
     if quantity in ("cycles", "instructions", "ipc"):
         return totals(session)["ipc_weighted" if quantity == "ipc" and not plain else quantity]
     if quantity.startswith("priority_rank_"):
@@ -149,7 +155,7 @@ def measure(session: Session, quantity: str, *, plain: bool) -> float | None:
 
 
 def counted_pct(session: Session, quantity: str) -> float | None:
-    """Percent of kernel time that has what a quantity is computed from; 100 for what the timeline alone tells."""
+    """Percent of kernel time with the counters of a quantity; 100 for shares of time, which require none."""
     if quantity.endswith("_share"):
         return 100.0
     ran = kernels(session)
@@ -158,9 +164,9 @@ def counted_pct(session: Session, quantity: str) -> float | None:
     if quantity.startswith("priority_rank_"):
         have = ~np.isnan(numbers(ran, "est_speedup_pct"))
     elif stem in ("convolution", "dominant") and kind not in ("cycles", "ipc"):
-        told = (session.meta["tiers"].get("opcodes") or {}).get("time_share")
-        if told is not None:
-            return 100.0 * float(told)
+        time_share = (session.meta["tiers"].get("opcodes") or {}).get("time_share")
+        if time_share is not None:
+            return 100.0 * float(time_share)
         known = set(zip(*(session.opcodes[c] for c in ("name", "grid", "block")), strict=True))
         have = np.array(
             [k in known for k in zip(*(ran[c] for c in ("name", "grid", "block")), strict=True)], dtype=bool
@@ -171,7 +177,7 @@ def counted_pct(session: Session, quantity: str) -> float | None:
 
 
 def _share_of(session: Session, names: list[str]) -> float | None:
-    """Percent of kernel time. The seed's elementwise is a kernel's name, so it holds the copies by that kernel too."""
+    """Percent of kernel time. The paper classifies by kernel name: its elementwise includes copies by that kernel."""
     ran = kernels(session)
     time = numbers(ran, "duration_us")
     pointwise = np.array(["elementwise_kernel" in short(str(n)) for n in ran["name"]], dtype=bool)
@@ -183,27 +189,27 @@ def _share_of(session: Session, names: list[str]) -> float | None:
 def _rank(session: Session, name: str, score: str) -> float | None:
     table = priority(session, "class")
     ranked = sorted((r for r in table.rows if r[score] is not None), key=lambda r: -r[score])
-    found = [i for i, r in enumerate(ranked, start=1) if r["class"] == name]
-    return float(found[0]) if found else None
+    ranks = [i for i, r in enumerate(ranked, start=1) if r["class"] == name]
+    return float(ranks[0]) if ranks else None
 
 
-def _dominant(session: Session, what: str) -> float | None:
-    """Of the kernel that takes the most time."""
+def _dominant(session: Session, quantity: str) -> float | None:
+    """A quantity of the kernel with the largest share of kernel time."""
     shares = kernel_shares(session, top=1).rows
     if not shares:
         return None
-    if what == "share":
+    if quantity == "share":
         return shares[0]["share"]
     ran = kernels(session)
     rows = ran[np.array([short(str(n)) == shares[0]["kernel"] for n in ran["name"]], dtype=bool)]
     measures: dict[str, Callable[[], float | None]] = {
-        "cycles": lambda: _a_step(total(numbers(rows, "cycles")), steps(session)),
+        "cycles": lambda: _per_step(total(numbers(rows, "cycles")), steps(session)),
         "ipc": lambda: average(rows, "ipc"),
     }
-    return measures[what]() if what in measures else paper_shares(opcode_counts(session, rows))[what]
+    return measures[quantity]() if quantity in measures else paper_shares(opcode_counts(session, rows))[quantity]
 
 
-def _a_step(value: float | None, count: int) -> float | None:
+def _per_step(value: float | None, count: int) -> float | None:
     return None if value is None else value / count
 
 

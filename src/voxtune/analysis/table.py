@@ -1,6 +1,6 @@
-"""What every analysis returns: a small table that says its units, which way is better, and what it does not know.
+"""The result of every analysis: a table with units, the better direction, notes and missing values.
 
-A value that was not measured is None, never 0. A refused table carries the reason in place of rows.
+A value that was not measured is None, never 0. A refused table has a reason instead of rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Better = Literal["low", "high", "none"]
 
 @dataclass(frozen=True)
 class Column:
-    """`kind` says how to print: text, int, float, percent (0 to 100, unit %), bool. `digits` follow the point."""
+    """`kind` selects the format; percent is 0 to 100. `digits` are decimal places, `doc` is the tooltip."""
 
     name: str
     unit: str = ""
@@ -28,7 +28,7 @@ class Column:
 
 @dataclass
 class Table:
-    """`rows` map a column's name to str, int, float, bool or None. `extra`: what is no table, such as a verdict."""
+    """`rows` map column names to str, int, float, bool or None. `extra` holds results that are not rows, such as a verdict."""
 
     title: str
     columns: list[Column]
@@ -39,9 +39,11 @@ class Table:
 
     def __post_init__(self) -> None:
         names = [c.name for c in self.columns]
-        assert len(names) == len(set(names)), f"{self.title}: two columns of one name"
-        # Every row has every column and plain values only, so that printing and JSON need no special case.
-        self.rows = [{n: plain(row.get(n)) for n in names} | _unknown(row, names, self.title) for row in self.rows]
+        assert len(names) == len(set(names)), f"{self.title}: duplicate column names"
+        unknown = {key for row in self.rows for key in row} - set(names)
+        assert not unknown, f"{self.title}: not columns: {sorted(unknown)}"
+        # Every row has every column and plain values, so printing and JSON need no special cases.
+        self.rows = [{n: plain(row.get(n)) for n in names} for row in self.rows]
 
     def column(self, name: str) -> list[Any]:
         assert any(c.name == name for c in self.columns), f"{self.title}: no column {name}"
@@ -49,9 +51,9 @@ class Table:
 
     def row(self, **match: Any) -> dict[str, Any]:
         """The one row whose cells equal `match`."""
-        found = [r for r in self.rows if all(r[k] == v for k, v in match.items())]
-        assert len(found) == 1, f"{self.title}: {len(found)} rows match {match}"
-        return found[0]
+        matches = [r for r in self.rows if all(r[k] == v for k, v in match.items())]
+        assert len(matches) == 1, f"{self.title}: {len(matches)} rows match {match}"
+        return matches[0]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -80,7 +82,7 @@ def refuse(title: str, reason: str, columns: Iterable[Column] = ()) -> Table:
 
 
 def plain(value: Any) -> Any:
-    """A cell as JSON knows it: numpy's and pandas' scalars unwrapped; NA, NaN and infinities become None."""
+    """A cell as a JSON value: numpy and pandas scalars unwrapped; NA, NaN and infinities become None."""
     if value is None or isinstance(value, str | bool):
         return value
     if hasattr(value, "item"):
@@ -92,12 +94,6 @@ def plain(value: Any) -> Any:
     if type(value).__name__ in ("NAType", "NaTType"):
         return None
     raise AssertionError(f"not a plain value: {value!r}")
-
-
-def _unknown(row: dict[str, Any], names: list[str], title: str) -> dict[str, Any]:
-    extra = set(row) - set(names)
-    assert not extra, f"{title}: not columns: {sorted(extra)}"
-    return {}
 
 
 def as_text(table: Table) -> str:
@@ -117,7 +113,7 @@ def cell(value: Any, column: Column) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:,.{column.digits}f}"
-    # A hostile kernel name must not move the cursor of the terminal it is printed on.
+    # A kernel name must not send control characters to the terminal.
     return "".join(ch if ch.isprintable() else "?" for ch in str(value))
 
 

@@ -1,7 +1,7 @@
-"""Walks a network on the meta device: what each operator computes and moves, and what memory holds at every moment.
+"""Walks a network on the meta device: FLOPs and bytes of each operator, and the memory allocated while it runs.
 
-Nothing is computed: tensors have shapes and strides but no storage, so a model larger than any card is walked on a
-laptop. Strides are followed too, so that the copies a memory format buys appear as they would on a GPU.
+Nothing is computed: tensors have shapes and strides but no storage, so the network may be larger than any memory.
+Strides are tracked, so that copies between memory formats appear as on a GPU.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty"}
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """One operator. `bytes` are those of its operands and results; `elements` those of its first operand.
+    """One operator. `bytes` is the size of its operands and results, `elements` that of its first operand.
 
-    `relayout` are bytes that must be written in the other memory format before it can start. Of a convolution: `rows`
-    are its output voxels, `columns` and `inner` its output and input channels, `activation` the bytes of its input
-    (`activation_in`) and output together, `biased` whether it has a bias (backward: its gradient). Of a norm: `rows` are
-    its groups (backward: channels).
+    `relayout`: bytes to convert to the other memory format first. Convolutions: `rows` are output voxels, `columns` and
+    `inner` output and input channels, `activation` the bytes of input (`activation_in`) and output, `biased` whether
+    there is a bias (or its gradient). Norms: `rows` are groups (backward: channels).
     """
 
     name: str
@@ -53,25 +52,25 @@ class Op:
 
 @dataclass(kw_only=True)
 class Walk:
-    """`timeline` holds, an operator, the bytes in use while it runs; `kept` the bytes that products, convolutions and
-    norms read in the forward pass: what a compiler has to keep for the backward pass.
+    """`timeline`: bytes allocated while each operator runs. `saved_elements`: inputs of matmuls, convolutions and norms
+    in the forward pass, which a compiled step saves for the backward pass.
     """
 
     ops: list[Op] = field(default_factory=list)
     timeline: list[float] = field(default_factory=list)
     parameter_elements: int = 0
-    kept_elements: float = 0.0
+    saved_elements: float = 0.0
     widest_norm: float = 0.0
 
 
 class MetaAutocast(TorchFunctionMode):
-    """What torch.autocast does on a GPU for the operators of these networks; the real one ignores meta tensors."""
+    """torch.autocast for the operators of these networks; the original ignores meta tensors."""
 
     NAMES = frozenset({"conv1d", "conv2d", "conv3d", "linear", "einsum", "bmm", "matmul"})
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(function, "__name__", "") in self.NAMES:
-            args, kwargs = tree_map(_halved, (args, kwargs or {}))
+            args, kwargs = tree_map(_to_bf16, (args, kwargs or {}))
         return function(*args, **(kwargs or {}))
 
 
@@ -82,21 +81,21 @@ class Recorder(TorchDispatchMode):
         self.phase = "forward"
         self.channels_last = channels_last
         self.live = 0.0
-        self.known: set[int] = set()
-        self.kept: set[int] = set()
+        self.tracked: set[int] = set()
+        self.saved: set[int] = set()
 
-    def hold(self, tensor: Tensor) -> None:
-        """Counts the tensor's storage until its last user lets go of it."""
+    def track(self, tensor: Tensor) -> None:
+        """Counts the storage of the tensor until it is freed."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key in self.known:
+        if key in self.tracked:
             return
-        self.known.add(key)
+        self.tracked.add(key)
         self.live += size
 
         def release() -> None:
-            self.known.discard(key)
-            self.kept.discard(key)
+            self.tracked.discard(key)
+            self.saved.discard(key)
             self.live -= size
 
         weakref.finalize(storage, release)
@@ -109,10 +108,10 @@ class Recorder(TorchDispatchMode):
         if self.channels_last and name in ("convolution", "convolution_backward"):
             relayout, out = _channels_last(name, args, out)
         inputs, outputs = _tensors((args, kwargs)), _tensors(out)
-        held = {t.untyped_storage()._cdata for t in inputs}
-        view = not function._schema.is_mutable and any(t.untyped_storage()._cdata in held for t in outputs)
+        storages = {t.untyped_storage()._cdata for t in inputs}
+        view = not function._schema.is_mutable and any(t.untyped_storage()._cdata in storages for t in outputs)
         for tensor in outputs:
-            self.hold(tensor)
+            self.track(tensor)
         if not view and name not in ALLOCATIONS and outputs:
             count = flop_registry.get(function.overloadpacket)
             flops = count(*args, **kwargs, out_val=out) if count else 0
@@ -123,7 +122,7 @@ class Recorder(TorchDispatchMode):
         self, name: str, flops: float, inputs: list[Tensor], outputs: list[Tensor], relayout: float, args: Any
     ) -> None:
         if self.phase == "forward" and (name == "convolution" or name in PRODUCTS or name == "native_group_norm"):
-            self._keep(inputs[0])
+            self._save(inputs[0])
         if name == "native_group_norm":
             self.walk.widest_norm = max(self.walk.widest_norm, inputs[0].numel())
         self.walk.ops.append(
@@ -140,11 +139,11 @@ class Recorder(TorchDispatchMode):
         )
         self.walk.timeline.append(self.live + relayout)
 
-    def _keep(self, tensor: Tensor) -> None:
+    def _save(self, tensor: Tensor) -> None:
         key = tensor.untyped_storage()._cdata
-        if key not in self.kept:
-            self.kept.add(key)
-            self.walk.kept_elements += tensor.numel()
+        if key not in self.saved:
+            self.saved.add(key)
+            self.walk.saved_elements += tensor.numel()
 
 
 def walk(
@@ -156,10 +155,10 @@ def walk(
     autocast: bool = False,
     channels_last: bool = False,
 ) -> Walk:
-    """One step of the network: a forward pass, and for training its loss, backward pass and Adam's update.
+    """One step of the network: a forward pass; for training also loss, backward pass and the state of Adam.
 
-    `build` and `inputs` are called under the meta device; the first input is the noisy image, which stands in for the
-    target of the loss.
+    `build` and `inputs` are called under the meta device. The first input, the noisy image, is also the target of the
+    loss.
     """
     with torch.device("meta"):
         network = build().to(dtype)
@@ -169,7 +168,7 @@ def walk(
     casting: contextlib.AbstractContextManager[Any] = MetaAutocast() if autocast else contextlib.nullcontext()
     with casting, Recorder(channels_last=channels_last) as recorder:
         for tensor in [*network.parameters(), *(t for t in tensors if t is not None)]:
-            recorder.hold(tensor)
+            recorder.track(tensor)
         if train:
             _train_step(network, tensors, recorder)
         else:
@@ -180,7 +179,7 @@ def walk(
 
 
 def _train_step(network: nn.Module, tensors: list[Any], recorder: Recorder) -> None:
-    # Adam's two moments live for the whole of training.
+    # The two moments of Adam stay allocated throughout training.
     moments = [torch.empty_like(p) for p in network.parameters() for _ in range(2)]
     loss = (network(*tensors) - tensors[0]).abs().mean()
     recorder.phase = "backward"
@@ -199,7 +198,7 @@ def _to_channels_last(network: nn.Module, tensors: list[Any]) -> tuple[nn.Module
 
 
 def _channels_last(name: str, args: Any, out: Any) -> tuple[float, Any]:
-    """A channels-last convolution returns channels-last, and first copies operands that are not."""
+    """A channels-last convolution returns channels-last; operands in another format are copied first."""
     operands = args[:1] if name == "convolution" else args[:2]
     fmt = CHANNELS_LAST.get(args[0].dim())
     if fmt is None:
@@ -229,13 +228,13 @@ def _matrix(name: str, args: Any, inputs: list[Tensor], outputs: list[Tensor]) -
     if name == "native_group_norm":
         return {"rows": int(args[3] * args[6])}  # (input, weight, bias, N, C, HxW, group, eps)
     if name == "native_group_norm_backward":
-        return {"rows": int(args[5] * args[6])}  # one block a channel: (grad, input, mean, rstd, weight, N, C, ...)
+        return {"rows": int(args[5] * args[6])}  # one block per channel: (grad, input, mean, rstd, weight, N, C, ...)
     if name in PRODUCTS:
         return {"rows": outputs[0].numel() // outputs[0].shape[-1], "columns": int(outputs[0].shape[-1]), "inner": 64}
     return {}
 
 
-def _halved(value: Any) -> Any:
+def _to_bf16(value: Any) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.to(torch.bfloat16)
     return value

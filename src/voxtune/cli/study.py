@@ -95,10 +95,10 @@ def _print_study(sessions: list[Session], output: Output) -> dict[str, Any]:
     from voxtune.analysis.study import study_table
     from voxtune.report.build import by_figure
     from voxtune.report.console import make_console, print_table
-    from voxtune.report.sections.comparison import alike
+    from voxtune.report.sections.comparison import comparable
 
     tables: dict[str, Any] = {}
-    for name, group in alike(sessions).items():
+    for name, group in comparable(sessions).items():
         try:
             table = study_table(group)
         except InputError as error:

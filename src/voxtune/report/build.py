@@ -1,4 +1,4 @@
-"""Sessions to a document: every section in reading order. All numbers come from the analysis."""
+"""Builds the report of sessions: all sections in reading order, with values from voxtune.analysis."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from voxtune.errors import InputError
 from voxtune.report.charts import MODES
 from voxtune.report.document import Document, Fact, Section
 from voxtune.report.numbers import MISSING, clip, number
-from voxtune.report.sections import comparison as about_comparison
-from voxtune.report.sections import counters as about_counters
-from voxtune.report.sections import findings as about_findings
-from voxtune.report.sections import step as about_step
+from voxtune.report.sections import comparison, counters, findings, step
 
 if TYPE_CHECKING:
     from voxtune.analysis.table import Table
@@ -25,54 +22,54 @@ if TYPE_CHECKING:
 
 Make = Callable[[Sequence[str], Sequence["Session"]], Section]
 
-# What is said of each session.
-OF_EACH: tuple[Make, ...] = (
-    about_step.step_time,
-    about_step.mix,
-    about_step.phases,
-    about_step.modules,
-    about_step.timeline,
-    about_findings.ledger,
-    about_findings.precision,
-    about_step.memory,
-    about_findings.roofline,
-    about_counters.instructions,
-    about_counters.ipc,
-    about_counters.pipes,
-    about_counters.caches,
-    about_counters.warps,
-    about_counters.stalls,
-    about_counters.priorities,
-    about_step.components,
+# Sections about each session.
+PER_SESSION: tuple[Make, ...] = (
+    step.step_time,
+    step.mix,
+    step.phases,
+    step.modules,
+    step.timeline,
+    findings.ledger,
+    findings.precision,
+    step.memory,
+    findings.roofline,
+    counters.instructions,
+    counters.ipc,
+    counters.pipes,
+    counters.caches,
+    counters.warps,
+    counters.stalls,
+    counters.priorities,
+    step.components,
 )
-# What is said of sessions together: of whole steps only, so without the windows cut out of them.
-TOGETHER: tuple[Make, ...] = (
-    about_comparison.comparison,
-    about_comparison.windows,
-    about_comparison.study,
-    about_comparison.advice,
-    about_findings.coverage,
-    about_findings.environment,
+# Sections about all sessions together, without profiling windows.
+ACROSS_SESSIONS: tuple[Make, ...] = (
+    comparison.comparison,
+    comparison.windows,
+    comparison.study,
+    comparison.advice,
+    findings.coverage,
+    findings.environment,
 )
 
 
 def build(sessions: Sequence[Session], *, window: str | None = None) -> Document:
     """With `window` ("paper" or "SKIP:COUNT"), each session is followed by what that profiling window would have seen of it."""
     if not sessions:
-        raise InputError("no session to report on; record one with voxtune profile")
+        raise InputError("no sessions given; record one with voxtune profile")
     for session in sessions:
         if kernels(session).empty:
-            raise InputError(f"session {session.name!r} holds no kernel or operator; record it again")
-    whole, names = list(sessions), labels(sessions)
+            raise InputError(f"session {session.name!r} contains no kernels or operators; record it again")
+    complete, names = list(sessions), labels(sessions)
     if window is not None:
-        sessions = [view for s in whole for view in (s, _windowed(s, window))]
-    every = labels(sessions)
-    sections = [make(every, sessions) for make in OF_EACH] + [make(names, whole) for make in TOGETHER]
+        sessions = [view for s in complete for view in (s, _windowed(s, window))]
+    all_names = labels(sessions)
+    sections = [make(all_names, sessions) for make in PER_SESSION] + [make(names, complete) for make in ACROSS_SESSIONS]
     return Document(
         title=_title(sessions),
         subtitle=_subtitle(sessions),
-        facts=_facts(whole),
-        badges=[about_findings.badge(n, s) for n, s in zip(every, sessions, strict=True)],
+        facts=_facts(complete),
+        badges=[findings.badge(n, s) for n, s in zip(all_names, sessions, strict=True)],
         sections=sections,
     )
 
@@ -84,8 +81,8 @@ def _windowed(session: Session, name: str) -> Session:
 
 
 def _values(sessions: Sequence[Session], read: Callable[[dict[str, Any]], Any]) -> list[str]:
-    found = (read(s.meta) for s in sessions)
-    return list(dict.fromkeys(str(v) for v in found if v not in (None, "")))
+    values = (read(s.meta) for s in sessions)
+    return list(dict.fromkeys(str(v) for v in values if v not in (None, "")))
 
 
 def _environment(sessions: Sequence[Session], key: str) -> list[str]:
@@ -102,9 +99,9 @@ def _subtitle(sessions: Sequence[Session]) -> str:
     gpus = " and ".join(_environment(sessions, "gpu")) or "a CPU"
     sizes = " and ".join(_values(sessions, lambda m: _size(m.get("size"))))
     versions = [
-        f"{label} {' and '.join(found)}"
+        f"{label} {' and '.join(versions)}"
         for key, label in (("torch", "PyTorch"), ("cuda", "CUDA"), ("cudnn", "cuDNN"))
-        if (found := _environment(sessions, key))
+        if (versions := _environment(sessions, key))
     ]
     created = sorted(_values(sessions, lambda m: str(m.get("created") or "")[:10]))
     parts = [f"{len(sessions)} recorded configuration{'s' if len(sessions) > 1 else ''} on {gpus}"]
@@ -123,29 +120,29 @@ def _size(size: Any) -> str | None:
 
 
 def _facts(sessions: Sequence[Session]) -> list[Fact]:
-    """The fastest and the slowest, what one step launches, what counters saw of it, the peak of memory."""
+    """The headline: step times, launches, coverage of counters, peak memory."""
     table = step_totals(sessions)
     facts = _walls(sessions, table)
     launches = sorted({r["launches"] for r in table.rows})
-    facts.append(Fact(label="Launches a step", value=_range(launches, 0)))
+    facts.append(Fact(label="Launches per step", value=_range(launches, 0)))
     covered = [round(certify(s).few_time_pct, 1) for s in sessions]
     some = sorted(c for c in covered if c)
     note = "of step time" if len(some) == len(covered) else f"of step time, in {len(some)} of {len(covered)} sessions"
-    share = f"{_range(some, 1)} %" if some else "nothing"
-    facts.append(Fact(label="Counters cover", value=share, note=note if some else _why(sessions)))
+    share = f"{_range(some, 1)} %" if some else "none"
+    facts.append(Fact(label="Counter coverage", value=share, note=note if some else _why(sessions)))
     peaks = sorted({r["peak_gib"] for r in table.rows if r["peak_gib"] is not None})
     facts.append(Fact(label="Peak memory", value=f"{_range([float(p) for p in peaks], 1)} GiB" if peaks else MISSING))
     return facts
 
 
 def _why(sessions: Sequence[Session]) -> str:
-    """Why there are no counters, as the sessions tell it."""
+    """Why the sessions have no counters."""
     reasons = _values(sessions, lambda m: (m["tiers"].get("few") or {}).get("why"))
     return clip(reasons[0], 90) if reasons else "none were recorded"
 
 
 def _walls(sessions: Sequence[Session], table: Table) -> list[Fact]:
-    """The fastest and the slowest step; where training and sampling were recorded, from which to which each takes."""
+    """The fastest and the slowest step; the range per mode if both training and sampling were recorded."""
     modes: dict[str, list[dict[str, Any]]] = {}
     for session, row in zip(sessions, table.rows, strict=True):
         if row["wall_ms"] is not None:
@@ -155,9 +152,9 @@ def _walls(sessions: Sequence[Session], table: Table) -> list[Fact]:
     if len(modes) > 1:
         return [
             Fact(
-                label=f"A {MODES.get(mode, mode)} step takes",
+                label=f"{MODES.get(mode, mode).capitalize()} step",
                 value=f"{_range([rows[0]['wall_ms'], rows[-1]['wall_ms']], 1)} ms",
-                note=f"least with {rows[0]['session'].removeprefix(f'{mode} ')}",
+                note=f"fastest: {rows[0]['session'].removeprefix(f'{mode} ')}",
             )
             for mode, rows in modes.items()
         ]
@@ -191,7 +188,7 @@ TITLES = {
 
 
 def by_figure(table: Table) -> list[Table]:
-    """The study's table cut into one for each figure of the seed; the notes stay with the last."""
+    """The study table split into one table per figure of the paper; the last one keeps the notes."""
     if table.refused:
         return [table]
     columns = [c for c in table.columns if c.name != "figure"]

@@ -1,4 +1,4 @@
-"""A canvas to draw SVG on: shapes, escaped text, axes. For documents, so in light colours on no background."""
+"""SVG primitives: shapes, escaped text, axes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from xml.sax.saxutils import escape, quoteattr
 
 INK, MUTED, LINE, HAIR = "#16191d", "#5c636c", "#dfe3e8", "#edf0f3"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', sans-serif"
-CHARACTER = 7.0  # a generous mean width at 12 px
+CHARACTER = 7.0  # mean width at 12 px, rounded up
 _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-# The colours of a card by preference; attributes are presentation hints, which a style sheet overrides.
+# A style sheet overrides presentation attributes such as fill.
 PAPER = "#fdfdfe"
 _DARK = {PAPER: "#14181d", INK: "#e8ebef", MUTED: "#a3abb5", LINE: "#3a414a", HAIR: "#262c33"}
 _CARD = (
@@ -26,7 +26,7 @@ _CARD = (
 
 
 class Canvas:
-    """`card`: on a background of its own, light or dark as the reader prefers. Else transparent, in light colours."""
+    """`card`: with a background, light or dark by the preference of the reader. Else transparent with dark text."""
 
     def __init__(self, width: float = 760, *, card: bool = False):
         self.width = width
@@ -78,26 +78,26 @@ class Canvas:
         size: float = 12,
         fill: str = INK,
         bold: bool = False,
-        turn: bool = False,
+        rotate: bool = False,
     ) -> None:
         weight = ' font-weight="600"' if bold else ""
-        turned = f' transform="rotate(-90 {x:.1f} {y:.1f})"' if turn else ""
-        style = f'text-anchor="{anchor}" font-size="{size}" fill="{fill}"{weight}{turned}'
+        rotation = f' transform="rotate(-90 {x:.1f} {y:.1f})"' if rotate else ""
+        style = f'text-anchor="{anchor}" font-size="{size}" fill="{fill}"{weight}{rotation}'
         self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}" {style}>{clean(text)}</text>')
 
     def heading(self, title: str, items: Iterable[tuple[str, str]] = ()) -> float:
-        """The title and, below it, the key to the colours; gives the y where the drawing starts."""
+        """Draws the title and the legend; returns the y where the plot starts."""
         self.text(0, 16, title, size=14, bold=True)
         x, y = 0.0, 38.0
-        shown = list(items)
-        for name, colour in shown:
-            room = 26 + len(name) * CHARACTER
-            if x and x + room > self.width:
+        legend = list(items)
+        for name, colour in legend:
+            item_width = 26 + len(name) * CHARACTER
+            if x and x + item_width > self.width:
                 x, y = 0.0, y + 18
             self.rect(x, y - 9, 10, 10, colour)
             self.text(x + 15, y, name, fill=MUTED)
-            x += room
-        return y + 12 if shown else 30.0
+            x += item_width
+        return y + 12 if legend else 30.0
 
     def finish(self, height: float, title: str) -> str:
         body = "\n".join([*([_CARD] if self.card else []), *self.parts])
@@ -110,7 +110,7 @@ class Canvas:
 
 
 def clean(text: str) -> str:
-    """Text that is safe inside any XML: markup escaped, characters that XML forbids replaced."""
+    """Escapes markup and replaces characters that XML forbids."""
     return escape(_FORBIDDEN.sub("�", text))
 
 
@@ -145,4 +145,4 @@ def y_axis(
         canvas.line(left, place(tick), right, place(tick), stroke=HAIR)
         canvas.text(left - 6, place(tick) + 4, f"{tick:g}", anchor="end", size=11, fill=MUTED)
     middle = (place(ticks[0]) + place(ticks[-1])) / 2
-    canvas.text(12, middle, name, anchor="middle", size=11, fill=MUTED, turn=True)
+    canvas.text(12, middle, name, anchor="middle", size=11, fill=MUTED, rotate=True)

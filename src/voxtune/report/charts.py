@@ -1,4 +1,4 @@
-"""From an analysis' table to a figure: which column is the label, which the colour, which the length."""
+"""Figures and sections from tables: which column is the label, which the colour, which the length of a bar."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MODES = {"train": "training", "sample": "sampling"}
 PHASES = ("forward", "backward", "optimizer", "transfer", "other")
-# Work first, what surrounds it after: the order in which stacked bars and their keys read best.
+# The order of kernel classes in stacked bars and legends: convolutions first, unknown last.
 ORDER = (
     *(c for c in CLASSES if c.startswith("conv")),
     *(c for c in CLASSES if not c.startswith("conv") and c != "unknown"),
@@ -26,13 +26,13 @@ ORDER = (
 LABELS = {
     "tensor_pct": "tensor pipes",
     "fma_pct": "FMA pipes (CUDA cores)",
-    "alu_pct": "integer and logic pipes",
+    "alu_pct": "ALU pipes (integer and logic)",
     "sm_pct": "SM throughput",
     "memory_pct": "memory throughput",
     "l1_hit_pct": "L1 hit rate",
     "l2_hit_pct": "L2 hit rate",
     "dram_pct": "DRAM throughput",
-    "warps_active": "active warps an SM",
+    "warps_active": "active warps per SM",
     "occupancy_pct": "occupancy",
     "ipc": "IPC",
 }
@@ -43,7 +43,7 @@ def label(column: str) -> str:
 
 
 def in_order(names: Iterable[str], order: Sequence[str] = ORDER) -> list[str]:
-    """In the standing order (of kernel classes, if no other is given), others behind as they came."""
+    """Sorted by `order` (default: kernel classes); unknown names follow in their given order."""
     place = {name: i for i, name in enumerate(order)}
     return sorted(dict.fromkeys(names), key=lambda n: place.get(n, len(place)))
 
@@ -60,13 +60,13 @@ def stacked_bars(
     digits: int = 1,
     order: Sequence[str] = ORDER,
 ) -> Bars | None:
-    """A bar a session, split by the table's `key`. None when no session has the data."""
+    """One bar per session, split by column `key`. None if no session has data."""
     known = {name: t for name, t in tables.items() if not t.refused and t.rows}
     if not known:
         return None
     sums = {name: _sums(t, key, value) for name, t in known.items()}
     parts = in_order((p for s in sums.values() for p in s), order)
-    # A session without the data has no bar; one without that part has a part of no length.
+    # None where a session was not measured, 0 where it lacks the part.
     series = [Series(name=p, values=[sums[n].get(p, 0.0) if n in sums else None for n in tables]) for p in parts]
     return Bars(
         id=id, title=title, caption=caption, labels=list(tables), series=series, unit=unit, digits=digits, stacked=True
@@ -93,7 +93,7 @@ def grouped_bars(
     caption: str = "",
     digits: int = 1,
 ) -> Bars | None:
-    """A group of bars a session: the `values` of its one row that matches `row`."""
+    """One group of bars per session: columns `values` of the row that matches `row`."""
     cells = {name: _cells(t, row) for name, t in tables.items()}
     series = [Series(name=label(v), values=[cells[n].get(v) for n in tables]) for v in values]
     if all(v is None for s in series for v in s.values):
@@ -102,8 +102,8 @@ def grouped_bars(
 
 
 def _cells(table: Table, match: dict[str, Any]) -> dict[str, Any]:
-    found = [r for r in table.rows if all(r[k] == v for k, v in match.items())]
-    return found[0] if found and not table.refused else {}
+    matches = [r for r in table.rows if all(r[k] == v for k, v in match.items())]
+    return matches[0] if matches and not table.refused else {}
 
 
 def bars_from_rows(
@@ -119,7 +119,7 @@ def bars_from_rows(
     stacked: bool = False,
     top: int = 16,
 ) -> Bars | None:
-    """A label a row of one table."""
+    """One bar per row of a table."""
     rows = [r for r in table.rows if any(r[v] is not None for v in values)][:top]
     if table.refused or not rows:
         return None
@@ -134,21 +134,21 @@ def block(section: str, table: Table, place: int = 0, *, folded: bool = False, p
     return TableBlock(id=f"{section}-{part}-{place}", table=table, folded=folded)
 
 
-def present(*found: Figure | None) -> list[Block]:
-    return [f for f in found if f is not None]
+def present(*figures: Figure | None) -> list[Block]:
+    return [f for f in figures if f is not None]
 
 
 def make_tabs(
     names: Sequence[str], sessions: Sequence[Session], make: Callable[[Session, int], list[Block]]
 ) -> list[Tab]:
-    """What `make` shows for each session."""
+    """One tab per session with the blocks that `make` returns."""
     return [Tab(label=n, blocks=make(s, i)) for i, (n, s) in enumerate(zip(names, sessions, strict=True))]
 
 
 def split_by_mode(
     figure: Bars, names: Sequence[str], sessions: Sequence[Session], tier: str | None = None
 ) -> list[Block]:
-    """One figure a mode: a training step beside a sampling step only hides the shorter one. `tier`: what it stands on."""
+    """One figure per mode, since training steps are much longer than sampling steps. `tier`: the source of its values."""
     modes = list(dict.fromkeys(str(s.meta["mode"]) for s in sessions))
     if len(modes) < 2:
         figure.caption = f"{figure.caption} {coverage_note(names, sessions, tier)}".strip()
@@ -170,9 +170,9 @@ def split_by_mode(
             continue
         title = f"{figure.title}: {MODES.get(mode, mode)}"
         labels = [names[i].removeprefix(f"{mode} ") for i in rows]
-        told = {**vars(figure), "id": f"{figure.id}-{mode}", "title": title, "labels": labels, "series": series}
+        fields = {**vars(figure), "id": f"{figure.id}-{mode}", "title": title, "labels": labels, "series": series}
         caption = f"{figure.caption} {coverage_note(labels, [sessions[i] for i in rows], tier)}".strip()
-        out.append(Bars(**told | {"caption": caption}))
+        out.append(Bars(**fields | {"caption": caption}))
     return out
 
 
@@ -186,25 +186,25 @@ def overview(
     one: Callable[[Session, int], list[Block]],
     tier: str | None = None,
 ) -> Section:
-    """The shape of most sections: all sessions in one figure a mode, then what `one` shows for each session."""
+    """The usual section: all sessions in one figure per mode, then one tab per session with the blocks of `one`."""
     blocks = [b for f in figures if f is not None for b in split_by_mode(f, names, sessions, tier)]
     return Section(id=id, title=title, lead=lead, blocks=blocks, tabs=make_tabs(names, sessions, one))
 
 
 def coverage_note(names: Sequence[str], sessions: Sequence[Session], tier: str | None) -> str:
-    """The share of kernel time behind a tier's figure, session by session; nothing to say where it is the whole."""
+    """The share of kernel time that a counter tier covers, per session; empty if it is complete."""
     shares = [(s.meta["tiers"].get(tier) or {}).get("time_share") for s in sessions]
     known = [(n, float(share)) for n, share in zip(names, shares, strict=True) if share]
     if all(share >= 0.99 for _, share in known):
         return ""
-    told = ", ".join(f"{name} {100 * share:.0f} %" for name, share in known)
-    return f"Counted is a share of kernel time: {told}."
+    shares_text = ", ".join(f"{name} {100 * share:.0f} %" for name, share in known)
+    return f"Counters cover part of the kernel time: {shares_text}."
 
 
-def not_recorded(session: Session, tier: str, what: str) -> Text:
-    """Says that something was not recorded, and why."""
+def not_recorded(session: Session, tier: str, subject: str) -> Text:
+    """A message that `subject` was not recorded, and why."""
     tiers = session.meta["tiers"]
     state = tiers.get(tier) or tiers.get("full") or {}
     why = state.get("why") if isinstance(state, dict) else None
-    reason = f": {why}" if why else " in this session"
-    return Text(text=f"{what} not recorded{reason}. Missing is not zero; nothing is drawn.", tone="missing")
+    reason = f" ({why})" if why else " in this session"
+    return Text(text=f"{subject}: not recorded{reason}.", tone="missing")

@@ -1,4 +1,4 @@
-"""A document on the console: its headline, then every table; figures are left to the page and to SVG."""
+"""Prints a document on the console: headline and tables, without figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PIPE_WIDTH = 200
 
 
 def make_console() -> Console:
-    """The terminal as wide as it is; a file or a pipe wide enough for any table."""
+    """A console with the width of the terminal, or a fixed width for files and pipes."""
     from rich.console import Console
 
     console = Console()
@@ -39,14 +39,14 @@ def print_document(document: Document, console: Console, *, rows: int = ROWS) ->
 
 
 def print_table(table: Table, console: Console, *, rows: int = ROWS) -> None:
-    """Names enter as plain text: what looks like markup in a kernel's name stays text."""
+    """Cells are plain text: markup in a kernel name is not interpreted."""
     from rich.table import Table as Grid
     from rich.text import Text as Line
 
     if table.refused:
         console.print(Line(f"{table.title}: refused: {table.refused}", style="red"))
     elif not table.rows:
-        console.print(Line(f"{table.title}: nothing to show", style="dim"))
+        console.print(Line(f"{table.title}: no data", style="dim"))
     else:
         grid = Grid(title=Line(table.title, style="bold"), title_justify="left", box=None, pad_edge=False)
         columns = [c for c in table.columns if any(r[c.name] is not None for r in table.rows)]
@@ -60,11 +60,11 @@ def print_table(table: Table, console: Console, *, rows: int = ROWS) -> None:
         for row in table.rows[:rows]:
             grid.add_row(*(Line(_printable(clip(cell(row[c.name], c), NAME_WIDTH))) for c in columns))
         console.print(grid)
-        absent = [heading(c)[0] for c in table.columns if c not in columns]
-        if absent:
-            console.print(Line(f"  not measured: {', '.join(absent)}", style="dim"))
+        missing = [heading(c)[0] for c in table.columns if c not in columns]
+        if missing:
+            console.print(Line(f"  not measured: {', '.join(missing)}", style="dim"))
         if len(table.rows) > rows:
-            console.print(Line(f"  and {len(table.rows) - rows} rows more", style="dim"))
+            console.print(Line(f"  ... {len(table.rows) - rows} more rows", style="dim"))
     for note in table.notes:
         console.print(Line(f"  {_printable(note)}", style="dim"))
 
@@ -106,5 +106,5 @@ def _print_badge(badge: Badge, console: Console) -> None:
 
 
 def _printable(text: str) -> str:
-    """Control characters of a hostile name must not reach the terminal."""
+    """Replaces control characters, which a kernel name must not send to the terminal."""
     return "".join(c if c.isprintable() else "�" for c in text)

@@ -1,4 +1,4 @@
-"""A report before it has a form: sections of text, figures and tables, in reading order."""
+"""A report independent of its output format: sections of text, figures and tables, in reading order."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from voxtune.analysis.table import Table
 from voxtune.report.figure import Figure
 
-# More badges than this hide what they say.
-MANY = 4
+# More passed badges than this are shown as one.
+MAX_BADGES = 4
 
 
 @dataclass(kw_only=True)
@@ -22,7 +22,7 @@ class Text:
 
 @dataclass(kw_only=True)
 class Fact:
-    """One number of the headline."""
+    """One value of the headline."""
 
     label: str
     value: str
@@ -31,7 +31,7 @@ class Fact:
 
 @dataclass(kw_only=True)
 class Badge:
-    """A verdict that is seen at once, with its reasons."""
+    """A verdict with its reasons."""
 
     label: str
     good: bool
@@ -40,7 +40,7 @@ class Badge:
 
 @dataclass(kw_only=True)
 class TableBlock:
-    """A table under a name unique in the document. `folded`: the reader opens it."""
+    """A table; `id` is unique in the document. `folded`: collapsed until opened."""
 
     id: str
     table: Table
@@ -52,7 +52,7 @@ Block = Text | Badge | Figure | TableBlock
 
 @dataclass(kw_only=True)
 class Tab:
-    """What a section shows for one session; the reader chooses among its fellows."""
+    """The blocks of one session in a section."""
 
     label: str
     blocks: list[Block]
@@ -81,9 +81,9 @@ class Document:
     sections: list[Section]
 
     def headline(self) -> list[Badge]:
-        """The badges as they are seen first: many good ones in one, bad ones each on its own."""
+        """The badges of the headline: many passed ones as one, failed ones individually."""
         good = [b for b in self.badges if b.good]
-        if len(good) <= MANY:
+        if len(good) <= MAX_BADGES:
             return self.badges
         label = f"{len(good)} of {len(self.badges)} sessions cover the whole step"
         bad = [b for b in self.badges if not b.good]

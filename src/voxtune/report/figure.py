@@ -1,4 +1,4 @@
-"""What a figure shows, apart from how it is drawn: plain data that goes as JSON to the page and to the SVG writer."""
+"""Figures as plain data, drawn by the HTML page (from JSON) and by svg.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from voxtune.report import palette
 
 @dataclass(kw_only=True)
 class Series:
-    """One colour of a figure. A value that was not measured is None and is not drawn."""
+    """Values of one colour; None was not measured and is not drawn."""
 
     name: str
     values: list[float | None]
@@ -32,7 +32,7 @@ class Figure:
 
 @dataclass(kw_only=True)
 class Bars(Figure):
-    """Horizontal bars: a label a row, series beside each other or stacked."""
+    """Horizontal bars, one label per row, series grouped or stacked."""
 
     kind: ClassVar[str] = "bars"
     labels: list[str]
@@ -40,18 +40,18 @@ class Bars(Figure):
     unit: str = ""
     digits: int = 2
     stacked: bool = False
-    # A line to compare with, such as 1 for ratios.
+    # A reference line, such as 1 for ratios.
     mark: float | None = None
-    # By decades, for values that span many; bars then start at the lowest decade.
+    # Logarithmic axis; bars start at the lowest decade.
     log: bool = False
 
     def __post_init__(self) -> None:
         for position, series in enumerate(self.series):
-            assert len(series.values) == len(self.labels), f"{self.title}: {series.name} has another length"
+            assert len(series.values) == len(self.labels), f"{self.title}: {series.name} has a different length"
             series.colour = series.colour or palette.colour(series.name, position)
 
     def unmeasured(self) -> str:
-        """The rows of which nothing was measured, by name."""
+        """The labels of rows without any value."""
         empty = [i for i in range(len(self.labels)) if all(s.values[i] is None for s in self.series)]
         return ", ".join(self.labels[i] for i in empty)
 
@@ -68,7 +68,7 @@ class Point:
 
 @dataclass(kw_only=True)
 class Roof:
-    """A ceiling: `flat` in units of y, or the slope `per_x` (y = per_x * x)."""
+    """A ceiling of the roofline: constant `flat`, or slope `per_x` (y = per_x * x)."""
 
     name: str
     flat: float | None = None
@@ -77,7 +77,7 @@ class Roof:
 
 @dataclass(kw_only=True)
 class Scatter(Figure):
-    """Points on two logarithmic axes below their roofs."""
+    """Points and roofs on two logarithmic axes."""
 
     kind: ClassVar[str] = "scatter"
     x_title: str
@@ -93,7 +93,7 @@ class Scatter(Figure):
 
 @dataclass(kw_only=True)
 class Timeline(Figure):
-    """Launches along one step. `items` are (start us, length us, group, name, note, row); the last four are indices."""
+    """Launches of one step. `items`: (start µs, duration µs, group, name, note, row); the last four are indices."""
 
     kind: ClassVar[str] = "timeline"
     rows: list[str]
@@ -111,24 +111,24 @@ class Timeline(Figure):
 
 @dataclass(kw_only=True)
 class Area(Figure):
-    """Stacked areas over time; the value holds until the next point."""
+    """Stacked areas over time; a value is constant until the next point."""
 
     kind: ClassVar[str] = "area"
     x: list[float]
     series: list[Series]
-    x_title: str = "ms into the step"
+    x_title: str = "time in step, ms"
     unit: str = "GiB"
     digits: int = 2
 
     def __post_init__(self) -> None:
         for position, series in enumerate(self.series):
-            assert len(series.values) == len(self.x), f"{self.title}: {series.name} has another length"
+            assert len(series.values) == len(self.x), f"{self.title}: {series.name} has a different length"
             series.colour = series.colour or palette.colour(series.name, position)
 
 
 @dataclass(kw_only=True)
 class Tree(Figure):
-    """A treemap of dotted paths: each leaf's area is its value, its colour its group's."""
+    """A treemap of dotted paths: area by value, colour by group."""
 
     kind: ClassVar[str] = "tree"
     paths: list[str]

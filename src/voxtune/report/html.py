@@ -1,8 +1,8 @@
-"""A document as one HTML file that needs nothing else: style, script, library and data are inside it.
+"""Renders a document as one self-contained HTML file: style, scripts and data are embedded.
 
-Names come from recordings and may hold anything. They enter the page three ways only: as escaped text, as JSON whose
-angle brackets are escaped, and from there as text nodes. The page's own policy forbids every request and any script
-but the ones written here, by their digest.
+Names in a session may contain anything. They enter the page only as escaped text, or as JSON with escaped angle
+brackets and from there as text nodes. The content security policy forbids all requests, and all scripts except the
+embedded ones (by hash).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def render_html(document: Document) -> str:
 
 
 def embed(data: Any) -> str:
-    """JSON that no browser can take for markup or for the end of its script element."""
+    """JSON that cannot be parsed as markup or as the end of its script element."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -55,15 +55,15 @@ def asset(name: str) -> str:
 def policy(scripts: list[str]) -> str:
     digests = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
     allowed = " ".join(f"'sha256-{d}'" for d in digests)
-    nothing = "default-src 'none'; base-uri 'none'; form-action 'none'"
-    return f"{nothing}; img-src data:; style-src 'unsafe-inline'; script-src {allowed}"
+    defaults = "default-src 'none'; base-uri 'none'; form-action 'none'"
+    return f"{defaults}; img-src data:; style-src 'unsafe-inline'; script-src {allowed}"
 
 
 def _data(document: Document) -> dict[str, Any]:
     figures = {f.id: f.to_json() for f in document.figures()}
     tables = {b.id: _table_data(b.table) for b in document.tables()}
-    assert len(figures) == len(document.figures()), "two figures of one id"
-    assert len(tables) == len(document.tables()), "two tables of one id"
+    assert len(figures) == len(document.figures()), "duplicate figure ids"
+    assert len(tables) == len(document.tables()), "duplicate table ids"
     light = {*palette.NAMED.values(), *palette.SEQUENCE}
     dark = {c: palette.on_dark(c) for c in sorted(light)}
     return {
@@ -97,7 +97,7 @@ def _badges(badges: list[Badge]) -> str:
 def _badge(badge: Badge) -> str:
     tone, mark = ("good", "✓") if badge.good else ("bad", "✗")
     reasons = "".join(f"<li>{escape(r)}</li>" for r in badge.reasons)
-    # A failed verdict shows its reasons without being asked.
+    # The reasons of a failed verdict are expanded.
     return (
         f'<details class="badge {tone}"{"" if badge.good else " open"}><summary>{mark} {escape(badge.label)}</summary>'
         f"<ul>{reasons}</ul></details>"
@@ -149,7 +149,7 @@ def _figure(figure: Figure) -> str:
     return (
         f'<figure data-figure="{escape(figure.id)}"><figcaption>{escape(figure.title)}</figcaption>{caption}{absent}'
         '<div class="legend"></div><div class="plot" role="img" '
-        f'aria-label="{escape(figure.title)}; the numbers stand in the tables of this section"></div>'
+        f'aria-label="{escape(figure.title)}; see the tables of this section for the values"></div>'
         '<div class="zoom"></div></figure>'
     )
 
@@ -161,8 +161,8 @@ def _table(block: TableBlock) -> str:
     if table.refused:
         return f'<h3>{escape(table.title)}</h3><p class="text bad">Refused: {escape(table.refused)}</p>{after}'
     if not table.rows:
-        return f'<h3>{escape(table.title)}</h3><p class="text missing">Nothing to show.</p>{after}'
+        return f'<h3>{escape(table.title)}</h3><p class="text missing">No data.</p>{after}'
     body = f'<div data-table="{escape(block.id)}"></div>{after}'
     if block.folded:
-        return f'<details class="fold"><summary>{escape(table.title)}: the numbers</summary>{body}</details>'
+        return f'<details class="fold"><summary>{escape(table.title)}</summary>{body}</details>'
     return f"<h3>{escape(table.title)}</h3>{body}"

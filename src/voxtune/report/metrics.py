@@ -1,4 +1,4 @@
-"""Metrics that were computed elsewhere, as rows to show: read with care, since any program may have written them."""
+"""Reads a metrics.json for display. The file may come from any program, so every value is checked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from voxtune.report.numbers import MISSING, number
 
 @dataclass(frozen=True, kw_only=True)
 class MetricRow:
-    """One figure as text. `interval` and `count` are empty where the file has none."""
+    """One metric as text. `interval` and `count` are empty where the file has none."""
 
     name: str
     value: str
@@ -25,7 +25,7 @@ class MetricRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """`figures` are of all volumes together; `volumes` holds names and values of one volume, by its file's name."""
+    """`figures`: metrics over all volumes. `volumes`: names and values per volume, by file name."""
 
     figures: tuple[MetricRow, ...] = ()
     volumes: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
@@ -33,31 +33,31 @@ class Metrics:
 
 def read_metrics(path: Path) -> Metrics:
     """A metrics.json: {"figures": [{"name", "value", "low", "high", "n", "unit"}], "volumes": [{"file", "psnr", ...}]}."""
-    fix = 'it should be {"figures": [{"name": ..., "value": ...}]}, as voxtune evaluate writes it'
+    fix = 'expected {"figures": [{"name": ..., "value": ...}]}, as written by voxtune evaluate'
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as metrics ({one_line(error)}); {fix}") from None
     figures = data.get("figures") if isinstance(data, dict) else None
     if not isinstance(figures, list):
-        raise InputError(f"{path}: holds no list of figures; {fix}")
+        raise InputError(f"{path}: no list of metrics; {fix}")
     return Metrics(
-        figures=tuple(_row(f) for f in figures if isinstance(f, dict) and f.get("name")),
-        volumes=_of_volumes(data.get("volumes")),
+        figures=tuple(_row(m) for m in figures if isinstance(m, dict) and m.get("name")),
+        volumes=_volume_values(data.get("volumes")),
     )
 
 
-def _of_volumes(rows: Any) -> dict[str, list[tuple[str, str]]]:
-    found = {}
+def _volume_values(rows: Any) -> dict[str, list[tuple[str, str]]]:
+    volumes = {}
     for row in rows if isinstance(rows, list) else []:
         if isinstance(row, dict) and isinstance(row.get("file"), str):
-            # Folders move; names stay. Both kinds of slash, since the file may have been written elsewhere.
-            found[row["file"].replace("\\", "/").rpartition("/")[2]] = _values(row)
-    return found
+            # The file name alone, since folders may have moved; both separators, since it may come from another system.
+            volumes[row["file"].replace("\\", "/").rpartition("/")[2]] = _values(row)
+    return volumes
 
 
 def _values(row: dict[str, Any]) -> list[tuple[str, str]]:
-    """The numbers of a row, and of the rows in it: dice of each label."""
+    """The numbers of a row and of nested rows, such as Dice per label."""
     values = []
     for name, value in row.items():
         inner = value.items() if isinstance(value, dict) else [("", value)]
@@ -65,13 +65,13 @@ def _values(row: dict[str, Any]) -> list[tuple[str, str]]:
     return values
 
 
-def _row(figure: dict[str, Any]) -> MetricRow:
-    unit = figure.get("unit")
+def _row(metric: dict[str, Any]) -> MetricRow:
+    unit = metric.get("unit")
     unit = f" {unit}" if isinstance(unit, str) and unit else ""
-    low, high, count = (_finite(figure.get(key)) for key in ("low", "high", "n"))
+    low, high, count = (_finite(metric.get(key)) for key in ("low", "high", "n"))
     return MetricRow(
-        name=str(figure["name"]),
-        value=_text(figure.get("value")) + unit,
+        name=str(metric["name"]),
+        value=_text(metric.get("value")) + unit,
         interval=f"{_text(low)} to {_text(high)}" if low is not None and high is not None else "",
         count=number(int(count)) if count is not None else "",
     )
@@ -80,13 +80,13 @@ def _row(figure: dict[str, Any]) -> MetricRow:
 def _text(value: Any) -> str:
     if isinstance(value, str):
         return value
-    found = _finite(value)
-    if found is None:
+    size = _finite(value)
+    if size is None:
         return MISSING
-    # Metrics span from thousandths (MMD) to tens (PSNR): what they share is significant digits.
-    return f"{found:.4g}" if 1e-4 <= abs(found) < 1e4 or found == 0 else number(found, 1)
+    # Four significant digits, since metrics range from thousandths (MMD) to tens (PSNR).
+    return f"{size:.4g}" if 1e-4 <= abs(size) < 1e4 or size == 0 else number(size, 1)
 
 
 def _finite(value: Any) -> float | None:
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if usable else None
+    finite = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if finite else None

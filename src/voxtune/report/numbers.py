@@ -1,4 +1,4 @@
-"""How a value is written: the same on the console, in SVG and on the page (assets/tables.js follows these rules)."""
+"""Number formats, shared by console, SVG and HTML (assets/tables.js implements the same rules)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from voxtune.analysis.table import Column
 
-MISSING = "–"  # not measured; never written as 0
+MISSING = "–"  # not measured
 
 
 def number(value: float | int | None, digits: int = 2) -> str:
-    """`digits` after the point; small values keep two significant digits, huge ones become powers of ten."""
+    """`digits` decimal places; small values keep two significant digits, huge ones use exponents."""
     if value is None:
         return MISSING
     if isinstance(value, int):
@@ -35,12 +35,12 @@ def cell(value: Any, column: Column) -> str:
     return number(int(value) if column.kind == "int" else value, column.digits)
 
 
-# How a unit ends a column's name.
+# The suffix of a column name for a unit.
 _ENDINGS = {"%": "pct", "µs": "us", "us": "us", "GB/s": "gbs", "TFLOP/s": "tflops", "s": "seconds"}
 
 
 def heading(column: Column) -> tuple[str, str]:
-    """The column's name as people read it, without the unit at its end; and the unit with the better direction."""
+    """The column title without unit suffix, and the unit with an arrow for the better direction."""
     name, ending = column.name.replace("_", " "), _ENDINGS.get(column.unit, column.unit.lower())
     words = name.split(" ")
     if column.unit and words[-1] == ending and len(words) > 1:
@@ -51,21 +51,21 @@ def heading(column: Column) -> tuple[str, str]:
     return name, f"{column.unit} {arrow}".strip()
 
 
-# A column named by nothing but its unit says what it measures.
+# Titles of columns that are named by their unit only.
 _NAMES = {
     "ms": "time",
     "us": "time",
     "seconds": "time",
-    "mib": "moved",
-    "gb": "moved",
+    "mib": "size",
+    "gb": "DRAM traffic",
     "gbs": "rate",
     "tflops": "rate",
-    "gflop": "work",
+    "gflop": "FLOPs",
 }
 
 
 def clip(text: str, width: int) -> str:
-    """A long name cut in its middle: the start says what it is, the end how it differs."""
+    """Shortens a long name in the middle, since start and end are the most informative."""
     if len(text) <= width:
         return text
     tail = width // 3

@@ -1,7 +1,7 @@
-"""One colour a meaning, in every figure and on every output: kernel classes, phases, precisions, configurations.
+"""One colour per meaning in all figures: kernel classes, phases, precisions, configurations.
 
-Families of work share a hue (convolutions blue, movement of data orange to brown, norms green) and differ in lightness,
-so that the page reads without full colour vision; figures also separate, label and name what they colour.
+Related classes share a hue (convolutions blue, data movement orange to brown, norms green) and differ in lightness, for
+readers with colour vision deficiency. Figures also label what they colour.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ CLASSES = {
     "conv_backward": "#7fadd9",
     "convolution": "#1f5a96",
     "matmul": "#00798c",
-    "product": "#00798c",
     "attention": "#6a45dd",
     "norm": "#009e73",
     "triton": "#8cd4c2",
@@ -53,7 +52,7 @@ PRECISIONS = {
     "int": "#9a7400",
 }
 
-# By what they do, and by the letters of the seed's figures.
+# Instruction groups of mix.py, and the abbreviations of the paper.
 INSTRUCTIONS = {
     "tensor": "#6f4aa0",
     "memory": "#d55e00",
@@ -83,7 +82,7 @@ MEMORY = {
     "other": UNKNOWN,
 }
 
-# Components of the 2D reports: the colours of the classes that compute them.
+# Components have the colour of their kernel class.
 COMPONENTS = {
     "conv": CLASSES["convolution"],
     "group_norm": CLASSES["norm"],
@@ -96,7 +95,7 @@ COMPONENTS = {
     "silu": "#9a7400",
 }
 
-# Okabe and Ito's eight, in the order in which they are told apart most easily beside each other.
+# The palette of Okabe and Ito and two more, ordered so that neighbours differ clearly.
 SEQUENCE = (
     "#0072b2",
     "#e69f00",
@@ -114,23 +113,23 @@ NAMED = {**INSTRUCTIONS, **MEMORY, **COMPONENTS, **PRECISIONS, **PHASES, **CLASS
 
 
 def colour(name: str, position: int = 0) -> str:
-    """The colour of a named thing; a name without one takes its place in the sequence."""
+    """The colour of a name; other names take the colour at `position` of the sequence."""
     return NAMED.get(name) or in_sequence(position)
 
 
 def in_sequence(position: int) -> str:
-    """For things beside each other whose names may mean something else, such as configurations."""
+    """For series such as configurations, whose names may also be kernel classes or precisions."""
     return SEQUENCE[position % len(SEQUENCE)]
 
 
 def on_dark(value: str) -> str:
-    """The same colour, lifted so that it keeps its contrast on a dark page."""
+    """The colour lightened for a dark page."""
     mixed = (round(c + (255 - c) * (0.2 if _luminance(value) < 0.16 else 0.08)) for c in _channels(value))
     return "#" + "".join(f"{c:02x}" for c in mixed)
 
 
 def ink(value: str) -> str:
-    """Black or white, whichever reads better on that colour."""
+    """Black or white text, whichever has more contrast on the colour."""
     return "#ffffff" if _luminance(value) < 0.3 else "#16191d"
 
 

@@ -1,4 +1,4 @@
-"""The recorded sessions that ship with the package, so that report and study work with no GPU at hand."""
+"""The recorded sessions that ship with the package, for report and study without a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from voxtune.errors import InputError
 from voxtune.profile.session import Session, find_sessions
 
 ABSENT = (
-    "this installation ships no recorded sessions (voxtune/recordings is empty); record your own with voxtune profile"
+    "this installation contains no recorded sessions (voxtune/recordings is empty); record one with voxtune profile"
 )
 
 
@@ -19,7 +19,7 @@ def root() -> Path:
 
 
 def recorded_root() -> Path:
-    """The folder that holds the shipped sessions."""
+    """The folder of the shipped sessions; InputError if it is empty."""
     if not any(root().glob("**/session.json")):
         raise InputError(ABSENT)
     return root()
@@ -31,7 +31,7 @@ def recorded_sessions() -> list[Path]:
 
 
 def in_order(sessions: list[Session]) -> list[Session]:
-    """Training before sampling; the baseline, then one change, then two, then what changes more."""
+    """Training before sampling; the baseline first, then by number of changes, compiled configurations last."""
 
     def place(session: Session) -> tuple[Any, ...]:
         config = str(session.meta["config"])

@@ -1,4 +1,4 @@
-"""Figures as SVG files for documents, from the same data as the page."""
+"""Draws figures as SVG files for documents."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from voxtune.report.document import Document
 from voxtune.report.figure import Area, Bars, Figure, Scatter, Series, Timeline, Tree, Waterfall, WaterfallRow
 from voxtune.report.numbers import MISSING, clip, number
 
-# Above so many launches a timeline leaves their names out, or the file would be mostly names.
+# Timelines with more launches omit their names, to limit the file size.
 NAMED_LAUNCHES = 1500
 
 
 def write_svgs(document: Document, folder: str | Path) -> list[Path]:
-    """One file a figure, named by its place in the report."""
+    """One file per figure, numbered in the order of the report."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths, figures = [], document.figures()
@@ -167,7 +167,7 @@ def _timeline(f: Timeline) -> str:
     def place(ms: float) -> float:
         return left + (right - left) * ms / length
 
-    x_axis(canvas, linear_ticks(length, 8), place, top, bottom, "ms into the step")
+    x_axis(canvas, linear_ticks(length, 8), place, top, bottom, "time in step, ms")
     for i, lane in enumerate(lanes):
         canvas.text(left - 8, top + 50 * i + 29, lane, anchor="end")
     for start, us, group, name, _, row in f.items:
@@ -213,7 +213,7 @@ def _area(f: Area) -> str:
 
 
 def _steps(x: list[float], y: list[float], place_x: Any, place_y: Any) -> list[tuple[float, float]]:
-    """A value holds until the next point."""
+    """A value is constant until the next point."""
     points = [(place_x(x[0]), place_y(y[0]))]
     for i in range(1, len(x)):
         points += [(place_x(x[i]), place_y(y[i - 1])), (place_x(x[i]), place_y(y[i]))]
@@ -221,7 +221,7 @@ def _steps(x: list[float], y: list[float], place_x: Any, place_y: Any) -> list[t
 
 
 def _tree(f: Tree) -> str:
-    """Bars of the first two levels of the tree: a treemap needs a pointer to be read, a document has none."""
+    """Bars of the first two levels of the tree: a treemap requires interaction."""
     totals: dict[str, dict[str, float]] = {}
     for path, value, group in zip(f.paths, f.values, f.groups, strict=True):
         branch = totals.setdefault(".".join(path.split(".")[:2]), {})
@@ -277,7 +277,7 @@ def _waterfall(f: Waterfall) -> str:
 
 
 def _change(canvas: Canvas, r: WaterfallRow, place: Callable[[float], float], y: float, height: float) -> None:
-    """The time between the row above and this one, joined to the bar above."""
+    """The time removed or added compared with the row above."""
     assert r.previous_ms is not None
     change = r.ms - r.previous_ms
     low, high = sorted((place(r.ms), place(r.previous_ms)))

@@ -1,5 +1,5 @@
-// One function a kind of figure: the plain data of report/figure.py to an option of ECharts. Nothing is computed here but
-// positions. Tips are built as elements with text nodes, so that a name cannot become markup.
+// One function per kind of figure: from the data of report/figure.py to ECharts options. Only positions are computed here.
+// Tooltips are built from text nodes, so that a name cannot become markup.
 "use strict";
 Voxtune.charts = (() => {
   const { element, number, data } = Voxtune;
@@ -169,7 +169,7 @@ Voxtune.charts = (() => {
       const tops = new Map();
       const flush = (run) => {
         if (!tops.has(run.row)) tops.set(run.row, (api.coord([0, run.row])[1] - height / 2).toFixed(1));
-        // A hair of paper between neighbours, once they are wide enough to be told apart.
+        // A thin gap between neighbours that are wide enough.
         const width = (run.to - run.from - (run.to - run.from > 4 ? 0.6 : 0)).toFixed(2);
         path.push(`M${run.from.toFixed(2)} ${tops.get(run.row)}h${width}v${height}h-${width}z`);
       };
@@ -178,7 +178,7 @@ Voxtune.charts = (() => {
         const from = Math.max(area.x, origin + start * scale);
         const to = Math.min(area.x + area.width, origin + start * scale + Math.max(length * scale, 0.6));
         if (to <= from) continue;
-        // Launches nearer than a quarter of a pixel, too short to be told apart, are drawn as one until zoomed into.
+        // Launches closer than a quarter of a pixel are drawn as one until zoomed in.
         if (run && run.row === row && from - run.to < 0.25 && to - from < 1) {
           run.to = Math.max(run.to, to);
           continue;
@@ -192,7 +192,7 @@ Voxtune.charts = (() => {
     return { type: "custom", name: group, data: [[0, 0]], renderItem, itemStyle: { color: fill }, silent: true };
   }
 
-  // The launch under the pointer, among the groups that are shown.
+  // The launch under the pointer, among the visible groups.
   function launchAt(f, hidden, ms, lane, slack) {
     const from = (ms - slack) * 1000, to = (ms + slack) * 1000;
     if (lane === f.rows.length) {
@@ -207,11 +207,11 @@ Voxtune.charts = (() => {
     return best ? { item: best } : null;
   }
 
-  function timelineTip(f, t, found) {
-    const [start, length] = found.gap ?? found.item;
-    const when = [["", "start", `${number(start / 1000, 3)} ms`], ["", "length", `${number(length, 1)} µs`]];
-    if (found.gap) return tip("GPU idle", when);
-    const [, , group, name, note] = found.item;
+  function timelineTip(f, t, hit) {
+    const [start, length] = hit.gap ?? hit.item;
+    const when = [["", "start", `${number(start / 1000, 3)} ms`], ["", "duration", `${number(length, 1)} µs`]];
+    if (hit.gap) return tip("GPU idle", when);
+    const [, , group, name, note] = hit.item;
     const rows = [[t.tone(f.colours[group]), f.groups[group], ""], ...when];
     return tip(f.names[name], f.notes[note] ? [...rows, ["", f.notes[note], ""]] : rows);
   }
@@ -221,8 +221,8 @@ Voxtune.charts = (() => {
       if (!chart.containPixel("grid", [x, y])) return null;
       const [ms, lane] = chart.convertFromPixel("grid", [x, y]);
       const slack = Math.abs(chart.convertFromPixel("grid", [x + 1, y])[0] - ms);
-      const found = lane >= 0 && lane < lanes.length ? launchAt(f, hidden, ms, lane, slack) : null;
-      return found ? timelineTip(f, t, found) : null;
+      const hit = lane >= 0 && lane < lanes.length ? launchAt(f, hidden, ms, lane, slack) : null;
+      return hit ? timelineTip(f, t, hit) : null;
     };
   }
 
@@ -236,7 +236,7 @@ Voxtune.charts = (() => {
     const option = {
       ...base(t),
       grid: { left: room + 12, right: 18, top: 4, bottom: 76 },
-      xAxis: { type: "value", min: 0, max: f.length_us / 1000, name: "ms into the step", nameLocation: "middle", nameGap: 26, ...axisLook(t),
+      xAxis: { type: "value", min: 0, max: f.length_us / 1000, name: "time in step, ms", nameLocation: "middle", nameGap: 26, ...axisLook(t),
                splitNumber: width < 560 ? 3 : 8,
                axisLabel: { ...axisLook(t).axisLabel, showMaxLabel: false, formatter: (v) => String(Number(v.toPrecision(6))) } },
       yAxis: { type: "category", inverse: true, data: lanes, ...axisLook(t), axisLabel: { color: t.ink, width: room, overflow: "truncate" } },
@@ -291,7 +291,7 @@ Voxtune.charts = (() => {
                            itemStyle: { color: t.tone(f.palette[f.groups[i]]) }, label: { color: t.on(f.palette[f.groups[i]]) } });
     });
     const tidy = (node) => {
-      // A chain of single children reads as one dotted name.
+      // A chain of single children becomes one dotted name.
       while (node.children?.length === 1 && node.children[0].children?.length) {
         const [only] = node.children;
         node.name = node.name ? `${node.name}.${only.name}` : only.name;

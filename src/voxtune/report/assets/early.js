@@ -1,4 +1,4 @@
-// Before the first paint, so that a dark page never flashes light. Storage may be forbidden on file: pages.
+// Runs before the first paint, so that a dark page does not flash white. Storage may be unavailable on file: pages.
 (() => {
   let theme = null;
   try {

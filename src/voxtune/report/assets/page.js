@@ -1,5 +1,5 @@
-// Brings the page to life: figures when they come near the view, tabs, theme, contents. `data-ready` on the root says that
-// what is on the first screen answers; `data-complete`, that everything not folded away is drawn.
+// Draws figures and tables when they come near the viewport; tabs, theme, contents. On the root element, `data-ready` means
+// that the first screen is interactive, `data-complete` that everything not collapsed is drawn.
 "use strict";
 (() => {
   const { element, data, charts, tables } = Voxtune;
@@ -41,7 +41,7 @@
       b.addEventListener("click", () => zoomBy(state, factor));
       return b;
     };
-    const hint = element("span", {}, "Ctrl + wheel zooms, dragging moves");
+    const hint = element("span", {}, "Ctrl + wheel to zoom, drag to pan");
     host.querySelector(".zoom").replaceChildren(button("+", "Zoom in", 0.5), button("−", "Zoom out", 2), button("Reset", "Reset zoom", 0), hint);
   }
 
@@ -55,14 +55,14 @@
     state.chart ??= echarts.init(plot, null, { renderer: "canvas" });
     if (!fresh) {
       state.chart.resize();
-      // The zoom survives a change of theme or of the legend.
+      // Keep the zoom when the theme or the legend changes.
       const zooms = state.chart.getOption()?.dataZoom ?? [];
       option.dataZoom?.forEach((z, i) => zooms[i] && Object.assign(z, { start: zooms[i].start, end: zooms[i].end }));
     }
     state.chart.setOption(option, { notMerge: true });
   }
 
-  // Figures that draw thousands of things as one path say themselves what lies under the pointer.
+  // Figures that draw thousands of items as one path have their own tooltips.
   function hover(state) {
     const box = element("div", { className: "float", hidden: true });
     state.plot.after(box);

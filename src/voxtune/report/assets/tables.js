@@ -1,5 +1,4 @@
-// Tables: sorted by the buttons in their heads, filtered by a field above, long ones opened on demand. Names only ever
-// enter the page as text nodes.
+// Sortable, filterable tables; long ones are expanded on demand. Names enter the page as text nodes only.
 "use strict";
 const Voxtune = { data: JSON.parse(document.getElementById("data").textContent) };
 
@@ -13,7 +12,7 @@ Voxtune.element = (tag, properties = {}, ...children) => {
   return node;
 };
 
-// The rules of report/numbers.py.
+// Same rules as report/numbers.py.
 Voxtune.number = (value, digits = 2, kind = "float") => {
   if (value === null || value === undefined) return "–";
   if (typeof value === "boolean") return value ? "yes" : "no";
@@ -34,7 +33,7 @@ Voxtune.tables = (() => {
   const isName = (name) => /kernel|^name$|^op$|module|^rule$|command/.test(name);
 
   function compare(a, b, direction) {
-    // What was not measured goes last in either direction.
+    // Missing values sort last in both directions.
     if (a === null || b === null) return (a === null) - (b === null);
     const order = typeof a === "string" ? a.localeCompare(String(b), "en", { numeric: true }) : a - b;
     return direction * order;
@@ -66,7 +65,7 @@ Voxtune.tables = (() => {
       cell.style.setProperty("--w", `${value}%`);
     }
     if (column.kind === "text" && text.length > 24) {
-      // Kernels' names run to pages and are cut to a few lines; sentences never are.
+      // Kernel names can be very long and are clipped; sentences are not.
       const named = isName(column.name);
       cell.classList.add(named ? "name" : "long");
       cell.append(named ? element("span", { className: "clip", title: text }, text) : text);

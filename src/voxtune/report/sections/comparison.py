@@ -1,4 +1,4 @@
-"""Sections that hold sessions against each other, and what to do next."""
+"""Sections that compare sessions, and the recommended optimisations."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from voxtune.analysis.table import Table
     from voxtune.profile.session import Session
 
-ALONE = "Only one session of this kind was given; a comparison needs two."
-WORDS = {"cycles": "cycles", "instructions": "instructions", "ipc": "IPC", "device_ms": "kernel time"}
+SINGLE = "Only one session of this kind was given; a comparison requires two."
+NAMES = {"cycles": "cycles", "instructions": "instructions", "ipc": "IPC", "device_ms": "kernel time"}
 
 
-def alike(sessions: Sequence[Session]) -> dict[str, list[Session]]:
-    """Sessions that may be compared: of one workload and mode. In each, the baseline comes first."""
+def comparable(sessions: Sequence[Session]) -> dict[str, list[Session]]:
+    """Sessions grouped by workload and mode, which can be compared. The baseline comes first in each group."""
     groups: dict[str, list[Session]] = {}
     several = len({s.meta.get("workload") for s in sessions}) > 1
     for session in sessions:
@@ -37,26 +37,26 @@ def alike(sessions: Sequence[Session]) -> dict[str, list[Session]]:
 
 
 def _per_group(sessions: Sequence[Session], make: Callable[[list[Session], int], list[Block]]) -> list[Tab]:
-    return [Tab(label=name, blocks=make(group, i)) for i, (name, group) in enumerate(alike(sessions).items())]
+    return [Tab(label=name, blocks=make(group, i)) for i, (name, group) in enumerate(comparable(sessions).items())]
 
 
 def comparison(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     def one(group: list[Session], i: int) -> list[Block]:
         if len(group) < 2:
-            return [Text(text=ALONE, tone="missing")]
+            return [Text(text=SINGLE, tone="missing")]
         table = compare_modules(group)
-        gained = [
+        gains = [
             block("compare", achieved(group[0], s), place, part=f"achieved-{i}") for place, s in enumerate(group[1:])
         ]
-        for found in gained:
-            found.folded = not found.table.refused
-        whole = block("compare", normalised(group), i, part="ratios")
-        return [*present(_modules(table, group, i)), block("compare", table, i), whole, *gained]
+        for gain in gains:
+            gain.folded = not gain.table.refused
+        ratios = block("compare", normalised(group), i, part="ratios")
+        return [*present(_modules(table, group, i)), block("compare", table, i), ratios, *gains]
 
     return Section(
         id="compare",
         title="Configurations by module",
-        lead="The same modules under each configuration, though their kernels differ. The first is what others are held against.",
+        lead="Device time per module for each configuration. The first configuration is the baseline.",
         tabs=_per_group(sessions, one),
     )
 
@@ -69,7 +69,7 @@ def _modules(table: Table, group: Sequence[Session], i: int, top: int = 12) -> B
         Series(name=n, values=[r[f"{n} ms"] for r in rows], colour=in_sequence(place))
         for place, n in enumerate(labels(group))
     ]
-    title = "Time on the device by module"
+    title = "Device time by module"
     return Bars(id=f"compare-{i}", title=title, labels=[r["module"] for r in rows], series=series, unit="ms")
 
 
@@ -78,31 +78,31 @@ def windows(names: Sequence[str], sessions: Sequence[Session]) -> Section:
 
     def one(group: list[Session], i: int) -> list[Block]:
         if len(group) < 2:
-            return [Text(text=ALONE, tone="missing")]
+            return [Text(text=SINGLE, tone="missing")]
         table = side_by_side(group)
-        return [*present(_two_answers(table, i)), block("window", table, i)]
+        return [*present(_window_vs_step(table, i)), block("window", table, i)]
 
     return Section(
         id="window",
-        title="The seed's window and the whole step",
-        lead=f"Launches {skip + 1} to {skip + count}, as the seed profiled, beside every launch of the step. Where the two "
-        "disagree, the window was not about the step.",
+        title="Profiling window vs whole step",
+        lead=f"Ratios to the baseline from kernels {skip + 1} to {skip + count} only, as profiled in the paper (Ryoo et al., "
+        "ICPE 2026), and from every launch of the step. Where they disagree, the window does not represent the step.",
         tabs=_per_group(sessions, one),
     )
 
 
-def _two_answers(table: Table, i: int) -> Bars | None:
-    """Each ratio to the first session twice: as the window tells it and as the step does."""
-    told = [(r, k) for r in table.rows[1:] for k in RATIOS if k != "ipc"]
-    names = [f"{r['session']}: {WORDS[k]}" for r, k in told]
+def _window_vs_step(table: Table, i: int) -> Bars | None:
+    """Each ratio to the first session, in the window and over the step."""
+    cells = [(r, k) for r in table.rows[1:] for k in RATIOS if k != "ipc"]
+    names = [f"{r['session']}: {NAMES[k]}" for r, k in cells]
     series = [
-        Series(name="in the window", values=[r[f"{k}_window"] for r, k in told], colour="#e69f00"),
-        Series(name="over the whole step", values=[r[f"{k}_step"] for r, k in told], colour="#0072b2"),
+        Series(name="in the window", values=[r[f"{k}_window"] for r, k in cells], colour="#e69f00"),
+        Series(name="over the whole step", values=[r[f"{k}_step"] for r, k in cells], colour="#0072b2"),
     ]
     if all(v is None for s in series for v in s.values):
         return None
     title = f"Relative to {table.rows[0]['session']}"
-    return Bars(id=f"window-{i}", title=title, labels=names, series=series, unit="× the first", mark=1.0)
+    return Bars(id=f"window-{i}", title=title, labels=names, series=series, unit="× baseline", mark=1.0)
 
 
 def study(names: Sequence[str], sessions: Sequence[Session]) -> Section:
@@ -114,8 +114,9 @@ def study(names: Sequence[str], sessions: Sequence[Session]) -> Section:
 
     return Section(
         id="study",
-        title="The seed's figures here",
-        lead="Figure by figure: the published V100, A100 and H100 values, this GPU in the seed's window, and its whole step.",
+        title="The paper's values",
+        lead="Values published for V100, A100 and H100 by figure of the paper, and this GPU in the paper's window and over the "
+        "whole step.",
         tabs=_per_group(sessions, one),
     )
 
@@ -127,5 +128,5 @@ def advice(names: Sequence[str], sessions: Sequence[Session]) -> Section:
             return [Text(text=" ".join(table.notes))]
         return [block("advice", table, i)]
 
-    lead = "What to do next, ranked by what it may gain, each with its evidence."
+    lead = "Recommended optimisations with evidence, ranked by estimated gain."
     return overview("advice", "Advice", lead, [], names, sessions, one)

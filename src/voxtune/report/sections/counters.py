@@ -1,4 +1,4 @@
-"""Sections about the counters: instructions, IPC, pipes, caches, warps, stalls, priorities."""
+"""Sections from hardware counters: instructions, IPC, pipes, caches, warps, stalls, priorities."""
 
 from __future__ import annotations
 
@@ -32,43 +32,43 @@ def instructions(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     tables = {n: instruction_mix(s) for n, s in zip(names, sessions, strict=True)}
     pipes = {n: instruction_mix(s, "pipe") for n, s in zip(names, sessions, strict=True)}
     figure = stacked_bars(
-        tables, id="instructions-share", title="Instructions by what they do", key="group", value="share", unit="%"
+        tables, id="instructions-share", title="Instructions by group", key="group", value="share", unit="%"
     )
 
     def one(session: Session, i: int) -> list[Block]:
         if tables[names[i]].refused:
-            return [not_recorded(session, "opcodes", "Opcodes were")]
+            return [not_recorded(session, "opcodes", "Opcodes")]
         return [block("instructions", tables[names[i]], i), block("instructions", pipes[names[i]], i, part="pipes")]
 
-    lead = "Warp instructions executed, each distinct launch as often as it ran in the step."
+    lead = "Executed warp instructions of a step, by group and by execution pipe."
     return overview("instructions", "Instruction mix", lead, [figure], names, sessions, one, "opcodes")
 
 
 def ipc(names: Sequence[str], sessions: Sequence[Session]) -> Section:
-    letters = [f"{k}_ipc" for k in PAPER_GROUPS]
+    groups = [f"{k}_ipc" for k in PAPER_GROUPS]
     totals = [counters.totals(s) for s in sessions]
     series = [
-        Series(name="geometric mean of launches (the seed's)", values=[t["ipc"] for t in totals]),
+        Series(name="geometric mean over launches (as in the paper)", values=[t["ipc"] for t in totals]),
         Series(name="weighted by active cycles", values=[t["ipc_weighted"] for t in totals]),
     ]
     overall = Bars(
-        id="ipc-overall", title="Instructions a cycle, overall", labels=list(names), series=series, unit="IPC"
+        id="ipc-overall", title="Instructions per cycle, overall", labels=list(names), series=series, unit="IPC"
     )
     known = any(v is not None for s in series for v in s.values)
 
     def one(session: Session, i: int) -> list[Block]:
         table = ipc_stack(session)
         if table.refused:
-            return [not_recorded(session, "few", "Cycles and instructions were")]
-        title = "IPC of the kernels with most cycles, by kind of instruction"
+            return [not_recorded(session, "few", "Cycles and instructions")]
+        title = "IPC of the kernels with the most cycles, by instruction group"
         figure = bars_from_rows(
-            table, id=f"ipc-{i}", title=title, key="kernel", values=letters, unit="IPC", stacked=True
+            table, id=f"ipc-{i}", title=title, key="kernel", values=groups, unit="IPC", stacked=True
         )
         for part in figure.series if figure else []:
             part.name = part.name.removesuffix(" ipc")
         return [*present(_recoloured(figure)), block("ipc", table, i, folded=True)]
 
-    lead = "How many instructions an SM issues a cycle. A high IPC is not speed: layout copies have it too."
+    lead = "Instructions per cycle and SM. A high IPC does not imply high performance: layout copies reach it too."
     return overview("ipc", "IPC", lead, [overall if known else None], names, sessions, one)
 
 
@@ -90,7 +90,7 @@ def _counter_section(
     sessions: Sequence[Session],
     tier: str = "full",
 ) -> Section:
-    """Sessions beside each other overall, then each session class by class."""
+    """All sessions overall, then each session by kernel class."""
     tables = {n: analyse(s) for n, s in zip(names, sessions, strict=True)}
     heading = _heading(names, sessions)
     overall = grouped_bars(tables, id=f"{id}-overall", title=heading, row=OVERALL, values=values, unit=unit)
@@ -98,38 +98,38 @@ def _counter_section(
     def one(session: Session, i: int) -> list[Block]:
         table = tables[names[i]]
         figure = bars_from_rows(
-            table, id=f"{id}-{i}", title="By class of kernel", key="class", values=values, unit=unit, digits=1
+            table, id=f"{id}-{i}", title="By kernel class", key="class", values=values, unit=unit, digits=1
         )
         if figure is None:
-            return [not_recorded(session, tier, f"{title}: counters were")]
+            return [not_recorded(session, tier, f"{title}: counters")]
         return [figure, block(id, table, i, folded=True)]
 
     return overview(id, title, lead, [overall], names, sessions, one, "full")
 
 
 def _heading(names: Sequence[str], sessions: Sequence[Session]) -> str:
-    return "Over the counted part of the step" if coverage_note(names, sessions, "full") else "Over the whole step"
+    return "Launches with counters" if coverage_note(names, sessions, "full") else "Whole step"
 
 
 def pipes(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     lead = (
-        "How busy the tensor, FMA and integer pipes were, in percent of their peak over elapsed time. The tensor pipes are "
-        "read on every launch."
+        "Utilisation of the tensor, FMA and integer pipes in percent of peak over elapsed time. Tensor pipe counters are read "
+        "on every launch."
     )
     return _counter_section(
-        "pipes", "Pipes", lead, counters.UTILISATION, "%", counters.utilisation, names, sessions, "few"
+        "pipes", "Pipe utilisation", lead, counters.UTILISATION, "%", counters.utilisation, names, sessions, "few"
     )
 
 
 def caches(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     state = sessions[0].meta.get("cache_control") or "not recorded"
-    lead = f"Hit rates and DRAM throughput. Cache control while counting: {state}."
+    lead = f"Hit rates and DRAM throughput. Cache control of the profiler: {state}."
     return _counter_section("caches", "Caches and DRAM", lead, counters.CACHES, "%", counters.caches, names, sessions)
 
 
 def warps(names: Sequence[str], sessions: Sequence[Session]) -> Section:
-    lead = "Warps resident on an SM a cycle with work."
-    return _counter_section("warps", "Warps", lead, ("warps_active",), "warps", counters.warps, names, sessions)
+    lead = "Active warps per SM and active cycle."
+    return _counter_section("warps", "Active warps", lead, ("warps_active",), "warps", counters.warps, names, sessions)
 
 
 def stalls(names: Sequence[str], sessions: Sequence[Session]) -> Section:
@@ -137,18 +137,18 @@ def stalls(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     reasons = list(dict.fromkeys(c.name for t in tables.values() for c in t.columns if c.name.startswith("stall_")))[:8]
     heading = _heading(names, sessions)
     figure = grouped_bars(
-        tables, id="stalls-overall", title=heading, row=OVERALL, values=reasons, unit="warps an issue"
+        tables, id="stalls-overall", title=heading, row=OVERALL, values=reasons, unit="warps per issue"
     )
     if figure:
-        figure.stacked, figure.caption = True, "The largest eight reasons."
+        figure.stacked, figure.caption = True, "The eight largest stall reasons."
 
     def one(session: Session, i: int) -> list[Block]:
         table = tables[names[i]]
         if table.refused:
-            return [not_recorded(session, "full", "Stall counters were")]
+            return [not_recorded(session, "full", "Stall counters")]
         return [block("stalls", table, i)]
 
-    lead = "Why warps waited: stalled warps for each instruction issued."
+    lead = "Stalled warps per issued instruction, by stall reason."
     return overview("stalls", "Stalls", lead, [figure], names, sessions, one, "full")
 
 
@@ -156,11 +156,11 @@ def priorities(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     def one(session: Session, i: int) -> list[Block]:
         table = priority(session)
         if table.refused:
-            return [not_recorded(session, "full", "Estimated speed-ups were")]
+            return [not_recorded(session, "full", "Estimated speed-ups")]
         figure = bars_from_rows(
             table,
             id=f"priority-{i}",
-            title="Score and honest gain by class of kernel",
+            title="Score and estimated gain by kernel class",
             key="class",
             values=("score", "gain_ms"),
             unit="ms",
@@ -171,5 +171,8 @@ def priorities(names: Sequence[str], sessions: Sequence[Session]) -> Section:
             block("priority", priority(session, "kernel"), i, part="kernels"),
         ]
 
-    lead = "The seed's score is duration times estimated speed-up. The honest gain is capped by the kernel's own share."
+    lead = (
+        "The paper's score is duration times estimated speed-up. The gain is the time saved if the estimate is right, bounded "
+        "by SM and memory throughput."
+    )
     return overview("priority", "Priority scores", lead, [], names, sessions, one)

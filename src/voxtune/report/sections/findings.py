@@ -1,4 +1,4 @@
-"""Sections that draw conclusions: coverage, layout ledger, precision audit, roofline, environment."""
+"""Sections on coverage, layout ledger, precision audit, roofline and environment."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ PARTS = ("layout_ms", "padding_ms", "cast_ms", "copy_ms")
 
 
 def badge(name: str, session: Session) -> Badge:
-    """The certificate as the headline shows it."""
+    """The certificate of coverage in the headline."""
     extra = certificate(session).extra
     if extra["covers"]:
-        reasons = [f"counters on at least {extra['threshold_pct']:g} % of step time, every phase seen, set-up left out"]
-        return Badge(label=f"{name}: the whole step is covered", good=True, reasons=reasons)
+        reasons = [
+            f"counters on at least {extra['threshold_pct']:g} % of step time, all phases recorded, set-up excluded"
+        ]
+        return Badge(label=f"{name}: whole step covered", good=True, reasons=reasons)
     if extra["covers_time"]:
         why = (session.meta["tiers"].get("few") or {}).get("why")
         reasons = [*extra["reasons"], *([why] if why else [])]
-        return Badge(label=f"{name}: times cover the step, counters do not", good=False, reasons=reasons)
-    return Badge(label=f"{name}: the step is not covered", good=False, reasons=extra["reasons"])
+        return Badge(label=f"{name}: whole step timed, counters incomplete", good=False, reasons=reasons)
+    return Badge(label=f"{name}: step not covered", good=False, reasons=extra["reasons"])
 
 
 def coverage(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     def one(session: Session, i: int) -> list[Block]:
         return [badge(names[i], session), block("coverage", certificate(session), i)]
 
-    lead = "What the recording saw of its step. No ratio is drawn between sessions that do not both cover theirs."
+    lead = "How much of the step each session recorded. Ratios require sessions that cover their step."
     return overview("coverage", "Certificate of coverage", lead, [], names, sessions, one)
 
 
@@ -49,7 +51,7 @@ def ledger(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     ]
     overall = Bars(
         id="ledger-all",
-        title="Time spent moving data about",
+        title="Time in data movement",
         labels=list(names),
         series=series,
         unit="ms",
@@ -60,8 +62,8 @@ def ledger(names: Sequence[str], sessions: Sequence[Session]) -> Section:
         figure = bars_from_rows(
             tables[i],
             id=f"ledger-{i}",
-            title="Charged to the module that caused it",
-            caption="The sixteen that pay most.",
+            title="Data movement by module",
+            caption="The sixteen largest.",
             key="module",
             values=PARTS,
             unit="ms",
@@ -71,12 +73,12 @@ def ledger(names: Sequence[str], sessions: Sequence[Session]) -> Section:
             part.name = part.name.removesuffix(" ms")
         return [*present(_recoloured(figure)), block("ledger", tables[i], i)]
 
-    lead = "Layout conversions, padding, casts and copies by kernels: work that computes nothing."
+    lead = "Layout conversions, padding, casts and copies by kernels, charged to the module that caused them."
     return overview("ledger", "Layout ledger", lead, [overall], names, sessions, one)
 
 
 def _recoloured(figure: Bars | None) -> Bars | None:
-    """Colours by the parts' final names."""
+    """Assigns colours again after series were renamed."""
     if figure is None:
         return None
     return Bars(**{**vars(figure), "series": [Series(name=s.name, values=s.values) for s in figure.series]})
@@ -86,14 +88,14 @@ def precision(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     tables = [precision_audit(s) for s in sessions]
     shares = [t.extra["tensor_time_pct"] for t in tables]
     series = [Series(name="on tensor cores", values=shares, colour="#6f4aa0")]
-    title = "Time of convolutions and products on tensor cores, by counters"
+    title = "Share of convolution and matmul time on tensor cores"
     figure = Bars(id="precision-all", title=title, labels=list(names), series=series, unit="%", digits=1)
 
     def one(session: Session, i: int) -> list[Block]:
-        absent = [not_recorded(session, "few", "Tensor-core counters were")] if shares[i] is None else []
+        absent = [not_recorded(session, "few", "Tensor-core counters")] if shares[i] is None else []
         return [*absent, block("precision", tables[i], i)]
 
-    lead = "Which convolutions and products really ran on tensor cores. A kernel's name is a claim; a counter is proof."
+    lead = "Convolutions and matmuls on tensor cores, determined by hardware counters and not by kernel names."
     known = [figure] if any(s is not None for s in shares) else []
     return overview("precision", "Precision audit", lead, known, names, sessions, one)
 
@@ -102,12 +104,12 @@ def roofline(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     def one(session: Session, i: int) -> list[Block]:
         table = roofline_table(session)
         if table.refused:
-            return [not_recorded(session, "full", "Operation counters were")]
+            return [not_recorded(session, "full", "FLOP counters")]
         figure = _roofline_figure(table, kernel_shares(session, top=10**6), i)
         tables = [block("roofline", table, i), block("roofline", roofline_table(session, "module"), i, part="modules")]
         return [*present(figure), *tables]
 
-    lead = "Arithmetic against bytes moved, both by counters. A point's area is its time in the step."
+    lead = "Measured FLOP/s against arithmetic intensity (FLOPs per DRAM byte). The area of a point is its share of kernel time."
     return overview("roofline", "Roofline", lead, [], names, sessions, one)
 
 
@@ -124,14 +126,14 @@ def _roofline_figure(table: Table, shares: Table, i: int) -> Scatter | None:
             detail="" if r["of_roof"] is None else f"{r['of_roof']:.1f} % of the {r['bound']} roof",
         )
         for r in table.rows
-        if r["intensity"] and r["tflops"]  # a logarithm has no zero
+        if r["intensity"] and r["tflops"]  # both axes are logarithmic
     ]
     if not points:
         return None
     return Scatter(
         id=f"roofline-{i}",
-        title="Kernels under the ceilings of the card",
-        x_title="FLOP a byte",
+        title="Roofline by kernel",
+        x_title="FLOP/byte",
         y_title="TFLOP/s",
         points=points,
         roofs=_roofs(table.extra.get("ceilings")),
@@ -151,7 +153,7 @@ def _roofs(ceilings: dict[str, Any] | None) -> list[Roof]:
 
 
 def environment(names: Sequence[str], sessions: Sequence[Session]) -> Section:
-    """Everything the sessions say about where they come from, side by side."""
+    """The metadata of all sessions."""
     facts = [_flat({k: v for k, v in s.meta.items() if k not in ("format", "version")}) for s in sessions]
     keys = list(dict.fromkeys(k for f in facts for k in f))
     columns = [Column("what", kind="text"), *(Column(n, kind="text") for n in names)]
@@ -160,13 +162,20 @@ def environment(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     rows: list[dict[str, Any]] = [
         {"what": k, **{n: f.get(k) for n, f in zip(names, facts, strict=True)}} for k in keys if k not in common
     ]
-    alike = Table("What all sessions share", [Column("what", kind="text"), Column("all sessions", kind="text")], shared)
-    tables = [block("environment", alike, part="shared")] if shared else []
+    common_table = Table(
+        "Common to all sessions", [Column("what", kind="text"), Column("all sessions", kind="text")], shared
+    )
+    tables = [block("environment", common_table, part="shared")] if shared else []
+    title = "Differences between sessions" if len(sessions) > 1 else "Session"
     return Section(
         id="environment",
         title="Environment",
-        lead="Where the recordings come from.",
-        blocks=[*tables, block("environment", Table("Provenance", columns, rows)), *_differences(keys, facts)],
+        lead="Hardware, software and settings of the sessions.",
+        blocks=[
+            *tables,
+            block("environment", Table(title, columns, rows)),
+            *_differences(keys, facts),
+        ],
     )
 
 
@@ -183,9 +192,14 @@ def _flat(meta: dict[str, Any], prefix: str = "") -> dict[str, str | None]:
 
 
 def _differences(keys: list[str], facts: list[dict[str, str | None]]) -> list[Block]:
-    """Sessions of different machines or versions are compared all the same, but not in silence."""
-    unlike = [k for k in keys if k.startswith("environment.") and len({f.get(k) for f in facts}) > 1]
-    if not unlike:
+    """A warning if sessions of different machines or versions are compared."""
+    different = [k for k in keys if k.startswith("environment.") and len({f.get(k) for f in facts}) > 1]
+    if not different:
         return []
-    names = ", ".join(k.removeprefix("environment.") for k in unlike)
-    return [Text(text=f"These sessions differ in: {names}. Read comparisons with that in mind.", tone="bad")]
+    names = ", ".join(k.removeprefix("environment.") for k in different)
+    return [
+        Text(
+            text=f"The sessions were recorded in different environments ({names}); comparisons include that difference.",
+            tone="bad",
+        )
+    ]

@@ -1,4 +1,4 @@
-"""Sections about the step by the clock: its time, what it is made of, where in the network, when, and in what memory."""
+"""Sections on the time and memory of a step: totals, kernel mix, phases, modules, timeline, memory, components."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
     from voxtune.profile.session import Session
 
-# A gap shorter than this is how launches always follow each other.
+# Shorter gaps occur between any two launches.
 SHORTEST_GAP_US = 2.0
 
 
 class Index:
-    """Words by number: a name is written into the page once, however many launches have it."""
+    """Numbers strings, so that a name used by many launches is written into the page once."""
 
     def __init__(self, words: list[str] | None = None):
         self.words = list(words or [])
@@ -44,7 +44,7 @@ def first_step(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def step_timeline(session: Session, id: str) -> Timeline | None:
-    """The first recorded step. None when no launch has a time."""
+    """The first recorded step; None if no launch has a time."""
     rows = first_step(session.launches).dropna(subset=["start_us", "duration_us"]).sort_values("start_us")
     if rows.empty:
         return None
@@ -55,14 +55,14 @@ def step_timeline(session: Session, id: str) -> Timeline | None:
     items = []
     for start, us, name, module, phase, kind, stream in zip(*columns, classes, streams, strict=True):
         note = notes[_note(module, phase)]
-        items.append((round(start, 2), round(us, 2), groups[kind], names[_word(name)], note, lanes[stream]))
-    # Operators on a CPU nest: no queue runs dry between them.
+        items.append((round(start, 2), round(us, 2), groups[kind], names[_name(name)], note, lanes[stream]))
+    # Operators on a CPU have no launch queue.
     gaps = [] if (rows["kind"] == "cpu_op").any() else _gaps(items)
-    told = "; the lower lane marks where the device idled" if gaps else ""
+    idle = "; the lower lane shows idle time" if gaps else ""
     return Timeline(
         id=id,
-        title="One step, launch by launch",
-        caption=f"{len(items):,} launches of the first recorded step{told}.",
+        title="Launches of one step",
+        caption=f"{len(items):,} launches of the first recorded step{idle}.",
         rows=lanes.words,
         groups=groups.words,
         names=names.words,
@@ -74,19 +74,19 @@ def step_timeline(session: Session, id: str) -> Timeline | None:
 
 
 def _gaps(items: list[tuple[float, float, int, int, int, int]]) -> list[tuple[float, float]]:
-    reach, found = 0.0, []
+    busy_until, gaps = 0.0, []
     for start, us, *_ in items:
-        if start - reach > SHORTEST_GAP_US:
-            found.append((round(reach, 2), round(start - reach, 2)))
-        reach = max(reach, start + us)
-    return found
+        if start - busy_until > SHORTEST_GAP_US:
+            gaps.append((round(busy_until, 2), round(start - busy_until, 2)))
+        busy_until = max(busy_until, start + us)
+    return gaps
 
 
 def _lane(stream: Any) -> str:
     return f"stream {stream}" if isinstance(stream, int) else "host"
 
 
-def _word(value: Any) -> str:
+def _name(value: Any) -> str:
     return value if isinstance(value, str) else "unnamed"
 
 
@@ -99,7 +99,7 @@ def step_time(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     return Section(
         id="time",
         title="Step time",
-        lead="Median wall time of a whole step; the whisker is the run-to-run spread, half of p20 to p80 either side.",
+        lead="Median wall time of a step. Whiskers: run-to-run spread (plus and minus half of p20 to p80).",
         blocks=[
             *(b for f in (_walls(table), _busy(table)) if f is not None for b in split_by_mode(f, names, sessions)),
             block("time", table),
@@ -128,7 +128,7 @@ def _busy(table: Table) -> Bars | None:
     ]
     return Bars(
         id="time-busy",
-        title="The device's time: at work and idle",
+        title="Device busy and idle",
         labels=table.column("session"),
         series=series,
         unit="ms",
@@ -138,15 +138,15 @@ def _busy(table: Table) -> Bars | None:
 
 def mix(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     tables = {n: kernel_mix(s, by=("class",)) for n, s in zip(names, sessions, strict=True)}
-    time = stacked_bars(
-        tables, id="mix-ms", title="Time of a step by class of kernel", key="class", value="ms", unit="ms"
+    time = stacked_bars(tables, id="mix-ms", title="Time of a step by kernel class", key="class", value="ms", unit="ms")
+    part = stacked_bars(
+        tables, id="mix-share", title="Share of device time by kernel class", key="class", value="share", unit="%"
     )
-    part = stacked_bars(tables, id="mix-share", title="The same as shares", key="class", value="share", unit="%")
 
     def one(session: Session, i: int) -> list[Block]:
         return [block("mix", tables[names[i]], i), block("mix", kernel_shares(session), i, part="kernels")]
 
-    lead = "What the device's time goes to. Copies and fills are included."
+    lead = "Device time by kernel class, including copies and fills."
     return overview("mix", "Kernel mix", lead, [time, part], names, sessions, one)
 
 
@@ -159,7 +159,7 @@ def phases(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     def one(session: Session, i: int) -> list[Block]:
         return [block("phases", kernel_mix(session), i)]
 
-    lead = "Forward, backward and optimizer; transfers between host and device stand apart."
+    lead = "Device time in forward pass, backward pass and optimizer, and in transfers between host and device."
     return overview("phases", "Phases", lead, [figure], names, sessions, one)
 
 
@@ -171,15 +171,17 @@ def modules(names: Sequence[str], sessions: Sequence[Session]) -> Section:
         table = Table(f"Time by module: {session.name}", by_module.columns, rows)
         tree = Tree(
             id=f"modules-tree-{i}",
-            title="Time by module, its backward included",
-            caption="Area is time; colour is the class of kernel. A click opens a module, the path below leads back.",
+            title="Time by module, backward pass included",
+            caption="Area: device time. Colour: kernel class. Click a module to zoom in, the path below to zoom out.",
             paths=paths,
             values=by_class.column("ms"),
             groups=[r["class"] or "unknown" for r in by_class.rows],
         )
         return [tree, block("modules", table, i)]
 
-    lead = "Which part of the network costs what. Each kernel is charged to the module that caused it."
+    lead = (
+        "Device time by module of the network. Kernels of the backward pass count for the module of their forward pass."
+    )
     return overview("modules", "Modules", lead, [], names, sessions, one)
 
 
@@ -187,10 +189,10 @@ def timeline(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     def one(session: Session, i: int) -> list[Block]:
         figure = step_timeline(session, f"timeline-{i}")
         if figure is None:
-            return [not_recorded(session, "census", "The timeline was")]
+            return [not_recorded(session, "census", "Timeline")]
         return [figure, block("timeline", gaps(session), i, part="gaps"), block("timeline", transfers(session), i)]
 
-    lead = "Every launch of one step in its order, and the gaps between them."
+    lead = "Every launch of one step, and the idle gaps between them."
     return overview("timeline", "Timeline", lead, [], names, sessions, one)
 
 
@@ -198,20 +200,20 @@ def memory(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     def one(session: Session, i: int) -> list[Block]:
         table = memory_timeline(session)
         if table.refused:
-            return [not_recorded(session, "memory", "Memory over the step was")]
-        end = _until_the_host_waits(table.column("time_ms"))
+            return [not_recorded(session, "memory", "Memory")]
+        end = _before_final_wait(table.column("time_ms"))
         series = [Series(name=c.name, values=table.column(c.name)[:end]) for c in table.columns[1:]]
-        title = "Memory over the step, by what holds it"
-        caption = "By the clock of the host, which allocates ahead of the device and then waits for it."
+        title = "Allocated memory by category"
+        caption = "Host time: the host allocates ahead of the device. Its final wait for the device is not shown."
         figure = Area(id=f"memory-{i}", title=title, caption=caption, x=table.column("time_ms")[:end], series=series)
         return [figure, block("memory", memory_peak(session), i)]
 
-    lead = "What holds the device's memory, over one step."
+    lead = "Allocated device memory over one step, by category."
     return overview("memory", "Memory", lead, [], names, sessions, one)
 
 
-def _until_the_host_waits(times: list[float]) -> int:
-    """How many moments to draw: a wait longer than all before it, in which nothing changes, would hide the rest."""
+def _before_final_wait(times: list[float]) -> int:
+    """The number of points before the host's final wait, which would compress the rest of the chart."""
     waits = [(b - a, i + 1) for i, (a, b) in enumerate(pairwise(times))]
     longest, at = max(waits, default=(0.0, 0))
     return at if at and longest > times[at - 1] - times[0] and at > len(times) // 2 else len(times)
@@ -229,5 +231,5 @@ def components(names: Sequence[str], sessions: Sequence[Session]) -> Section:
             block("components", transfer_breakdown(session), i, part="parts"),
         ]
 
-    lead = "Seconds and calls by what a network is made of, and the step split into functions, transfers and idle time."
+    lead = "Time and calls by network component, and the split of a step into functions, transfers and idle time."
     return overview("components", "Components", lead, [figure], names, sessions, one)
