@@ -9,13 +9,13 @@ from voxtune.analysis.study import study_table
 from voxtune.errors import InputError
 
 
-def test_a_whole_training_step_with_counters_is_covered():
-    found = certificate(train([counted(0, 98)]))
-    assert found.extra["covers"] and found.extra["covers_time"] and found.extra["covers_full"]
-    assert found.extra["reasons"] == []
+def test_a_complete_training_step_with_counters_is_covered():
+    result = certificate(train([counted(0, 98)]))
+    assert result.extra["covers"] and result.extra["covers_time"] and result.extra["covers_full"]
+    assert result.extra["reasons"] == []
 
 
-def test_the_threshold_is_of_time_not_of_launches():
+def test_the_threshold_applies_to_time_not_to_launches():
     # 1 us of 200 without counters: 0.5 % of time, a quarter of the launches.
     assert certify(train([counted(0, 197), kernel(197, 1)])).covers("few")
     missing = certify(train([counted(0, 90), kernel(90, 8)]))
@@ -24,29 +24,29 @@ def test_the_threshold_is_of_time_not_of_launches():
     assert "92.0 % of step time" in missing.reasons("few")[0]
 
 
-def test_few_counters_do_not_cover_what_needs_the_full_set():
-    found = certify(train([counted(0, 98, counter_tier="few")]))
-    assert found.covers("few") and not found.covers("full")
+def test_the_few_tier_does_not_cover_the_full_set():
+    result = certify(train([counted(0, 98, counter_tier="few")]))
+    assert result.covers("few") and not result.covers("full")
 
 
 @pytest.mark.parametrize("phase", ["backward", "optimizer"])
 def test_a_training_step_without_a_phase_is_not_covered(phase):
-    made = train([counted(0, 98)])
-    made.launches = made.launches[made.launches["phase"] != phase].reset_index(drop=True)
-    made.launches["index"] = range(len(made.launches))
-    assert any(phase in r for r in certify(made).reasons("time"))
+    example = train([counted(0, 98)])
+    example.launches = example.launches[example.launches["phase"] != phase].reset_index(drop=True)
+    example.launches["index"] = range(len(example.launches))
+    assert any(phase in r for r in certify(example).reasons("time"))
 
 
-def test_set_up_holes_and_half_steps_are_found():
+def test_set_up_missing_launches_and_incomplete_steps_are_reported():
     assert any("set-up" in r for r in certify(session([counted(0, 1, step=-1), counted(0, 1)])).reasons("time"))
-    holed = session([counted(0, 1), counted(1, 1), counted(2, 1)])
-    holed.launches = holed.launches.drop(index=1)
-    assert any("missing" in r for r in certify(holed).reasons("time"))
+    gapped = session([counted(0, 1), counted(1, 1), counted(2, 1)])
+    gapped.launches = gapped.launches.drop(index=1)
+    assert any("missing" in r for r in certify(gapped).reasons("time"))
     half = session([counted(i, 1, step=0) for i in range(10)] + [counted(0, 1, step=1)])
-    assert any("whole" in r for r in certify(half).reasons("time"))
+    assert any("incomplete" in r for r in certify(half).reasons("time"))
 
 
-def test_copies_are_outside_the_shares():
+def test_copies_do_not_count_in_the_shares():
     copy = {"kind": "memcpy", "class": "memcpy", "start_us": 98.0, "duration_us": 500.0}
     assert certify(session([counted(0, 98), copy])).few_time_pct == 100
 
@@ -66,7 +66,7 @@ def test_the_papers_window_is_kernels_11_to_110_of_one_step():
             window(session(rows), wrong)
 
 
-def test_no_ratio_without_coverage():
+def test_ratios_are_refused_without_coverage():
     good = train([counted(0, 98, warps_active=4.0, stall_long_scoreboard=1.0)], name="good")
     partial = [counted(0, 50, warps_active=4.0, stall_long_scoreboard=1.0), kernel(50, 48)]
     bad = train(partial, name="bad", config="tf32")
@@ -77,20 +77,20 @@ def test_no_ratio_without_coverage():
         row = study.row(quantity=quantity, config="tf32")
         assert row["step"] is None and row["step_plain"] is None
     assert any("bad does not cover its step" in note for note in study.notes)
-    # A share of kernel time is no ratio between sessions.
+    # A share of kernel time is not a ratio between sessions.
     assert study.row(quantity="elementwise_share", config="tf32")["step"] > 0
-    # Times come from the timeline, which is whole in both.
+    # Times come from the timeline, which is complete in both.
     assert compare_classes([good, bad]).refused is None
     assert compare_classes([good, window(bad)]).refused
 
 
-def test_window_and_step_stand_side_by_side():
-    # The window's launches take a tenth of the cycles in the second session; the rest is as it was.
-    def made(name: str, cycles: float):
+def test_ratios_in_the_window_and_over_the_step():
+    # In the second session the launches of the window take a tenth of the cycles; the rest is unchanged.
+    def make(name: str, cycles: float):
         rows = [counted(i, 1, cycles=cycles if 10 <= i < 110 else 1000.0) for i in range(1000)]
         return session(rows, name=name)
 
-    found = side_by_side([made("base", 1000.0), made("other", 100.0)]).rows[1]
-    assert found["cycles_window"] == pytest.approx(0.1)
-    assert found["cycles_step"] == pytest.approx((900 * 1000 + 100 * 100) / 1e6)
-    assert found["window_time_pct"] == pytest.approx(10)
+    result = side_by_side([make("base", 1000.0), make("other", 100.0)]).rows[1]
+    assert result["cycles_window"] == pytest.approx(0.1)
+    assert result["cycles_step"] == pytest.approx((900 * 1000 + 100 * 100) / 1e6)
+    assert result["window_time_pct"] == pytest.approx(10)

@@ -13,7 +13,7 @@ from voxtune.cli.check import command
 from voxtune.errors import InputError
 
 
-def test_modules_compare_though_kernels_differ():
+def test_modules_are_compared_although_kernels_differ():
     a = session(
         [kernel(0, 100, module="net.0.conv", name="x"), kernel(100, 20, module="net.1")], name="a", bare=[1.0, 1.0, 1.0]
     )
@@ -22,17 +22,17 @@ def test_modules_compare_though_kernels_differ():
         name="b",
         bare=[1.0, 1.1, 0.9],
     )
-    found = compare_modules([a, b])
-    row = found.row(module="net.0")
+    result = compare_modules([a, b])
+    row = result.row(module="net.0")
     assert (row["a ms"], row["b ms"], row["b difference"], row["b ratio"]) == pytest.approx((0.1, 0.05, -0.05, 0.5))
     assert row["a ±"] == 0 and row["b ±"] == pytest.approx(0.05 * 0.06) and row["b beyond spread"] is True
-    gone = found.row(module="net.1")
+    gone = result.row(module="net.1")
     assert gone["b ms"] == 0 and gone["b ratio"] == 0
-    assert found.row(module="all")["a ms"] == pytest.approx(0.12)
+    assert result.row(module="all")["a ms"] == pytest.approx(0.12)
     assert compare_classes([a, b]).row(**{"class": "elementwise"})["a ms"] == pytest.approx(0.12)
 
 
-def test_spread_over_steps_counts_where_it_is_larger():
+def test_the_larger_of_both_spreads_is_used():
     a = session([kernel(0, 100, module="m", step=0), kernel(0, 140, module="m", step=1)], name="a", bare=[1.0] * 3)
     b = session([kernel(0, 130, module="m")], name="b", bare=[1.0] * 3)
     row = compare_modules([a, b]).row(module="m")
@@ -40,12 +40,12 @@ def test_spread_over_steps_counts_where_it_is_larger():
     assert row["b beyond spread"] is False
 
 
-def test_two_sessions_of_one_name_stay_apart():
-    made = [session([kernel(0, 10)], name="a"), session([kernel(0, 20)], name="a")]
-    assert [c.name for c in compare_classes(made).columns if c.name.endswith(" ms")] == ["a ms", "a (2) ms"]
+def test_sessions_with_the_same_name_get_distinct_labels():
+    example = [session([kernel(0, 10)], name="a"), session([kernel(0, 20)], name="a")]
+    assert [c.name for c in compare_classes(example).columns if c.name.endswith(" ms")] == ["a ms", "a (2) ms"]
 
 
-def test_normalised_is_to_the_first():
+def test_ratios_are_relative_to_the_first_session():
     a, b = session([counted(0, 10, ipc=2.0)], name="a"), session([counted(0, 5, ipc=1.0)], name="b")
     row = normalised([a, b]).rows[1]
     assert (row["cycles_ratio"], row["ipc_ratio"], row["device_ms_ratio"], row["instructions_ratio"]) == (
@@ -70,22 +70,22 @@ STEADY = [100.0, 100.1, 99.9, 100.05, 99.95]
         ([100.0, 100.0, 100.1, 99.9, 900.0], "ok", 0),
     ],
 )
-def test_the_gate_knows_the_spread(new, verdict, code):
+def test_verdict_accounts_for_the_spread(new, verdict, code):
     base = session([kernel(0, 10)], name="base", bare=STEADY)
-    found = check(base, session([kernel(0, 10)], name="new", bare=new), 5.0)
-    assert (found.extra["verdict"], found.extra["exit_code"]) == (verdict, code)
+    result = check(base, session([kernel(0, 10)], name="new", bare=new), 5.0)
+    assert (result.extra["verdict"], result.extra["exit_code"]) == (verdict, code)
 
 
-def test_change_is_of_medians():
-    found = change(np.array([1.0, 1.0, 9.0]), np.array([2.0, 2.0, 2.0]))
-    assert (found.change_pct, found.low_pct, found.high_pct) == pytest.approx((100, 100, 100))
+def test_change_compares_medians():
+    result = change(np.array([1.0, 1.0, 9.0]), np.array([2.0, 2.0, 2.0]))
+    assert (result.change_pct, result.low_pct, result.high_pct) == pytest.approx((100, 100, 100))
 
 
-def test_the_gate_compares_like_with_like():
+def test_check_requires_the_same_workload_and_gpu():
     base = session([kernel(0, 10)], bare=STEADY, workload="a")
     with pytest.raises(InputError, match="differ in workload"):
         check(base, session([kernel(0, 10)], bare=STEADY, workload="b"))
-    with pytest.raises(InputError, match="one GPU"):
+    with pytest.raises(InputError, match="same GPU"):
         check(base, session([kernel(0, 10)], bare=STEADY, environment={"gpu": "NVIDIA A100"}))
     unlike = check(base, session([kernel(0, 10)]))
     assert unlike.refused and unlike.extra["exit_code"] == 3
@@ -116,38 +116,38 @@ def test_check_verb_exit_code_and_json(tmp_path, capsys):
 
 
 def _study_sessions():
-    def made(config: str, duration: float):
+    def make(config: str, duration: float):
         rows = [
             counted(i, duration, "conv_fprop", tensor_pct=2.0, tensor_pipe_pct=3.0, warps_active=4.0)
             for i in range(200)
         ]
         return session(rows, name=config, config=config)
 
-    return [made("baseline", 10.0), made("tf32", 5.0)]
+    return [make("baseline", 10.0), make("tf32", 5.0)]
 
 
-def test_study_shows_seed_window_and_step():
-    found = study_table(_study_sessions())
-    row = found.row(figure=8, quantity="cycles_ratio", config="tf32")
+def test_study_shows_paper_window_and_step():
+    result = study_table(_study_sessions())
+    row = result.row(figure=8, quantity="cycles_ratio", config="tf32")
     assert (row["A100"], row["H100"], row["V100"]) == ("0.18", "0.39", None)
     assert (row["window"], row["step"]) == (0.5, 0.5)
-    assert found.row(figure=10, quantity="tensor_pct", config="baseline")["step"] == 2.0
-    assert found.row(figure=10, quantity="tensor_pipe_pct", config="baseline")["step"] == 3.0
-    absent = found.row(figure=10, quantity="tensor_pipe_pct", config="channels_last")
+    assert result.row(figure=10, quantity="tensor_pct", config="baseline")["step"] == 2.0
+    assert result.row(figure=10, quantity="tensor_pipe_pct", config="baseline")["step"] == 3.0
+    absent = result.row(figure=10, quantity="tensor_pipe_pct", config="channels_last")
     assert absent["H100"] == "1.47" and absent["window"] is None
-    assert found.row(figure=6, quantity="dominant_share", config="baseline")["window"] == 100
-    assert any("not recorded here" in n for n in found.notes)
+    assert result.row(figure=6, quantity="dominant_share", config="baseline")["window"] == 100
+    assert any("not recorded: " in n for n in result.notes)
     with pytest.raises(InputError, match="baseline"):
         study_table(_study_sessions()[1:])
 
 
-def test_the_seeds_values_are_whole_and_every_quantity_is_measurable():
-    made = _study_sessions()[0]
+def test_the_papers_values_are_valid_and_every_quantity_can_be_measured():
+    example = _study_sessions()[0]
     facts = paper()["facts"]
     assert {f["figure"] for f in facts} == set(range(4, 14))
     for fact in facts:
         assert fact["config"] in CONFIGS and fact["gpu"] in ("V100", "A100", "H100", "all")
         assert ("value" in fact) != ("low" in fact and "high" in fact)
-        measure(made, fact["quantity"].removesuffix("_ratio"), plain=True)
-    # The V100 has no such counters; zeros would be invented.
+        measure(example, fact["quantity"].removesuffix("_ratio"), plain=True)
+    # The V100 has no such counters.
     assert not [f for f in facts if f["figure"] == 13 and f["gpu"] == "V100"]

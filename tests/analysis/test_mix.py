@@ -44,7 +44,7 @@ def test_opcodes(opcode, group, pipe):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
         ("void at::native::(anonymous namespace)::RowwiseMomentsCUDAKernel<float>(long)", "RowwiseMomentsCUDAKernel"),
         ("sm80_xmma_fprop_implicit_gemm_f32f32_f32f32_f32_nchw_tilesize256", "sm80_xmma_fprop_implicit_gemm"),
@@ -56,39 +56,43 @@ def test_opcodes(opcode, group, pipe):
         ("", ""),
     ],
 )
-def test_short_names(name, said):
-    assert short(name) == said
+def test_short_names(name, expected):
+    assert short(name) == expected
 
 
-def test_kernel_mix_adds_up_and_prints_the_unknown():
-    made = session([kernel(0, 60, "norm"), kernel(60, 20, "norm"), kernel(80, 20, "unknown", phase="backward")])
-    found = kernel_mix(made)
-    assert found.rows[0] == {"class": "norm", "phase": "forward", "ms": 0.08, "share": 80.0, "launches": 2.0}
-    assert sum(found.column("share")) == pytest.approx(100)
-    assert "20.00 %" in found.notes[0]
+def test_kernel_mix_adds_up_and_reports_unknown_kernels():
+    example = session([kernel(0, 60, "norm"), kernel(60, 20, "norm"), kernel(80, 20, "unknown", phase="backward")])
+    result = kernel_mix(example)
+    assert result.rows[0] == {"class": "norm", "phase": "forward", "ms": 0.08, "share": 80.0, "launches": 2.0}
+    assert sum(result.column("share")) == pytest.approx(100)
+    assert "20.00 %" in result.notes[0]
 
 
 def test_kernel_shares_are_by_short_name():
-    made = session(
+    example = session(
         [kernel(0, 30, name="void a::f<1>()"), kernel(30, 30, name="void a::f<2>()"), kernel(60, 40, name="g")]
     )
-    assert [(r["kernel"], r["share"]) for r in kernel_shares(made).rows] == [("f", 60.0), ("g", 40.0)]
+    assert [(r["kernel"], r["share"]) for r in kernel_shares(example).rows] == [("f", 60.0), ("g", 40.0)]
 
 
-def test_opcodes_weigh_by_launches_and_fall_into_groups():
+def test_opcodes_are_weighted_by_launches_and_grouped():
     opcodes = [
         {"name": "k", "grid": "1,1,1", "block": "32,1,1", "opcode": "FFMA", "executed": 10.0},
         {"name": "k", "grid": "1,1,1", "block": "32,1,1", "opcode": "UIADD3", "executed": 5.0},
         {"name": "j", "grid": "1,1,1", "block": "32,1,1", "opcode": "IMAD", "executed": 70.0},
     ]
     size = {"grid": "1,1,1", "block": "32,1,1"}
-    made = session(
+    example = session(
         [kernel(0, 1, **size), kernel(1, 1, **size), kernel(2, 2, name="j", **size), kernel(4, 4, name="z")],
         opcodes=opcodes,
     )
-    assert {r["group"]: r["share"] for r in instruction_mix(made).rows} == {"int": 70.0, "fp32": 20.0, "uniform": 10.0}
-    assert {r["pipe"]: r["share"] for r in instruction_mix(made, "pipe").rows} == {"fma": 90.0, "uniform": 10.0}
-    assert "50.0 % of kernel time" in instruction_mix(made).notes[0]
+    assert {r["group"]: r["share"] for r in instruction_mix(example).rows} == {
+        "int": 70.0,
+        "fp32": 20.0,
+        "uniform": 10.0,
+    }
+    assert {r["pipe"]: r["share"] for r in instruction_mix(example, "pipe").rows} == {"fma": 90.0, "uniform": 10.0}
+    assert "50.0 % of kernel time" in instruction_mix(example).notes[0]
     assert instruction_mix(session([kernel(0, 1)])).refused
 
 
@@ -103,30 +107,30 @@ def test_ipc_stack_parts_add_up_to_the_ipc():
     assert row["cycles"] == 1000
 
 
-def test_means_weigh_by_what_they_say():
-    made = session(
+def test_means_are_weighted_as_documented():
+    example = session(
         [
             counted(0, 10, tensor_pct=10.0, ipc=1.0, cycles_active=100.0, stall_wait=1.0, instructions=1.0),
             counted(10, 30, tensor_pct=50.0, ipc=4.0, cycles_active=300.0, stall_wait=4.0, instructions=2.0),
             kernel(40, 60),
         ]
     )
-    overall = counters.utilisation(made).row(**{"class": "overall"})
+    overall = counters.utilisation(example).row(**{"class": "overall"})
     assert overall["tensor_pct"] == pytest.approx((10 * 10 + 50 * 30) / 40)
     assert overall["fma_pct"] is None and overall["measured"] == 0
-    assert counters.warps(made).row(**{"class": "overall"})["ipc"] == pytest.approx((100 + 1200) / 400)
-    assert counters.stalls(made).row(**{"class": "overall"})["stall_wait"] == pytest.approx((1 + 8) / 3)
-    assert counters.overall_ipc(made) == pytest.approx(2.0)  # geometric mean of 1 and 4
+    assert counters.warps(example).row(**{"class": "overall"})["ipc"] == pytest.approx((100 + 1200) / 400)
+    assert counters.stalls(example).row(**{"class": "overall"})["stall_wait"] == pytest.approx((1 + 8) / 3)
+    assert counters.overall_ipc(example) == pytest.approx(2.0)  # geometric mean of 1 and 4
     assert counters.stalls(session([kernel(0, 1)])).refused
 
 
-def test_missing_is_none_never_zero():
-    made = session([kernel(0, 1)])
-    assert counters.totals(made)["cycles"] is None
-    assert measure(made, "tensor_pct", plain=False) is None
-    assert measure(made, "tensor_pct", plain=True) is None
-    assert mean(numbers(made.launches, "ipc")) is None
-    assert geometric_mean(numbers(made.launches, "ipc")) is None
+def test_missing_values_are_none_not_zero():
+    example = session([kernel(0, 1)])
+    assert counters.totals(example)["cycles"] is None
+    assert measure(example, "tensor_pct", plain=False) is None
+    assert measure(example, "tensor_pct", plain=True) is None
+    assert mean(numbers(example.launches, "ipc")) is None
+    assert geometric_mean(numbers(example.launches, "ipc")) is None
 
 
 def test_the_papers_quantities_are_computed_from_sessions():

@@ -19,16 +19,16 @@ def test_round_trips_through_json():
 
 
 @pytest.mark.parametrize("value", [None, pd.NA, float("nan"), np.float32("inf"), np.nan])
-def test_what_is_not_a_number_is_none(value):
+def test_missing_and_infinite_values_are_none(value):
     assert plain(value) is None
 
 
-def test_a_row_with_an_unknown_column_is_our_mistake():
+def test_a_row_with_an_unknown_column_is_an_assertion_error():
     with pytest.raises(AssertionError, match="not columns"):
         Table("t", [Column("a")], [{"b": 1}])
 
 
-def test_a_refusal_is_printed_in_place_of_rows():
+def test_a_refusal_is_printed_instead_of_rows():
     assert as_text(refuse("t", "because")) == "t\n  refused: because"
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/study.md, made from the recordings: `python -m tests.recordings.study_page` writes them anew."""
+"""Generates the tables of docs/results/study.md from the recordings: python -m tests.recordings.study_page"""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from voxtune.profile.session import Session
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "study.md"
 MODES = ("train", "sample")
 EMPTY = "–"
-# What is shown together: the conversions of a layout, padding, casts and copies are the ledger's.
+# Kernel classes shown together; "data movement" has the classes of the layout ledger.
 GROUPS: dict[str, tuple[str, ...]] = {
     "forward convolutions": ("conv_fprop",),
     "data gradients": ("conv_dgrad", "conv_backward"),
     "weight gradients": ("conv_wgrad",),
     "norm": ("norm",),
-    "moving data": ("layout", "padding", "cast", "copy"),
+    "data movement": ("layout", "padding", "cast", "copy"),
     "elementwise": ("elementwise",),
     "fused (Triton)": ("triton",),
 }
@@ -54,9 +54,9 @@ def step_table() -> str:
     rows = []
     for session, train, sample in zip(sessions("train"), *totals.values(), strict=True):
         cells = [config(session)]
-        for found, first in ((train, totals["train"][0]), (sample, totals["sample"][0])):
-            cells += [number(found["wall_ms"], 1), number(found["wall_ms"] / first["wall_ms"], 2)]
-            cells += [str(found["launches"]), number(found["peak_gib"], 1)]
+        for row, first in ((train, totals["train"][0]), (sample, totals["sample"][0])):
+            cells += [number(row["wall_ms"], 1), number(row["wall_ms"] / first["wall_ms"], 2)]
+            cells += [str(row["launches"]), number(row["peak_gib"], 1)]
         rows.append(cells)
     names = [f"{m}: {c}" for m in ("training", "sampling") for c in ("ms", "x baseline", "launches", "GiB")]
     return markdown(["configuration", *names], rows)
@@ -65,13 +65,13 @@ def step_table() -> str:
 def coverage_table() -> str:
     rows = []
     for session in (s for m in MODES for s in sessions(m)):
-        tiers, found = session.meta["tiers"], certify(session)
-        shares = [number(found.few_launches_pct, 1), number(found.few_time_pct, 1)]
+        tiers, certificate = session.meta["tiers"], certify(session)
+        shares = [number(certificate.few_launches_pct, 1), number(certificate.few_time_pct, 1)]
         shares += [number(100 * tiers[t].get("time_share", 0.0), 1) for t in ("full", "opcodes")]
-        verdict = "yes" if found.covers("few") else "times alone"
-        rows.append([f"{session.meta['mode']} {config(session)}", *shares, ", ".join(found.phases), verdict])
+        verdict = "yes" if certificate.covers("few") else "times only"
+        rows.append([f"{session.meta['mode']} {config(session)}", *shares, ", ".join(certificate.phases), verdict])
     head = ["session", "few: % of launches", "% of kernel time", "full: % of kernel time", "opcodes: % of kernel time"]
-    return markdown([*head, "phases seen", "covers its step"], rows)
+    return markdown([*head, "phases recorded", "covers its step"], rows)
 
 
 def window_table() -> str:
@@ -91,8 +91,8 @@ def time_table(mode: str) -> str:
     for session in sessions(mode):
         classes = {r["class"]: r["ms"] for r in kernel_mix(session, by=("class",)).rows}
         parts = [sum(classes.get(c, 0.0) for c in group) for group in GROUPS.values()]
-        whole = sum(classes.values())
-        rows.append([config(session), *(number(p, 1) for p in (*parts, whole - sum(parts), whole))])
+        total = sum(classes.values())
+        rows.append([config(session), *(number(p, 1) for p in (*parts, total - sum(parts), total))])
     return markdown(["configuration, ms", *GROUPS, "other", "device"], rows)
 
 
@@ -101,9 +101,9 @@ def ledger_table() -> str:
     for session in (s for m in MODES for s in sessions(m)):
         table = layout_ledger(session)
         kinds = [sum(r[f"{c}_ms"] for r in table.rows) for c in ("layout", "padding", "cast", "copy")]
-        payers = [table.extra["by_type"].get(t, 0.0) for t in ("GroupNorm32", "Conv3d")]
+        by_type = [table.extra["by_type"].get(t, 0.0) for t in ("GroupNorm32", "Conv3d")]
         share = 100 * table.extra["total_ms"] / table.extra["step_ms"]
-        cells = [table.extra["total_ms"], share, *kinds, *payers]
+        cells = [table.extra["total_ms"], share, *kinds, *by_type]
         rows.append([f"{session.meta['mode']} {config(session)}", *(number(c, 1) for c in cells)])
     head = ["session", "ms", "% of device time", "layout", "padding", "cast", "copy", "by GroupNorm32", "by Conv3d"]
     return markdown(head, rows)
@@ -119,7 +119,7 @@ def precision_table() -> str:
         proof = {True: "proved", False: "broken", None: EMPTY}[session.meta["proof"]["holds"]]
         cells = [number(spent, 1), number(table.extra["tensor_time_pct"], 1), worst, proof]
         rows.append([f"{session.meta['mode']} {config(session)}", *cells])
-    head = ["session", "convolutions and products, ms", "of it on tensor cores, %", "largest on CUDA cores"]
+    head = ["session", "convolutions and matmuls, ms", "on tensor cores, %", "largest on CUDA cores"]
     return markdown([*head, "FP32"], rows)
 
 
@@ -130,8 +130,8 @@ def overhead_table() -> str:
     for mode in MODES:
         for row, session in zip(overhead(sessions(mode)).rows, sessions(mode), strict=True):
             rows.append([f"{mode} {config(session)}", *(number(row[c], d) for c, d in digits.items())])
-    head = ["session", "bare, ms", "census, ms", "census adds, %", "few, s", "few, x bare", "few, ms a launch"]
-    return markdown([*head, "full, s a launch", "opcodes, s a launch", "all counters, s"], rows)
+    head = ["session", "bare, ms", "census, ms", "census adds, %", "few, s", "few, x bare", "few, ms per launch"]
+    return markdown([*head, "full, s per launch", "opcodes, s per launch", "all counters, s"], rows)
 
 
 def figures_table() -> str:
@@ -165,14 +165,14 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def block(name: str) -> re.Pattern[str]:
-    """A table's mark and its lines."""
+    """The lines of the table after its marker."""
     return re.compile(rf"(?<=<!-- table: {name} -->\n)(?:\|.*\n)*")
 
 
 def main() -> None:
     text = PAGE.read_text()
     for name, make in TABLES.items():
-        assert f"<!-- table: {name} -->" in text, f"{PAGE.name}: no place for the table {name}"
+        assert f"<!-- table: {name} -->" in text, f"{PAGE.name}: no marker for the table {name}"
         text = block(name).sub(f"{make()}\n".replace("\\", r"\\"), text)
     PAGE.write_text(text)
 

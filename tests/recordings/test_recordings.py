@@ -1,4 +1,4 @@
-"""The sessions that ship: whole, small, of no machine, and told right: class, phase, precision and module of each launch."""
+"""The shipped sessions: complete, small, without paths of a machine; class, phase, precision and module of each launch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from voxtune.report.recordings import recorded_sessions, root
 FOLDERS = recorded_sessions()
 NAMES = [f.name for f in FOLDERS]
 EAGER = [n for n in NAMES if "compile" not in n]
-# Counters on every launch were not read: their times stand, ratios of their counters are refused.
+# Sessions without counters on every launch: ratios of counters are refused.
 TIMES_ALONE: set[str] = set()
 each = pytest.mark.parametrize("name", NAMES)
 
@@ -32,7 +32,7 @@ def step(name: str) -> pd.DataFrame:
     return launches[launches["step"] == 0]
 
 
-def test_they_are_the_study() -> None:
+def test_sessions_are_those_of_the_study() -> None:
     configs = {"baseline", "tf32", "channels_last", "tf32+channels_last", "bf16+channels_last"}
     configs |= {"bf16+channels_last+compile"}
     assert set(NAMES) == {f"{mode}-{c}" for mode in ("train", "sample") for c in configs}
@@ -42,7 +42,7 @@ def test_they_are_the_study() -> None:
 
 
 @each
-def test_they_come_from_no_particular_machine(name: str) -> None:
+def test_sessions_contain_no_paths(name: str) -> None:
     texts = [json.dumps(session(name).meta)]
     for table in (session(name).launches, session(name).opcodes, session(name).timings):
         texts += [str(v) for c in table for v in table[c].dropna().unique() if not pd.api.types.is_number(v)]
@@ -50,26 +50,28 @@ def test_they_come_from_no_particular_machine(name: str) -> None:
 
 
 @each
-def test_they_cover_their_step(name: str) -> None:
+def test_sessions_cover_their_step(name: str) -> None:
     assert certify(session(name)).covers("few") == (name not in TIMES_ALONE)
     assert certify(session(name)).covers("time")
-    for tier, told in session(name).meta["tiers"].items():
-        assert told["done"] or told["why"], tier
+    for tier, state in session(name).meta["tiers"].items():
+        assert state["done"] or state["why"], tier
 
 
 @each
-def test_every_kernel_has_a_class_and_it_is_todays(name: str) -> None:
+def test_every_kernel_has_the_class_of_the_current_rules(name: str) -> None:
     rows = session(name).launches
     columns = (rows[c].astype(object).where(rows[c].notna(), None) for c in ("name", "kind", "op", "phase"))
-    told = [classify(*row) for row in zip(*columns, strict=True)]
-    unknown = {n for n, t in zip(rows["name"], told, strict=True) if t.kernel_class == "unknown"}
+    results = [classify(*row) for row in zip(*columns, strict=True)]
+    unknown = {n for n, t in zip(rows["name"], results, strict=True) if t.kernel_class == "unknown"}
     assert not unknown
-    assert [t.kernel_class for t in told] == list(rows["class"])
-    assert [t.precision for t in told] == list(rows["precision"].astype(object).where(rows["precision"].notna(), None))
+    assert [t.kernel_class for t in results] == list(rows["class"])
+    assert [t.precision for t in results] == list(
+        rows["precision"].astype(object).where(rows["precision"].notna(), None)
+    )
 
 
-# Read one by one: part of a name, the operator that launched it (None: any), its class and its precision.
-BY_EYE = [
+# Checked by hand: part of a name, the operator that launched it (None: any), its class and precision.
+CHECKED = [
     ("sm80_xmma_fprop_implicit_gemm_f32f32_f32f32_f32_nchwkcrs_nchw", None, "conv_fprop", "fp32"),
     ("sm80_xmma_fprop_implicit_gemm_tf32f32_tf32f32_f32_nhwckrsc_nchw", None, "conv_fprop", "tf32"),
     ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32", None, "conv_fprop", "bf16"),
@@ -123,17 +125,17 @@ def every_kernel() -> pd.DataFrame:
     return rows.loc[rows["kind"] == "kernel", ["name", "op", "class", "precision"]].drop_duplicates()
 
 
-@pytest.mark.parametrize(("part", "op", "kernel_class", "precision"), BY_EYE)
-def test_names_read_by_eye(part: str, op: str | None, kernel_class: str, precision: str | None) -> None:
+@pytest.mark.parametrize(("part", "op", "kernel_class", "precision"), CHECKED)
+def test_names_checked_by_hand(part: str, op: str | None, kernel_class: str, precision: str | None) -> None:
     rows = every_kernel()
     rows = rows[rows["name"].str.contains(part, regex=False) & ((rows["op"] == op) | (op is None))]
     assert set(rows["class"]) == {kernel_class}
-    found = {None if pd.isna(p) else p for p in rows["precision"]}
-    assert precision in found
+    precisions = {None if pd.isna(p) else p for p in rows["precision"]}
+    assert precision in precisions
 
 
 @each
-def test_phases_follow_each_other(name: str) -> None:
+def test_phases_are_in_order(name: str) -> None:
     rows = step(name)
     order = {"sample": ["forward"], "train": ["forward", "backward", "optimizer"]}[session(name).meta["mode"]]
     assert list(dict.fromkeys(rows["phase"])) == order
@@ -145,8 +147,8 @@ def test_phases_follow_each_other(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in EAGER if n.startswith("train-")])
-def test_a_training_steps_forward_pass_is_a_sampling_steps(name: str) -> None:
-    """The same kernels in the same classes; only the loss stands in place of the update. Two cards differ by up to 2 %."""
+def test_the_forward_pass_of_training_equals_a_sampling_step(name: str) -> None:
+    """Same kernels and classes, apart from loss and update. Two GPUs differ by up to 2 %."""
     train, sample = step(name), step(name.replace("train-", "sample-"))
     forward = train[train["phase"] == "forward"]
     assert forward["duration_us"].sum() == pytest.approx(sample["duration_us"].sum(), rel=0.02)
@@ -158,11 +160,11 @@ def test_a_training_steps_forward_pass_is_a_sampling_steps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EAGER)
-def test_launches_find_their_module(name: str) -> None:
+def test_launches_have_a_module(name: str) -> None:
     rows = step(name)
     assert rows["module"].notna().all()
     outside = rows[(rows["module"] == "") & (rows["phase"] != "optimizer")]
-    # The network's own lines: its joins, the embedding, the loss or the update.
+    # Code of the network outside its modules, the loss or the update.
     assert outside["duration_us"].sum() < 0.02 * rows["duration_us"].sum()
     assert not outside["class"].str.startswith("conv").any() and "norm" not in set(outside["class"])
     convolutions = rows[rows["module_type"] == "Conv3d"].groupby("module")["class"].agg(set)
@@ -173,17 +175,17 @@ def test_launches_find_their_module(name: str) -> None:
 
 def test_every_convolution_has_its_gradients() -> None:
     rows = step("train-baseline")
-    found = rows[rows["module_type"] == "Conv3d"].groupby("module")["class"].agg(set)
-    assert found.map(lambda c: "conv_wgrad" in c).all()
+    classes = rows[rows["module_type"] == "Conv3d"].groupby("module")["class"].agg(set)
+    assert classes.map(lambda c: "conv_wgrad" in c).all()
     # The image needs no gradient.
-    assert list(found.index[~found.map(lambda c: "conv_dgrad" in c)]) == ["input_blocks.0.0"]
+    assert list(classes.index[~classes.map(lambda c: "conv_dgrad" in c)]) == ["input_blocks.0.0"]
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in TIMES_ALONE])
-def test_counters_bear_out_what_names_say_of_precision(name: str) -> None:
+def test_counters_agree_with_the_precision_in_names(name: str) -> None:
     rows = step(name)
     heavy = rows[rows["class"].str.startswith("conv") | (rows["class"] == "matmul")]
-    # A reduction of partial sums, a filler of workspaces: no products.
+    # Reductions of partial sums and workspace initialisation, without matrix multiplication.
     heavy = heavy[~heavy["name"].str.contains("splitKreduce|split_k_kernel|reduce_wgrad|init_device_workspace")]
     busy = heavy["tensor_pct"] > 0
     assert set(heavy.loc[busy, "precision"]) <= {"tf32", "bf16"}

@@ -1,4 +1,4 @@
-"""docs/study.md says what the recordings say: its tables cell by cell, and every figure of its prose."""
+"""docs/results/study.md agrees with the recordings: all tables, and every number in its prose."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tests.recordings.study_page import PAGE, TABLES, block, number, sessions
 from voxtune.analysis.ledger import precision_audit
 from voxtune.analysis.mix import kernel_shares
 
-# What no recording holds: the paper's ratio and doi, the threshold, the window, the seconds of the two commands.
+# Numbers that are not in the recordings: the paper's ratio and DOI, the threshold, the window, the time of both commands.
 GIVEN = {"0.01", "0.02", "10.1145", "3777884.3797012", "99", "409", "533"}
-FIGURE = re.compile(r"(?<![\w.])\d[\d,]*\.\d+|\d[\d,]*(?= (?:ms|%|s|x|GiB|times)\b)")
+NUMBER = re.compile(r"(?<![\w.])\d[\d,]*\.\d+|\d[\d,]*(?= (?:ms|%|s|x|GiB|times)\b)")
 
 
 def prose() -> str:
@@ -21,13 +21,13 @@ def prose() -> str:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_tables_are_those_of_the_recordings(name: str) -> None:
-    found = block(name).search(PAGE.read_text())
-    assert found is not None
-    assert found.group().strip() == TABLES[name](), "run python -m tests.recordings.study_page"
+    match = block(name).search(PAGE.read_text())
+    assert match is not None
+    assert match.group().strip() == TABLES[name](), "run python -m tests.recordings.study_page"
 
 
 def facts() -> set[str]:
-    """Figures of the prose that stand in the report's tables, not in the page's."""
+    """Numbers in the prose that come from tables of the report."""
     by_config = {s.meta["config"]: s for s in sessions("train")}
     rows = precision_audit(by_config["baseline"]).rows
     beside = next(r for r in rows if (r["module"], r["class"]) == ("output_blocks.8.0.in_layers.2", "conv_wgrad"))
@@ -36,14 +36,14 @@ def facts() -> set[str]:
     return {number(beside["ms"], 1), number(scatter["ms"], 1)}
 
 
-def test_every_figure_of_the_prose_stands_in_a_table() -> None:
+def test_every_number_in_the_prose_is_in_a_table() -> None:
     shown = set(re.findall(r"\d[\d,]*(?:\.\d+)?", "\n".join(make() for make in TABLES.values())))
-    said = set(FIGURE.findall(prose()))
-    assert len(said) > 30
-    assert not said - shown - facts() - GIVEN
+    stated = set(NUMBER.findall(prose()))
+    assert len(stated) > 30
+    assert not stated - shown - facts() - GIVEN
 
 
-def test_what_the_prose_concludes_holds() -> None:
+def test_conclusions_of_the_prose_hold() -> None:
     wall = {s.meta["mode"] + " " + s.meta["config"]: s.timings for m in ("train", "sample") for s in sessions(m)}
     ms = {n: t.loc[t["tier"] == "bare", "step_ms"].median() for n, t in wall.items()}
     for mode in ("train", "sample"):
@@ -55,6 +55,6 @@ def test_what_the_prose_concludes_holds() -> None:
     assert 0.24 < longest["duration_us"] / 1e3 / ms["train bf16+channels_last+compile"] < 0.28
 
 
-def test_pictures_are_there() -> None:
+def test_images_exist() -> None:
     for path in re.findall(r"!\[[^\]]*\]\(([^)]*)\)", PAGE.read_text()):
         assert (PAGE.parent / path).read_text().startswith("<svg")

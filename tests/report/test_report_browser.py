@@ -1,4 +1,4 @@
-"""The page in a real browser: opened, clicked, hovered, narrowed, attacked."""
+"""The HTML page in a browser: interaction, narrow screens, hostile names, loading time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_opens_without_network_or_errors(open_page, two_page):
     assert opened.page.locator(".badge.good").count() >= 2
 
 
-def test_page_forbids_all_requests_itself(open_page, two_page):
+def test_page_forbids_all_requests(open_page, two_page):
     opened = open_page(two_page)
     tried = "fetch('https://example.org/').then(() => 'sent', () => 'refused')"
     assert opened.page.evaluate(tried) == "refused"
@@ -94,7 +94,7 @@ def test_legend_hides_and_shows_a_series(open_page, two_page):
     assert plot.screenshot() == before
 
 
-def test_hover_tells_values(open_page, two_page):
+def test_hover_shows_values(open_page, two_page):
     page = open_page(two_page).page
     plot = page.locator('[data-figure="time-wall"] .plot')
     plot.scroll_into_view_if_needed()
@@ -127,7 +127,7 @@ def test_timeline_names_the_launch_and_zooms(open_page, two_page):
 
 
 def test_the_recorded_sessions_open(open_page, tmp_path):
-    """The page that users see first: whole, quick, and with nothing left undrawn."""
+    """The page of the shipped sessions opens quickly and is complete."""
     from voxtune.cli.main import main
 
     path = tmp_path / "recorded.html"
@@ -169,7 +169,7 @@ def test_theme_follows_the_system_and_the_button(open_page, two_page):
     assert opened.errors == []
 
 
-def test_fits_a_telephone(open_page, two_page):
+def test_fits_a_phone(open_page, two_page):
     page = open_page(two_page, width=390).page
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     widest = page.evaluate("Math.max(...[...document.querySelectorAll('.plot canvas')].map(c => c.clientWidth))")
@@ -207,6 +207,6 @@ def test_five_thousand_launches_open_in_two_seconds(open_page, large_page):
     for _ in range(3):
         opened = open_page(large_page, wait="ready")
         times.append(float(opened.page.locator("html").get_attribute("data-ready")))
-    # From the start of navigation; the best of three, since others may be at work on the machine.
+    # From the start of navigation; the best of three, since the machine may be busy.
     assert min(times) < 2000, times
     assert large_page.stat().st_size < 3_000_000

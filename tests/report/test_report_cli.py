@@ -1,4 +1,4 @@
-"""voxtune report and voxtune study at the command line, on good, damaged and absent sessions."""
+"""voxtune report and voxtune study on the command line, with valid, damaged and missing sessions."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def folder(tmp_path, small_sessions):
 
 def test_writes_one_page(folder, tmp_path, capsys):
     assert main(["report", str(folder), "-o", str(tmp_path / "deep" / "r.html"), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [s["config"] for s in told["sessions"]] == ["baseline", "tf32"]
-    assert told["files"] == [str(tmp_path / "deep" / "r.html")]
-    assert all(c["covered"] for c in told["coverage"])
+    output = json.loads(capsys.readouterr().out)
+    assert [s["config"] for s in output["sessions"]] == ["baseline", "tf32"]
+    assert output["files"] == [str(tmp_path / "deep" / "r.html")]
+    assert all(c["covered"] for c in output["coverage"])
     assert (tmp_path / "deep" / "r.html").read_text().startswith("<!doctype html>")
 
 
@@ -56,7 +56,7 @@ def test_prints_tables_and_json(folder, capsys):
         ("missing", "launches.parquet"),
     ],
 )
-def test_damaged_sessions_are_one_clear_line(folder, capsys, damage, words):
+def test_damaged_sessions_are_reported_in_one_line(folder, capsys, damage, words):
     target = folder / "tf32"
     meta, launches = target / "session.json", target / "launches.parquet"
     if damage == "truncate":
@@ -77,8 +77,8 @@ def test_damaged_sessions_are_one_clear_line(folder, capsys, damage, words):
     assert not (folder / "r.html").exists()
 
 
-def test_odd_sessions_still_make_a_page(tmp_path):
-    """Nothing recorded but names: no times, no classes, no streams, no modules."""
+def test_minimal_sessions_make_a_page(tmp_path):
+    """Launches with names only: no times, classes, streams or modules."""
     from voxtune.profile.session import frame
 
     whole = make(launches=30, names=HOSTILE, counters=False)
@@ -91,42 +91,42 @@ def test_odd_sessions_still_make_a_page(tmp_path):
             assert main(["report", str(tmp_path / str(place)), "--format", form, "-o", where, "-q"]) == 0, (place, form)
 
 
-def test_empty_session_is_told(tmp_path, capsys):
+def test_empty_session_is_an_error(tmp_path, capsys):
     Session(meta=make(launches=12).meta, launches=empty("launches")).save(tmp_path)
     assert main(["report", str(tmp_path)]) == 2
-    assert "holds no kernel" in capsys.readouterr().err
+    assert "contains no kernels" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "arguments", [["report"], ["report", "nowhere"], ["report", "--format", "pdf", "x"], ["study", "other"]]
 )
-def test_wrong_use_is_told(arguments, capsys, tmp_path, monkeypatch):
+def test_wrong_usage_is_an_error(arguments, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith("voxtune: error: ")
 
 
-def test_unwritable_output_is_told(folder, capsys):
+def test_unwritable_output_is_an_error(folder, capsys):
     (folder / "file").write_text("")
     assert main(["report", str(folder), "-o", str(folder / "file" / "r.html")]) == 2
     assert "cannot write" in capsys.readouterr().err
 
 
-def test_absent_recordings_are_told(capsys, monkeypatch, tmp_path):
+def test_missing_recordings_are_an_error(capsys, monkeypatch, tmp_path):
     from voxtune.report import recordings
 
     monkeypatch.setattr(recordings, "root", lambda: tmp_path)
     for verb in (["report"], ["study", "paper"]):
         assert main([*verb, "--recorded"]) == 2
-        assert "ships no recorded sessions" in capsys.readouterr().err
+        assert "contains no recorded sessions" in capsys.readouterr().err
 
 
-def test_sessions_of_a_folder_stand_in_the_order_of_the_study():
+def test_sessions_of_a_folder_are_in_the_order_of_the_study():
     from voxtune.report.recordings import in_order
 
     configs = ["bf16+channels_last+compile", "bf16", "tf32+channels_last", "channels_last", "tf32", "baseline"]
-    found = in_order([make(c, launches=20, mode=m) for m in ("sample", "train") for c in configs])
-    assert [s.meta["config"] for s in found[6:]] == [
+    result = in_order([make(c, launches=20, mode=m) for m in ("sample", "train") for c in configs])
+    assert [s.meta["config"] for s in result[6:]] == [
         "baseline",
         "tf32",
         "channels_last",
@@ -134,18 +134,18 @@ def test_sessions_of_a_folder_stand_in_the_order_of_the_study():
         "bf16",
         "bf16+channels_last+compile",
     ]
-    assert [s.meta["mode"] for s in found] == ["train"] * 6 + ["sample"] * 6
+    assert [s.meta["mode"] for s in result] == ["train"] * 6 + ["sample"] * 6
 
 
-def test_study_of_recordings_goes_figure_by_figure(folder, capsys, monkeypatch, tmp_path):
+def test_study_of_recordings_prints_one_table_per_figure(folder, capsys, monkeypatch, tmp_path):
     from voxtune.report import recordings
 
     folder.rename(tmp_path / "recordings")
     monkeypatch.setattr(recordings, "root", lambda: tmp_path / "recordings")
     out = tmp_path / "study"
     assert main(["study", "paper", "--recorded", "-o", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert [f"Figure {n}:" in said for n in range(4, 14)] == [True] * 10
+    output = capsys.readouterr().out
+    assert [f"Figure {n}:" in output for n in range(4, 14)] == [True] * 10
     assert (out / "report.html").is_file()
     assert main(["study", "paper", "--recorded", "--mode", "sample", "-o", str(out)]) == 2
 
@@ -153,10 +153,10 @@ def test_study_of_recordings_goes_figure_by_figure(folder, capsys, monkeypatch, 
 def test_study_records_and_reports(small_sessions, capsys, monkeypatch, tmp_path):
     from voxtune.profile import record as capture
 
-    asked = []
+    requests = []
 
     def record(source, configs, out, *, options, device, say):
-        asked.append((source, list(configs), options.mode, options.size))
+        requests.append((source, list(configs), options.mode, options.size))
         good = [capture.Recorded(config="baseline", folder=tmp_path, session=small_sessions[0])]
         return [*good, capture.Recorded(config="compile", folder=tmp_path, error="no compiler")]
 
@@ -164,6 +164,6 @@ def test_study_records_and_reports(small_sessions, capsys, monkeypatch, tmp_path
     arguments = ["study", "paper", "--mode", "both", "--size", "16,16,16", "--config", "baseline,compile", "--json"]
     assert main([*arguments, "-o", str(tmp_path / "s")]) == 0
     captured = capsys.readouterr()
-    assert asked == [("med-ddpm", ["baseline", "compile"], m, (16, 16, 16)) for m in ("train", "sample")]
+    assert requests == [("med-ddpm", ["baseline", "compile"], m, (16, 16, 16)) for m in ("train", "sample")]
     assert "compile was not recorded: no compiler" in captured.err
     assert json.loads(captured.out)["study"]["training"]["rows"]

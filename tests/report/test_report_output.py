@@ -1,4 +1,4 @@
-"""What is written, without a browser: escaping, policy, SVG, console, colours, numbers."""
+"""Output without a browser: escaping, content security policy, SVG, console, colours, number formats."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_policy_names_every_script(document):
         assert f"sha256-{digest}" in policy
 
 
-def test_page_points_nowhere(document):
+def test_page_has_no_external_links(document):
     page = render_html(document)
     links = re.findall(r'(?:src|href)="([^"]*)"', page)
     assert links
@@ -53,7 +53,7 @@ def test_page_points_nowhere(document):
 
 
 def test_library_is_the_one_reviewed():
-    """A change of the vendored file has to be meant: see assets/vendor/README.md."""
+    """Fails if the vendored file changes: see assets/vendor/README.md."""
     vendor = resources.files("voxtune.report") / "assets" / "vendor"
     assert hashlib.sha256((vendor / "echarts.js").read_bytes()).hexdigest() == LIBRARY
     assert all((vendor / f).is_file() for f in ("LICENSE-echarts", "NOTICE-echarts", "LICENSE-zrender", "LICENSE-d3"))
@@ -66,7 +66,7 @@ def test_every_figure_is_valid_svg(document, tmp_path):
         assert ElementTree.parse(file).getroot().tag == "{http://www.w3.org/2000/svg}svg"
 
 
-def test_svg_escapes_names_and_shows_what_is_missing():
+def test_svg_escapes_names_and_shows_missing_values():
     names = [*HOSTILE, "control \x00\x1b[31m"]
     values = [None, *([1.0] * (len(names) - 1))]
     figure = Bars(id="f", title=HOSTILE[0], labels=names, series=[Series(name=HOSTILE[1], values=values)], unit="ms")
@@ -77,7 +77,7 @@ def test_svg_escapes_names_and_shows_what_is_missing():
     assert figure.unmeasured() == HOSTILE[0]
 
 
-def test_console_takes_names_as_text(document):
+def test_console_prints_names_as_plain_text(document):
     table = Table("[bold]x[/]", [Column("kernel", kind="text"), Column("ms", "ms")])
     table.rows = [{"kernel": "[red]k\x1b]0;owned\x07[/red]", "ms": None}, {"kernel": "b", "ms": 1.5}]
     stream = io.StringIO()
@@ -90,20 +90,20 @@ def test_console_takes_names_as_text(document):
     assert all(section.title in stream.getvalue() for section in document.sections)
 
 
-def test_missing_counters_say_why_and_draw_nothing():
+def test_missing_counters_are_explained_and_not_drawn():
     document = build([make(launches=60, counters=False), make("tf32", launches=60, counters=False)])
     sections = {s.id: s for s in document.sections}
     for name in ("roofline", "instructions", "ipc", "pipes", "caches", "warps", "stalls", "priority"):
         blocks = list(sections[name].all_blocks())
         assert all("ERR_NVGPUCTRPERM" in b.text and b.tone == "missing" for b in blocks), name
     assert not any(b.good for b in document.badges)
-    assert next(f for f in document.facts if f.label == "Counters cover").value == "nothing"
+    assert next(f for f in document.facts if f.label == "Counter coverage").value == "none"
     ratios = next(b.table for b in document.tables() if b.id == "compare-ratios-0")
     assert "does not cover its step" in ratios.refused
     assert "Refused: " in render_html(document)
 
 
-def test_window_is_shown_beside_the_step(two_sessions):
+def test_window_is_shown_after_its_session(two_sessions):
     document = build(two_sessions, window="paper")
     mix = next(f for f in document.figures() if f.id == "mix-ms")
     assert mix.labels == [f"{c}{w}" for c in ("baseline", "tf32") for w in ("", ", paper window")]
@@ -112,46 +112,48 @@ def test_window_is_shown_beside_the_step(two_sessions):
     assert [s.name for s in compared.series] == ["baseline", "tf32"]
 
 
-def test_modes_are_compared_apart():
-    made = [make(c, launches=60, mode=m) for m in ("train", "sample") for c in ("tf32", "baseline")]
-    compare = next(s for s in build(made).sections if s.id == "compare")
+def test_modes_are_compared_separately():
+    sessions = [make(c, launches=60, mode=m) for m in ("train", "sample") for c in ("tf32", "baseline")]
+    compare = next(s for s in build(sessions).sections if s.id == "compare")
     assert [p.label for p in compare.tabs] == ["training", "sampling"]
     first = next(b for b in compare.tabs[0].blocks if isinstance(b, Bars))
     assert [s.name for s in first.series] == ["baseline", "tf32"]
 
 
-def test_many_good_badges_are_one_and_modes_are_drawn_apart():
-    made = [make(c, launches=40, mode=m) for m in ("train", "sample") for c in ("baseline", "tf32", "channels_last")]
-    document = build([*made, make("bf16", launches=40, counters=False)])
+def test_many_passed_badges_are_merged_and_modes_are_drawn_separately():
+    sessions = [
+        make(c, launches=40, mode=m) for m in ("train", "sample") for c in ("baseline", "tf32", "channels_last")
+    ]
+    document = build([*sessions, make("bf16", launches=40, counters=False)])
     assert [b.label for b in document.headline()] == [
         "6 of 7 sessions cover the whole step",
-        "train bf16: times cover the step, counters do not",
+        "train bf16: whole step timed, counters incomplete",
     ]
     assert len(document.badges) == 7
     figures = {f.id: f for f in document.figures()}
     assert figures["mix-ms-train"].labels == ["baseline", "tf32", "channels_last", "bf16"]
     assert figures["mix-ms-sample"].labels == ["baseline", "tf32", "channels_last"]
     assert figures["mix-ms-sample"].title.endswith(": sampling")
-    assert [f.label for f in document.facts][:2] == ["A training step takes", "A sampling step takes"]
+    assert [f.label for f in document.facts][:2] == ["Training step", "Sampling step"]
 
 
-def test_counters_on_a_share_of_the_step_say_so():
-    made = make(launches=60)
-    made.meta["tiers"]["full"] = {"done": False, "why": "its time ran out", "time_share": 0.17}
-    figures = {f.id: f for f in build([made]).figures()}
-    assert figures["caches-overall"].title == "Over the counted part of the step"
+def test_partial_counters_are_noted():
+    session = make(launches=60)
+    session.meta["tiers"]["full"] = {"done": False, "why": "its time ran out", "time_share": 0.17}
+    figures = {f.id: f for f in build([session]).figures()}
+    assert figures["caches-overall"].title == "Launches with counters"
     assert "17 %" in figures["caches-overall"].caption
     assert figures["mix-ms"].caption == ""
 
 
-def test_memory_is_drawn_until_the_host_waits():
-    from voxtune.report.sections.step import _until_the_host_waits as drawn
+def test_memory_chart_ends_before_the_final_wait_of_the_host():
+    from voxtune.report.sections.step import _before_final_wait
 
-    assert drawn([0.0, 1.0, 2.0, 3.0, 100.0]) == 4
-    assert drawn([0.0, 1.0, 2.0, 3.0]) == 4 and drawn([]) == 0
+    assert _before_final_wait([0.0, 1.0, 2.0, 3.0, 100.0]) == 4
+    assert _before_final_wait([0.0, 1.0, 2.0, 3.0]) == 4 and _before_final_wait([]) == 0
 
 
-def test_numbers_read_alike_everywhere():
+def test_number_formats():
     assert [number(v, 2) for v in (None, 0.0, 1234.5, 0.004, 3.9e9, 1263)] == [
         "–",
         "0.00",
@@ -186,8 +188,8 @@ def _lab(colour: str, vision: tuple) -> list[float]:
 
 
 @pytest.mark.parametrize("vision", VISIONS)
-def test_families_are_told_apart_without_full_colour_vision(vision):
-    # Left out: what is rare and short (random, memset, host), and a backward convolution that does not say which.
+def test_class_colours_differ_without_full_colour_vision(vision):
+    # Left out: rare and short classes (random, memset, host), and backward convolutions of unknown kind.
     families = [
         c for c in palette.CLASSES if c not in ("random", "memset", "host", "unknown", "conv_backward", "memcpy")
     ]

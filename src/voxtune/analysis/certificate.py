@@ -146,18 +146,17 @@ def parse_window(text: str) -> tuple[int, int]:
 
 
 def window(session: Session, name: str = "paper") -> Session:
-    """The kernels that a profiling window covers, as a session marked so: "paper" is kernels 11 to 110 of a step.
+    """The session restricted to a profiling window of its first step; "paper" is kernels 11 to 110.
 
-    The profiler counts kernels, not copies. The paper counted from the start of its process; a session begins with its
-    first step, so the window is that of a step.
+    As in Nsight Compute, the window counts kernels, not copies. The paper's window starts with its process and includes
+    set-up, which sessions do not contain.
     """
     skip, count = parse_window(name)
     rows = session.launches
     first = rows[(rows["step"] == rows["step"].min()) & rows["kind"].isin(["kernel", "cpu_op"])].sort_values("index")
-    kept = first.iloc[skip : skip + count].reset_index(drop=True)
-    whole = len(first)
-    mark = {"name": name, "skip": skip, "count": count, "kept": len(kept), "of": whole}
-    return replace(session, meta={**session.meta, "window": mark}, launches=kept, memory=session.memory.iloc[:0])
+    selected = first.iloc[skip : skip + count].reset_index(drop=True)
+    mark = {"name": name, "skip": skip, "count": count, "kept": len(selected), "of": len(first)}
+    return replace(session, meta={**session.meta, "window": mark}, launches=selected, memory=session.memory.iloc[:0])
 
 
 def _describe(mark: Any) -> str:
