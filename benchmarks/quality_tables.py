@@ -10,7 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from voxtune.quality.paired import Comparison, Span
+from voxtune.quality.bootstrap import Interval
+from voxtune.quality.paired import Comparison
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results" / "quality.md"
@@ -47,11 +48,11 @@ def change(figure: Data | None, form: str) -> str:
 def told(row: Data) -> str:
     """The figure that comes nearest to its margin, or goes furthest beyond it, and the share of the margin."""
     compared = {
-        name: Comparison(worsening=Span(**{k: one[k] for k in ("value", "low", "high")}), margin=one["margin"])
+        name: Comparison(worsening=Interval(**{k: one[k] for k in ("value", "low", "high")}), margin=one["margin"])
         for name, one in row["worsening"].items()
     }
-    name = max(compared, key=lambda n: compared[n].of_margin)
-    text = f"{max(0.0, compared[name].of_margin):.2f} {name}"
+    name = max(compared, key=lambda n: compared[n].share_of_margin)
+    text = f"{max(0.0, compared[name].share_of_margin):.2f} {name}"
     return f"**{text}**" if row["verdict"] == "not worse" else text
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from voxtune.quality.bootstrap import Bootstrap
-from voxtune.quality.paired import Measured, Resampler, compare, margins
+from voxtune.quality.metrics import PairValues, SetMeasurements
+from voxtune.quality.paired import Resampler, compare, margins
 from voxtune.quality.per_volume import detail
 
 LEVEL = 0.95
@@ -22,35 +23,36 @@ def measured(seed, count=40, shift=0.0, spread=0.05, subjects=None):
     own = common + rng.normal(shift, spread, count)
     features = torch.from_numpy(np.stack([own, common, rng.normal(size=count)], axis=1))
     histograms = rng.dirichlet(np.full(256, 50.0), count)
-    likeness = {"psnr": 20 + own, "ms_ssim": 0.5 + own / 100}
-    pairs = rng.uniform(0.4, 0.5, count // 2)
-    return Measured(
-        features_NF=features,
-        histograms_NB=histograms,
-        detail_N=np.full(count, 1.0) + rng.normal(0, 0.01, count),
-        pairs_P=pairs,
-        dice_N={"brain": np.clip(0.8 + own / 50, 0, 1), "rare": np.where(np.arange(count) < 2, 0.5, np.nan)},
-        likeness_N=likeness,
-    )
+    pairs = np.stack([np.arange(count // 2), np.arange(count // 2) + count // 2], axis=1)
+    similarity = rng.uniform(0.4, 0.5, count // 2)
+    values = {
+        "features": features,
+        "histogram": histograms,
+        "detail": np.full(count, 1.0) + rng.normal(0, 0.01, count),
+        "similarity": PairValues(values_P=similarity, pairs_P2=pairs, count=count),
+        "psnr": 20 + own,
+        "ms_ssim": 0.5 + own / 100,
+    }
+    dice = {"brain": np.clip(0.8 + own / 50, 0, 1), "rare": np.where(np.arange(count) < 2, 0.5, np.nan)}
+    return SetMeasurements(count=count, values=values, by_label={"dice": dice})
 
 
 def judged(candidate, count=40, factor=1.0):
-    pairs = [(i, i + count // 2) for i in range(count // 2)]
-    resampler = Resampler(measured(1, count), pairs, Bootstrap(resamples=300), 1.0)
-    first, again = (resampler.figures(measured(seed, count)) for seed in (2, 3))
+    resampler = Resampler(measured(1, count), Bootstrap(resamples=300), {"mmd": 1.0})
+    first, again = (resampler.metrics(measured(seed, count)) for seed in (2, 3))
     limits = margins(first, again, factor)
-    return compare(resampler.figures(candidate), [first], limits, LEVEL), limits
+    return compare(resampler.metrics(candidate), [first], limits, LEVEL), limits
 
 
 def test_the_same_set_is_exactly_not_worse_even_without_any_margin():
     found, _ = judged(measured(2), factor=0.0)
-    assert all(c.not_worse and c.worsening.high == 0 for c in found.values())
+    assert all(c.non_inferior and c.worsening.high == 0 for c in found.values())
 
 
 def test_two_draws_of_the_reference_weigh_less_than_one():
     """A candidate that is one of them lies half their distance from their mean, and of a third the interval is narrower."""
-    resampler = Resampler(measured(1, 40), [(i, i + 20) for i in range(20)], Bootstrap(resamples=300), 1.0)
-    first, again, third = (resampler.figures(measured(seed, 40)) for seed in (2, 3, 4))
+    resampler = Resampler(measured(1, 40), Bootstrap(resamples=300), {"mmd": 1.0})
+    first, again, third = (resampler.metrics(measured(seed, 40)) for seed in (2, 3, 4))
     limits = margins(first, again)
     apart = compare(again, [first], limits, LEVEL)["psnr"].worsening.value
     halved = compare(again, [first, again], limits, LEVEL)["psnr"].worsening.value
@@ -69,15 +71,15 @@ def test_what_subjects_have_in_common_cancels():
     span = found["psnr"].worsening
     # Subjects differ by 1 dB, so that an interval over them alone is 0.6 dB wide; the two draws differ by 0.07 dB.
     assert span.high - span.low < 0.08
-    assert found["psnr"].not_worse
+    assert found["psnr"].non_inferior
 
 
 def test_a_shift_beyond_the_margin_is_worse_and_within_it_is_not():
-    assert not judged(measured(4, shift=-0.4))[0]["psnr"].not_worse
-    assert judged(measured(4, shift=-0.1))[0]["psnr"].not_worse
-    assert judged(measured(4, shift=0.4))[0]["psnr"].not_worse
+    assert not judged(measured(4, shift=-0.4))[0]["psnr"].non_inferior
+    assert judged(measured(4, shift=-0.1))[0]["psnr"].non_inferior
+    assert judged(measured(4, shift=0.4))[0]["psnr"].non_inferior
     # Nearly at the margin, the interval reaches beyond it: not said.
-    assert not judged(measured(4, shift=-0.245))[0]["psnr"].not_worse
+    assert not judged(measured(4, shift=-0.245))[0]["psnr"].non_inferior
 
 
 def test_margins_do_not_depend_on_the_count_and_have_floors():
@@ -92,8 +94,8 @@ def test_margins_do_not_depend_on_the_count_and_have_floors():
 
 def test_too_few_finite_resamples_cannot_say_not_worse():
     candidate = measured(2)
-    candidate.dice_N["rare"][:] = np.nan
-    assert not judged(candidate)[0]["dice_rare"].not_worse
+    candidate.by_label["dice"]["rare"][:] = np.nan
+    assert not judged(candidate)[0]["dice_rare"].non_inferior
 
 
 def test_detail_is_less_where_a_volume_is_blurred():

@@ -188,6 +188,8 @@ def test_save_reports_a_folder_that_cannot_be(tmp_path):
 def test_the_shipped_one_finds_what_it_never_saw():
     shipped = load_segmenter(shipped_segmenter())
     source = CohortSource(shipped.config.data, 0, 100_200, healthy_fraction=0.0)
-    rows = segmenttrain.held_out_dice(shipped, subjects.SourceRange(source, 100_100, 4))  # nor was measured on for its card
+    rows = segmenttrain.held_out_dice(
+        shipped, subjects.SourceRange(source, 100_100, 4)
+    )  # nor was measured on for its card
     assert min(row["brain"] for row in rows) > 0.97
     assert np.mean([row["tumour"] for row in rows]) > 0.4

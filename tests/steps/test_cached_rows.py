@@ -16,7 +16,7 @@ from voxtune.evaluation.step_search import TableOptions, _cached_ways, confirm_t
 from voxtune.evaluation.steps import precisions, read_earlier
 from voxtune.plan.hazards import slow_half
 from voxtune.quality.bootstrap import Bootstrap
-from voxtune.quality.step_table import FORMAT, Row
+from voxtune.quality.step_table import FORMAT, StepRow
 from voxtune.runtime.describe import shallow_share
 from voxtune.runtime.model import Model
 from voxtune.runtime.sampling import FeatureCache
@@ -133,7 +133,7 @@ def test_where_nothing_is_good_enough_nothing_is_kept():
 def test_more_steps_are_tried_where_arithmetic_leaves_them_less_to_do():
     model = analytic.model()
     how = {"sampler": "ddim", "steps": 6, "spacing": "leading", "clip": False}
-    row = Row(name="ddim 6", how=how, seconds=1.0, figures={})
+    row = StepRow(name="ddim 6", how=how, seconds=1.0, figures={})
     numbers = (4, 6, 8, 12, 24)
     tried = {
         interval: [way.steps for way in _cached_ways(model, FeatureCache(interval=interval, depth=0), row, numbers)]
@@ -144,7 +144,9 @@ def test_more_steps_are_tried_where_arithmetic_leaves_them_less_to_do():
     assert tried == {2: [6, 8], 4: [6, 8], 12: [12]}
     way, _ = _cached_ways(model, FeatureCache(interval=2, depth=0), row, numbers)
     assert (way.sampler, way.spacing, way.clip) == ("ddim", "leading", False)
-    assert _cached_ways(model, FeatureCache(interval=2), Row(**{**vars(row), "how": {**how, "steps": 2}}), (2,)) == []
+    assert (
+        _cached_ways(model, FeatureCache(interval=2), StepRow(**{**vars(row), "how": {**how, "steps": 2}}), (2,)) == []
+    )
 
 
 @pytest.mark.skipif(slow_half("cpu") is not None, reason=str(slow_half("cpu")))

@@ -15,7 +15,7 @@ from voxtune.errors import InputError
 from voxtune.evaluation import usefulness as teaching
 from voxtune.evaluation.usefulness import draw, lessons, measure, scaled, teach
 from voxtune.quality.bootstrap import Bootstrap
-from voxtune.quality.usefulness_table import Arm, Usefulness
+from voxtune.quality.usefulness_table import Arm, UsefulnessTable
 from voxtune.runtime.model import Model
 from voxtune.runtime.sampling import AutoSampling, Evidence
 from voxtune.segmentation.train import SegmentTraining
@@ -43,7 +43,7 @@ def noise(like):
 
 def taught(arms, seeds=1, training=QUICK, **more):
     *_, last = teach(arms, held_out(), training, seeds, base=4, **more)
-    return Usefulness(arms=last, settings=Bootstrap(resamples=50), about={})
+    return UsefulnessTable(arms=last, settings=Bootstrap(resamples=50), about={})
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_dice_leaves_out_subjects_without_the_label():
     found = measure(analytic.segmenter(), replace(test, classes_NDHW=classes))
     assert np.isnan(found["tumour"][0]) and not np.isnan(found["tumour"][1:]).any()
     arms = tuple(Arm(name=n, real=3, synthetic=0, dice_SN={k: v[None] for k, v in found.items()}) for n in "ab")
-    result = Usefulness(arms=arms, settings=Bootstrap(resamples=20), about={})
+    result = UsefulnessTable(arms=arms, settings=Bootstrap(resamples=20), about={})
     assert result.dice(arms[0], "tumour").n == 2 and result.dice(arms[0], "brain").n == 3
     assert result.to_json()["arms"][0]["dice_by_seed_and_subject"]["tumour"][0][0] is None
 
@@ -188,7 +188,7 @@ def test_a_verdict_needs_subjects_and_seeds(gaps, verdict):
         Arm(name="real", real=3, synthetic=0, dice_SN={"brain": base}),
         Arm(name="both", real=3, synthetic=3, dice_SN={"brain": base + np.array(gaps)}),
     )
-    result = Usefulness(arms=arms, settings=Bootstrap(resamples=200), about={})
+    result = UsefulnessTable(arms=arms, settings=Bootstrap(resamples=200), about={})
     [gain] = result.gains()
     assert gain.verdict == verdict and verdict in gain.words()
     assert (gain.seed_error is None) == (len(gaps) == 1)

@@ -66,10 +66,10 @@ def command(
     quiet: QuietOption = False,
 ) -> None:
     """Find the fewest steps that are not worse than DDPM with all of them, on any figure, over held-out subjects."""
-    from voxtune.evaluation.steps import Request, run
+    from voxtune.evaluation.steps import StepsRequest, run
 
     output = Output(json=json, quiet=quiet)
-    request = Request(
+    request = StepsRequest(
         model=model,
         out=out,
         held_out=held_out,

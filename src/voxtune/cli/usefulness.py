@@ -58,10 +58,10 @@ def command(
     quiet: QuietOption = False,
 ) -> None:
     """Train a segmenter on real volumes, on synthetic ones and on both; compare them on held-out subjects."""
-    from voxtune.evaluation.usefulness import Request, run
+    from voxtune.evaluation.usefulness import UsefulnessRequest, run
 
     output = Output(json=json, quiet=quiet)
-    request = Request(
+    request = UsefulnessRequest(
         model=model,
         out=out,
         volumes=volumes,

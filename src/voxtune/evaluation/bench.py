@@ -7,30 +7,38 @@ the row at hand, of the reference and of the real subjects.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from voxtune.data.splits import HeldOut
 from voxtune.errors import InputError
-from voxtune.evaluation.evaluate import chosen_pairs
 from voxtune.precision import tf32_allowed
 from voxtune.quality.bootstrap import Bootstrap
-from voxtune.quality.distributions import histogram
-from voxtune.quality.paired import Measured, Resampled, Resampler, compare, kernel_width, margins
-from voxtune.quality.per_volume import detail, dice_by_label
-from voxtune.quality.similarity import ms_ssim, psnr
-from voxtune.quality.step_table import Row
+from voxtune.quality.metrics import (
+    Need,
+    SetMeasurements,
+    VolumeInput,
+    choose_pairs,
+    collect,
+    measure,
+    measure_pairs,
+    metrics_for,
+)
+from voxtune.quality.paired import Resampled, Resampler, compare, margins, shared_parameters
+from voxtune.quality.step_table import StepRow
 from voxtune.runtime.model import Model
 from voxtune.runtime.sampling import FeatureCache, SamplerSettings
 from voxtune.segmentation.segmenter import Segmenter, check_segmenter
 
 Say = Callable[[str], None]
+
+# What a metric can need and every set of volumes here provides.
+PROVIDED: frozenset[Need] = frozenset({"pairs", "real", "features", "masks", "subjects"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +60,11 @@ class TableOptions:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Drawn:
-    """The volumes of one row as the sampler gave them, and what was measured of them."""
+class GeneratedSet:
+    """The volumes of one row as the sampler returned them, and their measurements."""
 
     volumes_NDHW: Tensor
-    measured: Measured
+    measurements: SetMeasurements
     seconds: float
     broken: int = 0
 
@@ -69,12 +77,14 @@ class Bench:
         self.model, self.options, self.say = model, options, say
         self.segmenter = segmenter.to(model.device)
         self.subjects = subjects.to(model.device)
-        self.pairs = chosen_pairs(len(subjects), options.max_pairs, options.bootstrap.seed)
+        self.pairs = choose_pairs(len(subjects), options.max_pairs, options.bootstrap.seed)
         self.real = self.measure(self.subjects.images_NDHW)
         self.done = self.total = 0
         self.began = time.perf_counter()
 
-    def draw(self, model: Model, settings: SamplerSettings, seed: int, reference: Drawn | None = None) -> Drawn:
+    def draw(
+        self, model: Model, settings: SamplerSettings, seed: int, reference: GeneratedSet | None = None
+    ) -> GeneratedSet:
         """All subjects by one way; their volumes against the reference's, too, where it is there."""
         parts, seconds = [], 0.0
         count, batch = len(self.subjects), min(self.options.batch, len(self.subjects))
@@ -91,8 +101,8 @@ class Bench:
         broken = int((~torch.isfinite(volumes).flatten(1).all(dim=1)).sum())
         volumes = volumes.nan_to_num(0.0, 1.0, -1.0)
         against = None if reference is None else reference.volumes_NDHW
-        measured = self.measure(volumes, self.subjects.images_NDHW, against)
-        return Drawn(volumes_NDHW=volumes, measured=measured, seconds=seconds / count, broken=broken)
+        measurements = self.measure(volumes, self.subjects.images_NDHW, against)
+        return GeneratedSet(volumes_NDHW=volumes, measurements=measurements, seconds=seconds / count, broken=broken)
 
     def warm(self, model: Model, cache: FeatureCache | None = None) -> None:
         """A step of each kind at the batch's shape: plans and kernels are made outside of what is timed."""
@@ -107,39 +117,29 @@ class Bench:
             self._sample(model, settings, self.subjects.condition(numbers), 0, numbers)
 
     @torch.inference_mode()
-    def measure(self, volumes_NDHW: Tensor, real: Tensor | None = None, reference: Tensor | None = None) -> Measured:
-        """What the figures need of each volume."""
+    def measure(
+        self, volumes_NDHW: Tensor, partners: Tensor | None = None, references: Tensor | None = None
+    ) -> SetMeasurements:
+        """What the metrics need of each volume; `partners` are the real volumes, `references` those of the reference."""
+        others: dict[Need, Tensor | None] = {"partner": partners, "reference": references}
+        metrics = metrics_for(PROVIDED | {need for need, volumes in others.items() if volumes is not None})
         with self._exactly():
-            features, dices = self._labelled(volumes_NDHW)
-            units = [unit(v) for v in volumes_NDHW]
-            inside = self.subjects.classes_NDHW > 0
-            likeness: dict[str, np.ndarray] = {}
-            for suffix, others in (("", real), ("_reference", reference)):
-                if others is not None:
-                    theirs = [unit(v) for v in others]
-                    likeness["psnr" + suffix] = np.array([psnr(a, b) for a, b in zip(units, theirs, strict=True)])
-                    likeness["ms_ssim" + suffix] = np.array([ms_ssim(a, b) for a, b in zip(units, theirs, strict=True)])
-            return Measured(
-                features_NF=features,
-                histograms_NB=np.stack([histogram(v.cpu()) for v in units]),
-                detail_N=np.array([detail(v, mask) for v, mask in zip(units, inside, strict=True)]),
-                pairs_P=np.array([ms_ssim(units[i], units[j]) for i, j in self.pairs]),
-                dice_N=dices,
-                likeness_N=likeness,
-            )
-
-    def _labelled(self, volumes_NDHW: Tensor) -> tuple[Tensor, dict[str, np.ndarray]]:
-        """Features, and Dice by label; on the device, where the labels of a row would take long to copy."""
-        features: list[Tensor] = []
-
-        def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-            for volume, asked in zip(volumes_NDHW, self.subjects.classes_NDHW, strict=True):
-                logits, vector = self.segmenter.network.forward_both(unit(volume)[None, None] * 2 - 1)
-                features.append(vector[0].double().cpu())
-                yield asked, logits.argmax(dim=1)[0]
-
-        scores = dice_by_label(pairs(), self.subjects.contract.classes)
-        return torch.stack(features), scores
+            images = [unit(volume) for volume in volumes_NDHW]
+            rows = []
+            for number, image in enumerate(images):
+                logits, features = self.segmenter.network.forward_both(image[None, None] * 2 - 1)
+                # Labels stay on the device: copying those of a row would take long.
+                volume = VolumeInput(
+                    image=image,
+                    partner=None if partners is None else unit(partners[number]),
+                    reference=None if references is None else unit(references[number]),
+                    features=features[0].double().cpu(),
+                    mask=self.subjects.classes_NDHW[number],
+                    predicted=logits.argmax(dim=1)[0],
+                    classes=self.subjects.contract.classes,
+                )
+                rows.append(measure(volume, metrics))
+            return collect(rows, measure_pairs(images, self.pairs, metrics))
 
     def _sample(self, model: Model, settings: SamplerSettings, cond: Tensor, seed: int, numbers: list[int]) -> Tensor:
         return model.sample(cond, settings=settings, seed=seed, indices=numbers).float()
@@ -153,7 +153,7 @@ class Bench:
             torch.cuda.synchronize(self.model.device)
         return time.perf_counter()
 
-    def tell(self, row: Row) -> None:
+    def tell(self, row: StepRow) -> None:
         spent = time.perf_counter() - self.began
         left = spent * (self.total - self.done) / max(1, self.done)
         self.say(
@@ -169,8 +169,8 @@ class Judge:
     """
 
     bench: Bench
-    reference: Drawn
-    again: Drawn
+    reference: GeneratedSet
+    again: GeneratedSet
     both: bool = False
 
     def __post_init__(self) -> None:
@@ -181,44 +181,44 @@ class Judge:
                 f"{broken} volumes of the reference hold NaN or infinity, so nothing can be held against it: try "
                 "--plan baseline; if that fails too, the weights are broken"
             )
-        width = kernel_width(self.reference.measured, bench.real)
-        self.resampler = Resampler(bench.real, bench.pairs, options.bootstrap, width)
-        self.figures = self.resampler.figures(self.reference.measured)
-        self.figures_again = self.resampler.figures(self.again.measured)
-        self.margins = margins(self.figures, self.figures_again, options.margin)
+        parameters = shared_parameters(self.reference.measurements, bench.real)
+        self.resampler = Resampler(bench.real, options.bootstrap, parameters)
+        self.metrics = self.resampler.metrics(self.reference.measurements)
+        self.metrics_again = self.resampler.metrics(self.again.measurements)
+        self.margins = margins(self.metrics, self.metrics_again, options.margin)
 
-    def reference_rows(self, name: str, how: dict[str, Any]) -> list[Row]:
+    def reference_rows(self, name: str, how: dict[str, Any]) -> list[StepRow]:
         """The reference, and its second draw, which says what a seed alone makes."""
         level, seed = self.bench.options.bootstrap.level, self.bench.options.seed
-        figures = {n: f.span(level) for n, f in self.figures.items()}
+        figures = {n: m.interval(level) for n, m in self.metrics.items()}
         how = {**how, "seed": seed}
-        reference = Row(name=f"{name}, reference", how=how, seconds=self.reference.seconds, figures=figures)
+        reference = StepRow(name=f"{name}, reference", how=how, seconds=self.reference.seconds, figures=figures)
         return [
             reference,
             self._row(
-                f"{name}, seed {seed + 1}", {**how, "seed": seed + 1}, self.again, self.figures_again, [self.figures]
+                f"{name}, seed {seed + 1}", {**how, "seed": seed + 1}, self.again, self.metrics_again, [self.metrics]
             ),
         ]
 
-    def row(self, name: str, how: dict[str, Any], drawn: Drawn) -> Row:
-        references = [self.figures, self.figures_again] if self.both else [self.figures]
-        return self._row(name, how, drawn, self.resampler.figures(drawn.measured), references)
+    def row(self, name: str, how: dict[str, Any], drawn: GeneratedSet) -> StepRow:
+        references = [self.metrics, self.metrics_again] if self.both else [self.metrics]
+        return self._row(name, how, drawn, self.resampler.metrics(drawn.measurements), references)
 
     def _row(
         self,
         name: str,
         how: dict[str, Any],
-        drawn: Drawn,
-        found: dict[str, Resampled],
+        drawn: GeneratedSet,
+        metrics: dict[str, Resampled],
         references: list[dict[str, Resampled]],
-    ) -> Row:
+    ) -> StepRow:
         level = self.bench.options.bootstrap.level
-        return Row(
+        return StepRow(
             name=name,
             how=how,
             seconds=drawn.seconds,
-            figures={n: f.span(level) for n, f in found.items()},
-            compared=compare(found, references, self.margins, level),
+            figures={n: m.interval(level) for n, m in metrics.items()},
+            compared=compare(metrics, references, self.margins, level),
             broken=drawn.broken,
         )
 

@@ -5,39 +5,40 @@ Everything but pairs is measured on one common grid, that of the feature network
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from voxtune.data.volumeset import VolumeFile
 from voxtune.errors import InputError
-from voxtune.evaluation.describe import Described, Progress, Reader, Sets
+from voxtune.evaluation.describe import EvaluationSets, Progress, Reader, SetReadings
 from voxtune.files import write_atomic
-from voxtune.quality.bootstrap import Bootstrap, figure, mean_figure
-from voxtune.quality.distributions import (
-    fid_statistic,
-    jensen_shannon_statistic,
-    mean_over_pairs,
-    median_distance,
-    mmd_statistic,
-    wasserstein_statistic,
+from voxtune.quality.bootstrap import Bootstrap, metric_value
+from voxtune.quality.metrics import (
+    NEEDS,
+    NEIGHBOUR_MEASUREMENTS,
+    Metric,
+    Need,
+    PairValues,
+    SetMeasurements,
+    choose_pairs,
+    collect,
+    metrics_for,
 )
-from voxtune.quality.per_volume import Nearest, copies, nearest
+from voxtune.quality.per_volume import nearest
 from voxtune.quality.result import Evaluation, Notes
-from voxtune.quality.similarity import WINDOW, ms_ssim
 from voxtune.segmentation.segmenter import Segmenter
 
-# Each resample of the Frechet distance takes two eigendecompositions.
-FID_RESAMPLES = 200
+# What a metric can need and an evaluation of folders can provide.
+POSSIBLE: frozenset[Need] = frozenset({"partner", "pairs", "real", "features", "masks", "training"})
 
 
 def evaluate(
-    sets: Sets,
+    sets: EvaluationSets,
     *,
     features: Segmenter | None,
     segmenter: Segmenter | None,
@@ -46,25 +47,47 @@ def evaluate(
     progress: Progress | None = None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
-    """Every figure that the sets allow, with its interval; what they do not allow is named with its reason."""
+    """Every metric that the sets allow, with its interval; `left_out` gives the reason for each of the others."""
     settings = settings or Bootstrap()
     notes = Notes(warn)
     for network in (features, segmenter):
         if network is not None and len(network.config.data.images) != 1:
             raise InputError(f"{network.path}: takes {len(network.config.data.images)} images; an evaluation has one")
-    reader = Reader(sets, features, segmenter, progress)
+    missing = _missing(sets, features, segmenter)
+    metrics = sorted(metrics_for(POSSIBLE), key=report_order)
+    computed = [metric for metric in metrics if not metric.needs & missing.keys()]
+    reader = Reader(sets, features, segmenter, computed, progress)
     synth, real = reader.read(sets.synth), reader.read(sets.real)
-    training = None if sets.training is None else reader.read(sets.training, judged=False)
-    pair_rows = reader.read_pairs(sets.pairs)
+    training = None if sets.training is None else reader.read(sets.training, neighbours_only=True)
+    partners = reader.read_pairs(sets.pairs)
     reader.faults.raise_all()
     for path in reader.constant:
         notes.warn(f"{path}: every voxel has the same value")
-    _pair_figures(pair_rows, settings, notes)
-    _diversity(synth, real, settings, max_pairs, notes)
-    _histograms(synth, real, settings, notes)
-    _feature_figures(synth, real, features, settings, notes)
-    _adherence(synth, real, sets, segmenter, settings, notes)
-    neighbours = _memorisation(synth, real, training, features, settings, notes)
+    generated, baseline = (
+        part.measurements(choose_pairs(len(part.images), max_pairs, settings.seed), computed) for part in (synth, real)
+    )
+    generated.values.update(collect(list(partners.values())).values)
+    nearest_files = _measure_neighbours(generated, baseline, synth, real, training)
+    report = _Report(
+        generated=generated,
+        real=baseline,
+        labels={} if segmenter is None else {label.name: label.value for label in segmenter.config.data.labels},
+        neighbour="nearest real volume (no --training)" if training is None else "nearest training volume",
+        settings=settings,
+        notes=notes,
+    )
+    for metric in metrics:
+        reason = next((missing[need] for need in NEEDS if need in metric.needs and need in missing), None)
+        if reason is None:
+            report.add(metric)
+        else:
+            notes.leave_out(metric.name, reason)
+    if "masks" not in missing and sets.masks is not None:
+        unmasked = [f.path.name for f in sets.synth if f.subject not in sets.masks]
+        if unmasked:
+            notes.warn(
+                f"{len(unmasked)} synthetic volumes have no mask and do not count in dice, such as {unmasked[0]}"
+            )
     return Evaluation(
         figures=tuple(notes.figures),
         left_out=dict(notes.left_out),
@@ -75,187 +98,152 @@ def evaluate(
             "training": None if sets.training is None else len(sets.training),
             "pairs": len(sets.pairs),
         },
-        volumes=tuple(_rows(sets, synth, pair_rows, neighbours)),
+        volumes=tuple(_rows(sets, generated, partners, nearest_files)),
         features=None if features is None else features.identity(),
         segmenter=None if segmenter is None else segmenter.identity(),
     )
 
 
-def _pair_figures(rows: dict[Path, tuple[float, float]], settings: Bootstrap, notes: Notes) -> None:
-    if not rows:
-        notes.leave_out("psnr", "no synthetic volume has the name of a real one")
-        notes.leave_out("ms_ssim", "no synthetic volume has the name of a real one")
-        return
-    psnrs, similar = zip(*rows.values(), strict=True)
-    note = "infinite: a synthetic volume equals its real partner" if not np.isfinite(psnrs).all() else ""
-    notes.add(mean_figure("psnr", psnrs, settings, unit="dB", better="higher", note=note))
-    if np.isnan(similar).any():
-        notes.leave_out("ms_ssim", f"a pair has a side of fewer than {WINDOW} voxels, which its windows need")
-    else:
-        notes.add(mean_figure("ms_ssim", similar, settings, better="higher"))
+def report_order(metric: Metric) -> int:
+    """Metrics are reported by what they need; those with the same needs as in the registry."""
+    return max(list(NEEDS).index(need) for need in metric.needs)
 
 
-def _diversity(synth: Described, real: Described, settings: Bootstrap, max_pairs: int, notes: Notes) -> None:
-    for name, group in (("diversity", synth), ("diversity_real", real)):
-        count = len(group.images)
-        if count < 2:
-            notes.leave_out(name, "needs at least two volumes")
-            continue
-        chosen = chosen_pairs(count, max_pairs, settings.seed)
-        values, known = np.zeros((count, count)), np.zeros((count, count))
-        for i, j in chosen:
-            values[i, j] = ms_ssim(group.images[i], group.images[j])
-            known[i, j] = 1
-        notes.add(
-            figure(
+def _missing(sets: EvaluationSets, features: Segmenter | None, segmenter: Segmenter | None) -> dict[Need, str]:
+    """What these sets and networks lack, with the reason that the result gives."""
+    missing: dict[Need, str] = {}
+    if not sets.pairs:
+        missing["partner"] = "no synthetic volume has the name of a real one"
+    if features is None:
+        missing["features"] = "no feature network: give one with --features"
+    if sets.masks is None:
+        missing["masks"] = "no masks: give their folder with --masks"
+    elif segmenter is None:
+        missing["masks"] = "no segmenter: give one with --segmenter"
+    return missing
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Report:
+    """Computes metrics with their intervals from the measurements of both sets."""
+
+    generated: SetMeasurements
+    real: SetMeasurements
+    labels: dict[str, int]
+    neighbour: str
+    settings: Bootstrap
+    notes: Notes
+
+    def add(self, metric: Metric) -> None:
+        for label in self.labels if metric.per_label else [""]:
+            name = metric.full_name(label)
+            values, real = self.generated.get(metric, label), self.real.get(metric, label)
+            self._add(metric, name, label, values, real)
+            if metric.real_note is not None:
+                self._add(metric, f"{name}_real", label, real, real, of_real=True)
+
+    def _add(self, metric: Metric, name: str, label: str, values: Any, real: Any, *, of_real: bool = False) -> None:
+        if values is not None and real is None and metric.uses_real:
+            return  # NAME_real gives the reason
+        reason = self._reason(metric, label, values, real)
+        if reason is not None:
+            self.notes.leave_out(name, reason)
+            return
+        if metric.per_label:
+            values = values[~np.isnan(values)]
+        parameter = None if metric.parameter is None else metric.parameter(values, real)
+        note = (metric.real_note or "") if of_real else metric.note
+        note = note.format(parameter=parameter, neighbour=self.neighbour, **_pair_counts(values))
+        caution = "" if metric.caution is None else metric.caution(values, real)
+        if caution and metric.warn:
+            self.notes.warn(f"{name}: {caution}; compare only results of the same counts")
+        resamples = min(self.settings.resamples, metric.max_resamples or self.settings.resamples)
+        sizes = [_count(part) for part in (values, real)[: metric.sets]]
+        better = {None: "", "closer": "closer to yardstick"}.get(metric.better, metric.better)
+        self.notes.add(
+            metric_value(
                 name,
-                lambda counts, v=values, k=known: mean_over_pairs(v, counts, k),
-                [count],
-                settings,
-                n=len(chosen),
-                better="closer to yardstick" if group is synth else "",
-                note=f"MS-SSIM of {len(chosen)} of {count * (count - 1) // 2} pairs; lower is more diverse",
+                metric.build(values, real, parameter),
+                sizes,
+                replace(self.settings, resamples=resamples),
+                n=len(values) if metric.sets == 1 else None,
+                centred=metric.centred == "always",
+                minimum=metric.minimum,
+                better="" if of_real else better,
+                unit=metric.unit,
+                note=caution or note,
             )
         )
 
-
-def chosen_pairs(count: int, most: int, seed: int) -> list[tuple[int, int]]:
-    """All pairs of `count` volumes, or `most` of them at random."""
-    pairs = list(itertools.combinations(range(count), 2))
-    if len(pairs) <= most:
-        return pairs
-    picks = np.random.Generator(np.random.Philox(seed)).choice(len(pairs), most, replace=False)
-    return [pairs[i] for i in sorted(picks)]
-
-
-def _histograms(synth: Described, real: Described, settings: Bootstrap, notes: Notes) -> None:
-    a, b = np.stack(synth.histograms), np.stack(real.histograms)
-    sizes = [len(a), len(b)]
-    w1, js = wasserstein_statistic(a, b), jensen_shannon_statistic(a, b)
-    notes.add(figure("histogram_w1", w1, sizes, settings, better="lower", note="in units of the intensity range"))
-    notes.add(figure("histogram_js", js, sizes, settings, better="lower", unit="bit"))
+    def _reason(self, metric: Metric, label: str, values: Any, real: Any) -> str | None:
+        """Why the metric cannot be computed from these values; None if it can."""
+        if values is None and metric.per_label:
+            return f"no mask of these volumes holds label {self.labels[label]} ({label}) on this grid"
+        if values is None:
+            return "one real volume has no neighbour but itself"
+        if metric.sets == 2 and min(_count(values), _count(real)) < metric.min_volumes:
+            return "needs two volumes of each set"
+        if _count(values) < metric.min_volumes:
+            return "needs at least two volumes"
+        if metric.undefined and np.isnan(values).any():
+            return metric.undefined
+        return None
 
 
-def _feature_figures(
-    synth: Described, real: Described, network: Segmenter | None, settings: Bootstrap, notes: Notes
-) -> None:
-    sizes = [len(synth.files), len(real.files)]
-    if network is None or min(sizes) < 2:
-        why = "no feature network: give one with --features" if network is None else "needs two volumes of each set"
-        notes.leave_out("fid", why)
-        notes.leave_out("mmd", why)
-        return
-    a, b = torch.stack(synth.features), torch.stack(real.features)
-    few, dimension, note = min(sizes), a.shape[1], ""
-    if few <= dimension:
-        note = f"{few} volumes for {dimension} features: the covariance is singular and the distance biased upwards"
-        notes.warn(f"fid: {note}; compare only results of the same counts")
-    fewer = Bootstrap(resamples=min(settings.resamples, FID_RESAMPLES), seed=settings.seed, level=settings.level)
-    notes.add(figure("fid", fid_statistic(a, b), sizes, fewer, centred=True, floor=0.0, better="lower", note=note))
-    width = median_distance(a, b)
-    note = f"squared, unbiased, Gaussian kernel of width {width:.4g} (median distance)"
-    notes.add(figure("mmd", mmd_statistic(a, b, width), sizes, settings, better="lower", note=note))
+def _count(values: Any) -> int:
+    """How many volumes a measurement was taken of."""
+    return values.count if isinstance(values, PairValues) else len(values)
 
 
-def _adherence(
-    synth: Described, real: Described, sets: Sets, segmenter: Segmenter | None, settings: Bootstrap, notes: Notes
-) -> None:
-    if segmenter is None or sets.masks is None:
-        why = (
-            "no masks: give their folder with --masks"
-            if sets.masks is None
-            else "no segmenter: give one with --segmenter"
-        )
-        notes.leave_out("dice", why)
-        return
-    lacking = [f.path.name for f in sets.synth if f.subject not in sets.masks]
-    if lacking:
-        notes.warn(f"{len(lacking)} synthetic volumes have no mask and do not count in dice, such as {lacking[0]}")
-    for label in segmenter.config.data.labels:
-        for suffix, group in (("", synth), ("_real", real)):
-            name = f"dice_{label.name.replace(' ', '_')}{suffix}"
-            scores = [row[label.name] for row in group.dices if label.name in row]
-            if not scores:
-                notes.leave_out(name, f"no mask of these volumes holds label {label.value} ({label.name}) on this grid")
-                continue
-            better = "" if suffix else "higher"
-            note = "the segmenter's own limit, on real volumes" if suffix else ""
-            notes.add(mean_figure(name, scores, settings, better=better, note=note))
+def _pair_counts(values: Any) -> dict[str, int]:
+    if not isinstance(values, PairValues):
+        return {}
+    return {"pairs": len(values), "all_pairs": values.count * (values.count - 1) // 2}
 
 
-def _memorisation(
-    synth: Described,
-    real: Described,
-    training: Described | None,
-    network: Segmenter | None,
-    settings: Bootstrap,
-    notes: Notes,
-) -> list[tuple[VolumeFile, float]]:
-    """For each synthetic volume, the nearest training volume by intensities and its distance."""
-    trained = real if training is None else training
-    origin = "nearest real volume (no --training)" if training is None else "nearest training volume"
-    paths = [f.path.resolve() for f in trained.files]
+def _measure_neighbours(
+    generated: SetMeasurements,
+    baseline: SetMeasurements,
+    synth: SetReadings,
+    real: SetReadings,
+    training: SetReadings | None,
+) -> list[VolumeFile]:
+    """Adds the distance to the nearest training volume; returns the nearest by intensities of each synthetic volume.
+
+    Without training volumes the real ones take their place. A real volume is not its own neighbour.
+    """
+    neighbours, candidates = (real, baseline) if training is None else (training, collect(training.rows))
+    paths = [f.path.resolve() for f in neighbours.files]
     itself = [paths.index(p) if p in paths else None for p in (f.path.resolve() for f in real.files)]
-    kinds = [("voxel", "coarse")] + ([("feature", "features")] if network is not None else [])
-    by_voxel: list[tuple[VolumeFile, float]] = []
-    for kind, part in kinds:
-        asked, held, known = (torch.stack(getattr(group, part)) for group in (synth, real, trained))
-        found = nearest(asked, known)
-        note = f"RMS difference of {'intensities' if kind == 'voxel' else 'features'}, {origin}"
-        notes.add(mean_figure(f"nearest_{kind}", found.distance, settings, better="closer to yardstick", note=note))
-        if kind == "voxel":
-            by_voxel = [(trained.files[i], d) for i, d in zip(found.index, found.distance, strict=True)]
-        if len(known) > 1 or itself[0] is None:
-            _yardstick(kind, found, nearest(held, known, skip=itself), settings, notes)
-        else:
-            notes.leave_out(f"nearest_{kind}_real", "one real volume has no neighbour but itself")
-    return by_voxel
-
-
-def _yardstick(kind: str, found: Nearest, unseen: Nearest, settings: Bootstrap, notes: Notes) -> None:
-    near, far = np.asarray(found.distance), np.asarray(unseen.distance)
-    sizes = [len(near), len(far)]
-    notes.add(
-        mean_figure(f"nearest_{kind}_real", unseen.distance, settings, note="the same for real volumes, left out")
-    )
-    notes.add(
-        figure(
-            f"nearest_{kind}_ratio",
-            lambda a, b: float((a @ near / a.sum()) / (b @ far / b.sum())) if far.any() else float("nan"),
-            sizes,
-            settings,
-            note="synthetic over real; well below 1 means copies",
-        )
-    )
-    below = copies(found.distance, unseen.distance)
-    notes.add(
-        mean_figure(
-            f"nearest_{kind}_copies",
-            below,
-            settings,
-            better="lower",
-            note="share nearer than half the least distance of a real volume",
-        )
-    )
+    files: list[VolumeFile] = []
+    for name, part in NEIGHBOUR_MEASUREMENTS.items():
+        if part not in candidates.values:
+            continue
+        vectors = candidates.values[part]
+        matches = nearest(generated.values[part], vectors)
+        generated.values[name] = np.array(matches.distance)
+        if len(vectors) > 1 or itself[0] is None:
+            baseline.values[name] = np.array(nearest(baseline.values[part], vectors, skip=itself).distance)
+        files = files or [neighbours.files[i] for i in matches.index]
+    return files
 
 
 def _rows(
-    sets: Sets,
-    synth: Described,
-    pairs: dict[Path, tuple[float, float]],
-    neighbours: Sequence[tuple[VolumeFile, float]],
+    sets: EvaluationSets,
+    generated: SetMeasurements,
+    partners: dict[Path, dict[str, float]],
+    nearest_files: Sequence[VolumeFile],
 ) -> list[dict[str, Any]]:
     """What is known of each synthetic volume alone."""
     rows = []
     for number, file in enumerate(sets.synth):
         row: dict[str, Any] = {"file": str(file.path), "subject": file.subject}
-        if file.path in pairs:
-            value, similar = pairs[file.path]
-            row |= {"psnr": value if np.isfinite(value) else None, "ms_ssim": None if np.isnan(similar) else similar}
-        if synth.dices and synth.dices[number]:
-            row["dice"] = synth.dices[number]
-        near, distance = neighbours[number]
-        rows.append(row | {"nearest": str(near.path), "nearest_voxel": distance})
+        row |= {name: v if np.isfinite(v) else None for name, v in partners.get(file.path, {}).items()}
+        for name, by_label in generated.by_label.items():
+            scores = {label: float(v[number]) for label, v in by_label.items() if not np.isnan(v[number])}
+            row |= {name: scores} if scores else {}
+        distance = float(generated.values["nearest_voxel"][number])
+        rows.append(row | {"nearest": str(nearest_files[number].path), "nearest_voxel": distance})
     return rows
 
 

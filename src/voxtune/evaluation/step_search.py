@@ -16,7 +16,7 @@ from voxtune.diffusion.samplers import SAMPLERS
 from voxtune.diffusion.schedule import SPACINGS
 from voxtune.errors import InputError
 from voxtune.evaluation.bench import Bench, Judge, Say, TableOptions
-from voxtune.quality.step_table import Row, Table, fewest, nearest_row, quicker
+from voxtune.quality.step_table import StepRow, StepTable, fewest, nearest_row, quicker
 from voxtune.quality.tensor_error import difference
 from voxtune.runtime.describe import shallow_share
 from voxtune.runtime.model import Model
@@ -39,8 +39,8 @@ def step_table(
     caches: Sequence[FeatureCache] = (),
     options: TableOptions | None = None,
     say: Say = lambda _line: None,
-    keep: Callable[[Table], None] = lambda _table: None,
-) -> Table:
+    keep: Callable[[StepTable], None] = lambda _table: None,
+) -> StepTable:
     """DDPM with all steps against every sampler and number of steps; then spacing and clamping around the best of them.
 
     The first of `spacings` is that of every sampler and number, the others are tried around the best rows.
@@ -72,8 +72,8 @@ def confirm_table(
     *,
     options: TableOptions | None = None,
     say: Say = lambda _line: None,
-    keep: Callable[[Table], None] = lambda _table: None,
-) -> Table:
+    keep: Callable[[StepTable], None] = lambda _table: None,
+) -> StepTable:
     """These ways and no others against DDPM with all steps: what an earlier table passed, on subjects it has not seen."""
     bench = Bench(model, subjects, segmenter, options or TableOptions(), say)
     rows = _Rows(bench, model, ways, keep)
@@ -89,7 +89,7 @@ def confirm_table(
 class _Rows:
     """A table of steps in the making: the reference's two draws, then row by row; `keep` is given what there is."""
 
-    def __init__(self, bench: Bench, model: Model, ways: Sequence[SamplerSettings], keep: Callable[[Table], None]):
+    def __init__(self, bench: Bench, model: Model, ways: Sequence[SamplerSettings], keep: Callable[[StepTable], None]):
         way = model.resolve(sampler="ddpm", steps=model.available_steps, clip=True)
         seed, count = bench.options.seed, len(bench.subjects)
         bench.total = count * (2 * way.steps + sum(w.steps for w in ways))
@@ -99,17 +99,17 @@ class _Rows:
         self.model, self.keep = model, keep
         self.judge = Judge(bench, reference, bench.draw(model, way, seed + 1, reference), both=True)
         self.first = self.judge.reference_rows(name_of(way), way.to_json())
-        self.drawn: list[Row] = []
+        self.drawn: list[StepRow] = []
         for row in self.first:
             bench.tell(row)
         self._keep()
 
-    def add(self, way: SamplerSettings) -> Row:
+    def add(self, way: SamplerSettings) -> StepRow:
         self.drawn.append(_row(self.judge, way, self.model))
         self._keep()
         return self.drawn[-1]
 
-    def table(self, chosen: Row | None, notes: Sequence[str] = ()) -> Table:
+    def table(self, chosen: StepRow | None, notes: Sequence[str] = ()) -> StepTable:
         return _table(self.judge, [*self.first, *self.drawn], "steps", chosen, notes)
 
     def _keep(self) -> None:
@@ -125,7 +125,7 @@ def numerics_table(
     steps: Steps = None,
     options: TableOptions | None = None,
     say: Say = lambda _line: None,
-) -> Table:
+) -> StepTable:
     """The first of `models` against the others, each with the same sampler, steps and noise."""
     (name, model), *others = models
     bench = Bench(model, subjects, segmenter, options or TableOptions(), say)
@@ -187,10 +187,10 @@ def _ways(
 
 def _vary(
     bench: Bench,
-    plain: Sequence[Row],
+    plain: Sequence[StepRow],
     numbers: Sequence[int],
     spacings: Sequence[str],
-    add: Callable[[SamplerSettings], Row],
+    add: Callable[[SamplerSettings], StepRow],
 ) -> None:
     """Every sampler's best row with other spacings, then what is best of these without clamping.
 
@@ -212,11 +212,11 @@ def _vary(
             descend(_changed(fewest(own) or nearest_row(own), **change))
 
 
-def _names(rows: Sequence[Row]) -> list[str]:
+def _names(rows: Sequence[StepRow]) -> list[str]:
     return list(dict.fromkeys(row.how["sampler"] for row in rows))
 
 
-def _changed(row: Row, **change: Any) -> SamplerSettings:
+def _changed(row: StepRow, **change: Any) -> SamplerSettings:
     return replace(SamplerSettings.from_json(row.how, row.name), **change)
 
 
@@ -232,12 +232,12 @@ def _cached_rows(
     bench: Bench,
     model: Model,
     caches: Sequence[FeatureCache],
-    plain: Row,
+    plain: StepRow,
     numbers: Sequence[int],
-    add: Callable[[SamplerSettings], Row],
-) -> tuple[list[Row], list[str]]:
+    add: Callable[[SamplerSettings], StepRow],
+) -> tuple[list[StepRow], list[str]]:
     """`plain` with features kept between its steps, and in more steps where these may still take less time."""
-    rows: list[Row] = []
+    rows: list[StepRow] = []
     notes: list[str] = []
     for cache in dict.fromkeys(caches):
         ways = _cached_ways(model, cache, plain, numbers)
@@ -254,7 +254,7 @@ def _cached_rows(
     return rows, notes
 
 
-def _cached_ways(model: Model, cache: FeatureCache, plain: Row, numbers: Sequence[int]) -> list[SamplerSettings]:
+def _cached_ways(model: Model, cache: FeatureCache, plain: StepRow, numbers: Sequence[int]) -> list[SamplerSettings]:
     share = shallow_share(model.config.network, model.config.size, cache.depth)
     settings = SamplerSettings.from_json(plain.how, plain.name)
     ways = []
@@ -266,7 +266,7 @@ def _cached_ways(model: Model, cache: FeatureCache, plain: Row, numbers: Sequenc
     return ways
 
 
-def _row(judge: Judge, way: SamplerSettings, model: Model) -> Row:
+def _row(judge: Judge, way: SamplerSettings, model: Model) -> StepRow:
     bench = judge.bench
     drawn = bench.draw(model, way, bench.options.seed, judge.reference)
     row = judge.row(name_of(way), {**way.to_json(), "seed": bench.options.seed}, drawn)
@@ -278,11 +278,11 @@ def _passes(model: Model) -> list[str]:
     return list(getattr(model.network, "passes", ()))
 
 
-def _table(judge: Judge, rows: list[Row], kind: str, chosen: Row | None, more: Sequence[str] = ()) -> Table:
+def _table(judge: Judge, rows: list[StepRow], kind: str, chosen: StepRow | None, more: Sequence[str] = ()) -> StepTable:
     bench, options = judge.bench, judge.bench.options
     count = len(bench.subjects)
     notes = [f"{count} subjects: a result needs {ENOUGH}"] if count < ENOUGH else []
-    features = bench.real.features_NF.shape[1]
+    features = bench.real.values["features"].shape[1]
     if count <= features:
         notes.append(f"fid: {count} subjects for {features} features; it is biased upwards, alike in every row")
     about = {
@@ -297,7 +297,7 @@ def _table(judge: Judge, rows: list[Row], kind: str, chosen: Row | None, more: S
         "device": bench.model.device_name,
         "segmenter_sha256": bench.segmenter.sha256,
     }
-    return Table(
+    return StepTable(
         rows=tuple(rows),
         margins=judge.margins,
         subjects=count,

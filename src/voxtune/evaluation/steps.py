@@ -25,7 +25,7 @@ from voxtune.errors import InputError
 from voxtune.evaluation.step_search import TableOptions, confirm_table, numerics_table, step_table
 from voxtune.files import check_output_path, write_atomic
 from voxtune.quality.bootstrap import Bootstrap
-from voxtune.quality.step_table import FORMAT, Row, Table
+from voxtune.quality.step_table import FORMAT, StepRow, StepTable
 from voxtune.runtime.model import Model
 from voxtune.runtime.planned import by_plan, optimize
 from voxtune.runtime.sampling import AutoSampling, Evidence, FeatureCache, SamplerSettings
@@ -98,7 +98,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class StepsRequest:
     """What `voxtune steps` was asked for. Subjects come from one of `subjects`, `real` with `masks`, or the cohort."""
 
     model: Path
@@ -163,7 +163,7 @@ class Request:
         return TableOptions(seed=self.seed, batch=self.batch, margin=self.margin, bootstrap=bootstrap)
 
 
-def run(request: Request, say: Say) -> Table:
+def run(request: StepsRequest, say: Say) -> StepTable:
     """Measures, writes the table, stores the choice where that was asked for."""
     options = request.options()
     samplers, spacings = names_of(request.samplers, "--samplers"), names_of(request.spacings, "--spacings")
@@ -179,10 +179,10 @@ def run(request: Request, say: Say) -> Table:
     subjects = _subjects(request, contract, skip)
     about |= {"skip": skip} | ({} if earlier is None else {"confirms": earlier.to_json()})
 
-    def traced(table: Table) -> Table:
+    def traced(table: StepTable) -> StepTable:
         return replace(table, about={**table.about, **about})
 
-    def keep(so_far: Table) -> None:
+    def keep(so_far: StepTable) -> None:
         write(traced(so_far), request.unfinished, request.model.name)
 
     if request.numerics:
@@ -217,7 +217,7 @@ def run(request: Request, say: Say) -> Table:
     return table
 
 
-def write(table: Table, path: Path, title: str) -> str:
+def write(table: StepTable, path: Path, title: str) -> str:
     """The table as JSON at `path` and as Markdown beside it; gives the hash of the JSON."""
     data = (json.dumps(table.to_json(), indent=2, allow_nan=False) + "\n").encode()
     write_atomic(path, data)
@@ -261,12 +261,12 @@ def precisions(model: Model, plan: str, say: Say = lambda _line: None) -> list[t
         if slow is not None:
             say(f"BF16 autocast: left out: {slow}")
             return [("FP32", model)]
-        return [("FP32", model), ("BF16 autocast", Model(model.config, Autocast(model.network)))]
+        return [("FP32", model), ("BF16 autocast", Model(model.config, AutocastNetwork(model.network)))]
     ways: list[tuple[str, Any]] = [("FP32", "baseline"), ("TF32", Plan.of("tf32")), ("BF16 plan", plan)]
     return [(name, optimize(model, plan=way, search=False, say=say)) for name, way in ways]
 
 
-class Autocast(nn.Module):
+class AutocastNetwork(nn.Module):
     """A network computed in BF16 where autocast does so; its answer in float32."""
 
     def __init__(self, network: nn.Module):
@@ -279,9 +279,9 @@ class Autocast(nn.Module):
             found = self.network(x, *others)
         return tree_map_only(Tensor, Tensor.float, found)
 
-    def split(self, depth: int) -> tuple[Autocast, Autocast]:
+    def split(self, depth: int) -> tuple[AutocastNetwork, AutocastNetwork]:
         full, shallow = split(self.network, depth)
-        return Autocast(full), Autocast(shallow)
+        return AutocastNetwork(full), AutocastNetwork(shallow)
 
 
 def _segmenter(path: Path | None) -> Segmenter:
@@ -291,7 +291,7 @@ def _segmenter(path: Path | None) -> Segmenter:
     return load_segmenter(chosen)
 
 
-def _subjects(request: Request, contract: DataContract, skip: int) -> HeldOut:
+def _subjects(request: StepsRequest, contract: DataContract, skip: int) -> HeldOut:
     if request.subjects is not None:
         return held_out_packed(contract, request.subjects, request.held_out, skip=skip)
     if request.real is not None and request.masks is not None:
@@ -305,8 +305,8 @@ def _one(values: Sequence[Any] | None, option: str) -> Any:
     return None if values is None else values[0]
 
 
-def _store(request: Request, table: Table, digest: str, say: Say) -> None:
-    row: Row | None = table.choice
+def _store(request: StepsRequest, table: StepTable, digest: str, say: Say) -> None:
+    row: StepRow | None = table.choice
     if row is None:
         say(f"nothing stored: {table.conclusion()}")
         return

@@ -29,7 +29,7 @@ from voxtune.files import check_output_path, write_atomic
 from voxtune.precision import tf32_allowed
 from voxtune.quality.bootstrap import Bootstrap
 from voxtune.quality.per_volume import dice_by_label
-from voxtune.quality.usefulness_table import REFERENCE, Arm, Usefulness
+from voxtune.quality.usefulness_table import REFERENCE, Arm, UsefulnessTable
 from voxtune.runtime.model import Model
 from voxtune.runtime.planned import by_plan
 from voxtune.runtime.sampling import SamplerOptions, SamplerSettings
@@ -51,7 +51,7 @@ class Lesson:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Drawn:
+class SyntheticSet:
     """Synthetic volumes with the masks they were drawn for. Those with NaN or infinity are left out and counted."""
 
     volumes: Volumes
@@ -66,7 +66,7 @@ def scaled(images_NDHW: Tensor) -> Tensor:
 
 def draw(
     model: Model, masks: Volumes, count: int, settings: SamplerSettings, *, seed: int, batch: int, say: Say
-) -> Drawn:
+) -> SyntheticSet:
     """`count` volumes, number i for mask i; beyond the last mask the first comes again, with other noise."""
     batch = min(batch, count)
     parts, started, told = [], time.perf_counter(), time.perf_counter()
@@ -85,7 +85,7 @@ def draw(
         raise InputError("every synthetic volume holds NaN or infinity: this model draws nothing to learn from")
     classes = masks.classes_NDHW[torch.arange(count) % len(masks)]
     kept = Volumes(contract=masks.contract, images_NDHW=scaled(volumes[fine]), classes_NDHW=classes[fine])
-    return Drawn(volumes=kept, seconds=time.perf_counter() - started, broken=int((~fine).sum()))
+    return SyntheticSet(volumes=kept, seconds=time.perf_counter() - started, broken=int((~fine).sum()))
 
 
 def lessons(real: Volumes, synthetic: Volumes, few: int | None = None) -> list[Lesson]:
@@ -174,7 +174,7 @@ MOST_SEEDS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class UsefulnessRequest:
     """What `voxtune usefulness` was asked for. Subjects come from one of `subjects`, `real` with `masks`, or the cohort."""
 
     model: Path
@@ -220,7 +220,7 @@ class Request:
         return SegmentTraining(steps=self.segment_steps, batch=self.segment_batch, seed=self.seed, autocast=low)
 
 
-def run(request: Request, say: Say) -> Usefulness:
+def run(request: UsefulnessRequest, say: Say) -> UsefulnessTable:
     """Draws, trains every arm, measures; the files are written after each seed, so that a run cut short leaves a result."""
     bootstrap = Bootstrap(resamples=request.resamples, seed=request.seed)
     model = load(request.model, device=request.device)
@@ -241,7 +241,7 @@ def run(request: Request, say: Say) -> Usefulness:
     for arms in teach(
         made, subjects.held_out, training, request.seeds, base=request.base, device=request.device, say=say
     ):
-        result = Usefulness(arms=arms, settings=bootstrap, about=about, notes=notes)
+        result = UsefulnessTable(arms=arms, settings=bootstrap, about=about, notes=notes)
         write(result, request.result, request.model.name)
     assert result is not None
     for line in result.text():
@@ -249,13 +249,13 @@ def run(request: Request, say: Say) -> Usefulness:
     return result
 
 
-def write(result: Usefulness, path: Path, title: str) -> None:
+def write(result: UsefulnessTable, path: Path, title: str) -> None:
     """As JSON at `path`, and as Markdown beside it."""
     write_atomic(path, (json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n").encode())
     write_atomic(path.with_suffix(".md"), result.markdown(f"{title}: usefulness").encode())
 
 
-def _split(request: Request, model: Model) -> Split:
+def _split(request: UsefulnessRequest, model: Model) -> Split:
     contract = single_image_contract(model.config.data)
     if request.subjects is not None:
         return split_packed(contract, request.subjects, request.volumes, request.held_out)
@@ -265,7 +265,7 @@ def _split(request: Request, model: Model) -> Split:
     return split_cohort(contract, request.volumes, held_out)
 
 
-def _checked(subjects: Split, request: Request) -> Split:
+def _checked(subjects: Split, request: UsefulnessRequest) -> Split:
     """Raises for what would fail only after the drawing."""
     segmenter_config(subjects.learn, request.base)
     check_few(request.few, len(subjects.learn))
@@ -274,7 +274,9 @@ def _checked(subjects: Split, request: Request) -> Split:
     return subjects
 
 
-def _about(request: Request, model: Model, subjects: Split, settings: SamplerSettings, drawn: Drawn) -> dict[str, Any]:
+def _about(
+    request: UsefulnessRequest, model: Model, subjects: Split, settings: SamplerSettings, drawn: SyntheticSet
+) -> dict[str, Any]:
     return {
         "model_sha256": weights_sha256(request.model),
         "data": subjects.origin,
@@ -295,7 +297,7 @@ def _about(request: Request, model: Model, subjects: Split, settings: SamplerSet
     }
 
 
-def _notes(subjects: Split, drawn: Drawn, request: Request) -> tuple[str, ...]:
+def _notes(subjects: Split, drawn: SyntheticSet, request: UsefulnessRequest) -> tuple[str, ...]:
     count, notes = len(subjects.held_out), []
     if count < ENOUGH:
         notes.append(f"{count} held-out subjects: a result needs {ENOUGH}")

@@ -1,219 +1,145 @@
-"""Is one set of volumes not worse than another that was drawn for the same subjects?
+"""Paired comparison of sets of volumes that were generated for the same subjects: is one non-inferior to another?
 
-Every figure is resampled over subjects with the same draws for all sets, so that a difference of two sets is resampled
-too, subject by subject: what subjects have in common cancels. "Not worse" is said where the upper end of the interval of
-the worsening lies within a margin; where there are too few subjects to say so, it is not said.
+Every metric is resampled over subjects, with the same resamples for all sets. The difference between two sets is therefore
+resampled subject by subject, and what subjects have in common cancels. A set is non-inferior by a metric if the upper end
+of the confidence interval of its worsening lies within a margin. With too few subjects the interval is too wide for that.
 
-The margin of a figure is half of what another seed makes of a single volume's figure: the reference is drawn twice, s is
-the standard error of the difference of its two draws, and s * sqrt(n / 2) is the deviation of one volume of one draw. For
-means it does not shrink or grow with the number of subjects. Half a deviation is a common measure of the least difference
-that matters (Norman et al. 2003). Below the floors in RULES a change means nothing, whatever the seeds say.
+The margin of a metric is half of the deviation that the random seed gives to a single volume. The reference is generated
+twice; s is the standard error of the difference between the two, and s * sqrt(n / 2) is the deviation of one volume. For
+means it does not depend on the number of subjects. Half a deviation is a common estimate of the smallest difference that
+matters (Norman et al. 2003). A margin is at least the metric's `min_difference`.
 
-Legend: N subjects, R resamples, P pairs of subjects, F features, B bins.
+Legend: N subjects, R resamples.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from voxtune.errors import InputError
-from voxtune.quality.bootstrap import Bootstrap
-from voxtune.quality.distributions import (
-    fid_statistic,
-    jensen_shannon_statistic,
-    median_distance,
-    mmd_statistic,
-    wasserstein_statistic,
-)
-
-# Each resample of the Frechet distance takes two eigendecompositions.
-FID_RESAMPLES = 200
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Which way a figure is better, and the least margin that it is given."""
-
-    better: Literal["higher", "lower", "closer"]
-    floor: float = 0.0
-    unit: str = ""
-
-
-# The figures that decide. FID and MMD have no floor: their scale is that of the feature network.
-RULES = {
-    "dice": Rule("higher", 0.01),
-    "fid": Rule("lower"),
-    "mmd": Rule("lower"),
-    "histogram_w1": Rule("lower", 0.002),
-    "histogram_js": Rule("lower", 0.005, "bit"),
-    "psnr": Rule("higher", 0.25, "dB"),
-    "ms_ssim": Rule("higher", 0.01),
-    "diversity": Rule("closer", 0.01),
-    "detail": Rule("closer", 0.02),
-}
-
-
-def rule_of(name: str) -> Rule | None:
-    """None for a figure that is told but does not decide."""
-    return RULES.get("dice" if name.startswith("dice_") else name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """A figure with its interval; without one where too few resamples are finite."""
-
-    value: float
-    low: float | None
-    high: float | None
-
-    def to_json(self) -> dict[str, float | None]:
-        return {k: None if v is None or not math.isfinite(v) else v for k, v in vars(self).items()}
+from voxtune.quality.bootstrap import Bootstrap, Interval, interval_of, resample, resample_counts
+from voxtune.quality.metrics import METRICS, Metric, SetMeasurements, metric_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Resampled:
-    """A figure of one set: over all subjects, and over each resample of them. `aim` is what "closer" means closer to."""
+    """A metric of one set: over all subjects, and over each resample. `target` is what "closer" is closer to."""
 
     value: float
-    draws_R: np.ndarray
+    resamples_R: np.ndarray
     n: int
     centred: bool = False
-    aim: float = 0.0
-    aim_R: np.ndarray | None = None  # where the aim itself is resampled
+    target: float = 0.0
+    target_R: np.ndarray | None = None  # where the target is resampled, too
 
-    def span(self, level: float) -> Span:
-        return span_of(self.value, self.draws_R, level, self.centred)
+    def interval(self, level: float) -> Interval:
+        return interval_of(self.value, self.resamples_R, level, centred=self.centred)
 
-    def badness(self, rule: Rule) -> tuple[float, np.ndarray]:
-        """Larger is worse: of all subjects, and of each resample."""
-        if rule.better == "closer":
-            return abs(self.value - self.aim), np.abs(self.draws_R - (self.aim if self.aim_R is None else self.aim_R))
-        sign = -1.0 if rule.better == "higher" else 1.0
-        return sign * self.value, sign * self.draws_R
+    def badness(self, metric: Metric) -> tuple[float, np.ndarray]:
+        """Larger is worse: over all subjects, and over each resample."""
+        if metric.better == "closer":
+            target_R = self.target if self.target_R is None else self.target_R
+            return abs(self.value - self.target), np.abs(self.resamples_R - target_R)
+        sign = -1.0 if metric.better == "higher" else 1.0
+        return sign * self.value, sign * self.resamples_R
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """How much worse than the reference, with its interval, and the margin that it is held to."""
+    """How much worse than the reference a set is, with its interval, and the margin."""
 
-    worsening: Span
+    worsening: Interval
     margin: float
 
     @property
-    def not_worse(self) -> bool:
+    def non_inferior(self) -> bool:
         return self.worsening.high is not None and self.worsening.high <= self.margin
 
     @property
-    def of_margin(self) -> float:
-        """The interval's upper end in margins: up to 1 is not worse."""
+    def share_of_margin(self) -> float:
+        """The upper end of the interval in margins: non-inferior up to 1."""
         high = self.worsening.high
         if high is None:
             return math.inf
         return high / self.margin if self.margin else (0.0 if high <= 0 else math.inf)
 
     def to_json(self) -> dict[str, Any]:
-        return {**self.worsening.to_json(), "margin": self.margin, "not_worse": self.not_worse}
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Measured:
-    """What is known of each volume of a set, subject by subject. A Dice is NaN where its mask lacks the label."""
-
-    features_NF: Tensor
-    histograms_NB: np.ndarray
-    detail_N: np.ndarray
-    pairs_P: np.ndarray  # MS-SSIM of the chosen pairs
-    dice_N: dict[str, np.ndarray] = field(default_factory=dict)
-    likeness_N: dict[str, np.ndarray] = field(default_factory=dict)  # psnr, ms_ssim to another volume of the subject
-
-
-def span_of(value: float, draws_R: np.ndarray, level: float, centred: bool = False) -> Span:
-    draws = draws_R[np.isfinite(draws_R)]
-    if len(draws) < max(2, len(draws_R) / 2) or not math.isfinite(value):
-        return Span(value=value, low=None, high=None)
-    shift = float(draws.mean()) - value if centred else 0.0
-    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2]) - shift
-    return Span(value=value, low=float(low), high=float(high))
+        return {**self.worsening.to_json(), "margin": self.margin, "not_worse": self.non_inferior}
 
 
 class Resampler:
-    """The figures of sets against the real volumes, all over the same resamples of subjects."""
+    """Computes metrics of sets against the real volumes, over the same resamples of subjects.
 
-    def __init__(self, real: Measured, pairs: Sequence[tuple[int, int]], settings: Bootstrap, width: float):
-        count = len(real.detail_N)
-        if count < 2:
-            raise InputError(f"{count} subjects: at least 2 are needed, and 64 for a result")
-        rng = np.random.Generator(np.random.Philox(settings.seed))
-        self.counts_RN = rng.multinomial(count, np.full(count, 1 / count), size=settings.resamples).astype(float)
-        self.real, self.pairs, self.settings, self.width = real, np.asarray(pairs), settings, width
+    `parameters` holds the parameter of each metric that has one: values by different parameters cannot be compared.
+    """
 
-    def figures(self, drawn: Measured) -> dict[str, Resampled]:
-        """Every figure of a set; those with a rule decide."""
-        real = self.real
-        found = {f"dice_{name.replace(' ', '_')}": self._mean(values) for name, values in drawn.dice_N.items()}
-        fid = fid_statistic(drawn.features_NF, real.features_NF)
-        mmd = mmd_statistic(drawn.features_NF, real.features_NF, self.width)
-        w1 = wasserstein_statistic(drawn.histograms_NB, real.histograms_NB)
-        js = jensen_shannon_statistic(drawn.histograms_NB, real.histograms_NB)
-        # A subject's real and drawn volume are resampled together; copies shift distances between sets, so these are centred.
-        found["fid"] = self._resampled(lambda c: fid(c, c), most=FID_RESAMPLES, centred=True)
-        found["mmd"] = self._resampled(lambda c: mmd(c, c), centred=True)
-        found["histogram_w1"] = self._resampled(lambda c: w1(c, c), centred=True)
-        found["histogram_js"] = self._resampled(lambda c: js(c, c), centred=True)
-        found |= {name: self._mean(values) for name, values in drawn.likeness_N.items()}
-        found["diversity"] = self._diversity(drawn)
-        found["detail"] = self._resampled(lambda c: float(c @ drawn.detail_N / (c @ real.detail_N)), aim=1.0)
-        return found
+    def __init__(self, real: SetMeasurements, settings: Bootstrap, parameters: Mapping[str, float]):
+        if real.count < 2:
+            raise InputError(f"{real.count} subjects: at least 2 are required, and 64 for a result")
+        [self.counts_RN] = resample_counts([real.count], settings)
+        self.real, self.parameters = real, parameters
 
-    def _mean(self, values_N: np.ndarray) -> Resampled:
-        there = ~np.isnan(values_N)
-        values = np.where(there, values_N, 0.0)
-        return self._resampled(lambda c: float(c @ values / (c @ there)), n=int(there.sum()))
+    def metrics(self, generated: SetMeasurements) -> dict[str, Resampled]:
+        """Every metric that the measurements allow, by its full name."""
+        return {
+            metric.full_name(label): self._resampled(metric, generated, label)
+            for metric in METRICS
+            for label in generated.labels(metric)
+            if generated.get(metric, label) is not None
+        }
 
-    def _diversity(self, drawn: Measured) -> Resampled:
-        first, second = self.pairs.T
+    def _resampled(self, metric: Metric, generated: SetMeasurements, label: str) -> Resampled:
+        values, real = generated.get(metric, label), self.real.get(metric, label)
+        value, resamples_R = self._resample(metric, values, real)
+        n = generated.count
+        if metric.sets == 1 and isinstance(values, np.ndarray):
+            n = int((~np.isnan(values)).sum())
+        target, target_R = metric.target, None
+        if metric.better == "closer" and target is None:
+            target, target_R = self._resample(metric, real, real)
+        return Resampled(
+            value=value,
+            resamples_R=resamples_R,
+            n=n,
+            centred=metric.centred != "never",
+            target=target or 0.0,
+            target_R=target_R,
+        )
 
-        def statistic(values_P: np.ndarray) -> Callable[[np.ndarray], float]:
-            return lambda c: float((c[first] * c[second]) @ values_P / (c[first] @ c[second]))
-
-        aim = self._resampled(statistic(self.real.pairs_P))
-        return self._resampled(statistic(drawn.pairs_P), aim=aim.value, aim_R=aim.draws_R)
-
-    def _resampled(
-        self, statistic: Callable[[np.ndarray], float], *, most: int | None = None, n: int | None = None, **facts: Any
-    ) -> Resampled:
-        count = self.counts_RN.shape[1]
-        with np.errstate(invalid="ignore", divide="ignore"):
-            value = float(statistic(np.ones(count)))
-            draws = np.array([statistic(row) for row in self.counts_RN[:most]])
-        return Resampled(value=value, draws_R=draws, n=count if n is None else n, **facts)
+    def _resample(self, metric: Metric, values: Any, real: Any) -> tuple[float, np.ndarray]:
+        statistic = metric.build(values, real, self.parameters.get(metric.name), paired=True)
+        # A subject's real and generated volumes are resampled together.
+        return resample(statistic, [self.counts_RN[: metric.max_resamples]] * metric.sets)
 
 
-def kernel_width(reference: Measured, real: Measured) -> float:
-    """One width of MMD's kernel for all sets: figures by different kernels cannot be compared."""
-    return median_distance(reference.features_NF, real.features_NF)
+def shared_parameters(reference: SetMeasurements, real: SetMeasurements) -> dict[str, float]:
+    """The parameters of metrics that have one, estimated from the reference and the real volumes."""
+    return {
+        metric.name: metric.parameter(reference.get(metric), real.get(metric))
+        for metric in METRICS
+        if metric.parameter is not None and reference.get(metric) is not None
+    }
 
 
 def margins(
-    reference: Mapping[str, Resampled], again: Mapping[str, Resampled], factor: float = 1.0
+    reference: Mapping[str, Resampled], repeated: Mapping[str, Resampled], factor: float = 1.0
 ) -> dict[str, float]:
-    """The margin of each figure that decides, from two draws of the reference with different seeds."""
-    found = {}
-    for name, figure in reference.items():
-        rule = rule_of(name)
-        if rule is None:
+    """The margin of each metric that decides, from two runs of the reference with different seeds."""
+    limits = {}
+    for name, values in reference.items():
+        metric = metric_of(name)
+        if metric is None or metric.better is None:
             continue
-        gap = again[name].badness(rule)[1] - figure.badness(rule)[1]
+        gap = repeated[name].badness(metric)[1] - values.badness(metric)[1]
         gap = gap[np.isfinite(gap)]
-        spread = float(gap.std()) * math.sqrt(figure.n / 2) if len(gap) > 1 else 0.0
-        found[name] = max(rule.floor, factor * spread)
-    return found
+        deviation = float(gap.std()) * math.sqrt(values.n / 2) if len(gap) > 1 else 0.0
+        limits[name] = max(metric.min_difference, factor * deviation)
+    return limits
 
 
 def compare(
@@ -222,15 +148,15 @@ def compare(
     limits: Mapping[str, float],
     level: float,
 ) -> dict[str, Comparison]:
-    """Each figure that decides, against the mean of the reference's draws over the same resamples."""
-    found = {}
+    """Each metric that decides, against the mean of the runs of the reference over the same resamples."""
+    comparisons = {}
     for name, margin in limits.items():
-        rule = rule_of(name)
-        assert rule is not None
-        value, draws = candidate[name].badness(rule)
-        before = [reference[name].badness(rule) for reference in references]
-        gap = value - sum(b for b, _ in before) / len(before)
-        gap_R = draws - sum(b_R for _, b_R in before) / len(before)
-        worsening = span_of(gap, gap_R, level, candidate[name].centred)
-        found[name] = Comparison(worsening=worsening, margin=margin)
-    return found
+        metric = metric_of(name)
+        assert metric is not None
+        value, badness_R = candidate[name].badness(metric)
+        baseline = [reference[name].badness(metric) for reference in references]
+        gap = value - sum(b for b, _ in baseline) / len(baseline)
+        gap_R = badness_R - sum(b_R for _, b_R in baseline) / len(baseline)
+        worsening = interval_of(gap, gap_R, level, centred=candidate[name].centred)
+        comparisons[name] = Comparison(worsening=worsening, margin=margin)
+    return comparisons

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from voxtune.quality.bootstrap import Figure
+from voxtune.quality.bootstrap import MetricValue
 from voxtune.versions import commit
 
 FORMAT = "voxtune-metrics/1"
@@ -23,11 +23,11 @@ class Notes:
     """Gathers figures, and what there is to say beside them, while an evaluation runs."""
 
     tell: Callable[[str], None]
-    figures: list[Figure] = field(default_factory=list)
+    figures: list[MetricValue] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
-    def add(self, figure: Figure) -> None:
+    def add(self, figure: MetricValue) -> None:
         self.figures.append(figure)
 
     def leave_out(self, name: str, reason: str) -> None:
@@ -42,7 +42,7 @@ class Notes:
 class Evaluation:
     """`left_out` names figures that could not be had, with the reason. `volumes` holds a row a synthetic volume."""
 
-    figures: tuple[Figure, ...]
+    figures: tuple[MetricValue, ...]
     left_out: dict[str, str]
     warnings: tuple[str, ...]
     counts: dict[str, int | None]
@@ -50,7 +50,7 @@ class Evaluation:
     features: dict[str, Any] | None
     segmenter: dict[str, Any] | None
 
-    def __getitem__(self, name: str) -> Figure:
+    def __getitem__(self, name: str) -> MetricValue:
         return next(f for f in self.figures if f.name == name)
 
     def to_json(self, **about: Any) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _value(value: float, unit: str = "") -> str:
     return f"{value:.4g}{' ' + unit if unit else ''}"
 
 
-def _interval(figure: Figure) -> str:
+def _interval(figure: MetricValue) -> str:
     if figure.low is None or figure.high is None:
         return "none"
     return f"{figure.low:.4g} to {figure.high:.4g}"

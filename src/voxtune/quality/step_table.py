@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from voxtune.quality.bootstrap import Bootstrap
-from voxtune.quality.paired import Comparison, Span, rule_of
+from voxtune.quality.bootstrap import Bootstrap, Interval
+from voxtune.quality.metrics import metric_of
+from voxtune.quality.paired import Comparison
 from voxtune.quality.result import versions
 
 FORMAT = "voxtune-steps/1"
@@ -17,13 +18,13 @@ SAME_TIME = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class StepRow:
     """One way to draw. `broken` counts volumes with NaN or infinity; `compared` is empty for the reference."""
 
     name: str
     how: dict[str, Any]
     seconds: float
-    figures: dict[str, Span]
+    figures: dict[str, Interval]
     compared: dict[str, Comparison] = field(default_factory=dict)
     broken: int = 0
     distance: dict[str, float] | None = None
@@ -31,12 +32,14 @@ class Row:
     @property
     def worse(self) -> list[str]:
         """The figures by which it is worse, or may be."""
-        return [name for name, c in self.compared.items() if not c.not_worse] + ["NaN"] * bool(self.broken)
+        return [name for name, c in self.compared.items() if not c.non_inferior] + ["NaN"] * bool(self.broken)
 
     @property
     def tightest(self) -> tuple[str, float]:
         """The figure that comes nearest to its margin, or goes furthest beyond it."""
-        return max(((n, c.of_margin) for n, c in self.compared.items()), key=lambda item: item[1], default=("", 0.0))
+        return max(
+            ((n, c.share_of_margin) for n, c in self.compared.items()), key=lambda item: item[1], default=("", 0.0)
+        )
 
     @property
     def verdict(self) -> str:
@@ -58,10 +61,10 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class StepTable:
     """Rows, the reference first, then its second draw. `chosen` is a row's name, None where every one is worse."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[StepRow, ...]
     margins: dict[str, float]
     subjects: int
     settings: Bootstrap
@@ -70,7 +73,7 @@ class Table:
     notes: tuple[str, ...] = ()
 
     @property
-    def choice(self) -> Row | None:
+    def choice(self) -> StepRow | None:
         return next((row for row in self.rows if row.name == self.chosen), None)
 
     def to_json(self) -> dict[str, Any]:
@@ -147,42 +150,46 @@ class Table:
         return lines + [_line((r.name, *(f"{v:.4g}" for v in (r.distance or {}).values()))) for r in rows]
 
 
-def fewest(rows: Sequence[Row]) -> Row | None:
+def fewest(rows: Sequence[StepRow]) -> StepRow | None:
     """Of the rows that are not worse: the fewest steps, then the most room within the margins. No clock decides."""
     fine = [row for row in rows if row.compared and not row.worse]
     return min(fine, key=lambda row: (row.how["steps"], row.tightest[1]), default=None)
 
 
-def quicker(plain: Row, others: Sequence[Row]) -> Row:
+def quicker(plain: StepRow, others: Sequence[StepRow]) -> StepRow:
     """Of the other rows that are not worse and take less time than `plain`, the fastest, whatever its steps; else `plain`."""
     fine = [row for row in others if row.compared and not row.worse]
     fine = [row for row in fine if row.seconds * (1 + SAME_TIME) < plain.seconds]
     return _fastest(fine) if fine else plain
 
 
-def _fastest(rows: Sequence[Row]) -> Row:
+def _fastest(rows: Sequence[StepRow]) -> StepRow:
     """Of rows as fast as the fastest, the one with the most room."""
     least = min(row.seconds for row in rows)
     return min((r for r in rows if r.seconds <= least * (1 + SAME_TIME)), key=lambda row: row.tightest[1])
 
 
-def nearest_row(rows: Sequence[Row]) -> Row:
+def nearest_row(rows: Sequence[StepRow]) -> StepRow:
     """The row that comes nearest to being not worse."""
     return min(rows, key=lambda row: (row.broken, len(row.worse), row.tightest[1]))
 
 
 def describe_rules(limits: Mapping[str, float]) -> dict[str, dict[str, Any]]:
     """For the file: which way each figure is better, its floor, its margin."""
-    rules = {name: rule_of(name) for name in limits}
-    return {n: {"better": r.better, "floor": r.floor, "margin": limits[n]} for n, r in rules.items() if r is not None}
+    metrics = {name: metric_of(name) for name in limits}
+    return {
+        name: {"better": metric.better, "floor": metric.min_difference, "margin": limits[name]}
+        for name, metric in metrics.items()
+        if metric is not None
+    }
 
 
-def _brief(row: Row) -> tuple[str, ...]:
+def _brief(row: StepRow) -> tuple[str, ...]:
     name, share = row.tightest
     return (row.name, f"{row.seconds:.4g}", name, f"{share:.2f}" if row.compared else "", row.verdict)
 
 
-def _span(span: Span | None) -> str:
+def _span(span: Interval | None) -> str:
     if span is None:
         return ""
     if not math.isfinite(span.value):

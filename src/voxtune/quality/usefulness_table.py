@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from voxtune.quality.bootstrap import Bootstrap, Figure, mean_figure
+from voxtune.quality.bootstrap import Bootstrap, MetricValue, mean_value
 from voxtune.quality.result import versions
 
 FORMAT = "voxtune-usefulness/1"
@@ -49,7 +49,7 @@ class Gain:
     arm: str
     against: str
     label: str
-    figure: Figure
+    figure: MetricValue
     by_seed: tuple[float, ...]
     seed_error: float | None
 
@@ -78,7 +78,7 @@ class Gain:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Usefulness:
+class UsefulnessTable:
     """All arms with the same subjects and the same number of seeds; the first is the reference."""
 
     arms: tuple[Arm, ...]
@@ -98,7 +98,7 @@ class Usefulness:
     def labels(self) -> list[str]:
         return list(self.arms[0].dice_SN)
 
-    def dice(self, arm: Arm, label: str) -> Figure:
+    def dice(self, arm: Arm, label: str) -> MetricValue:
         return _mean(f"dice_{label.replace(' ', '_')}", arm.dice_SN[label], self.settings, better="higher")
 
     def gains(self) -> list[Gain]:
@@ -177,13 +177,13 @@ class Usefulness:
         return (arm.name, arm.learned_from, *(_span(self.dice(arm, label)) for label in self.labels))
 
 
-def _mean(name: str, values_SN: np.ndarray, settings: Bootstrap, **facts: Any) -> Figure:
+def _mean(name: str, values_SN: np.ndarray, settings: Bootstrap, **facts: Any) -> MetricValue:
     """Over the subjects that have the label, each with its mean over seeds."""
     there = ~np.isnan(values_SN).any(axis=0)
-    return mean_figure(name, values_SN[:, there].mean(axis=0).tolist(), settings, **facts)
+    return mean_value(name, values_SN[:, there].mean(axis=0).tolist(), settings, **facts)
 
 
-def _span(figure: Figure, form: str = ".4f") -> str:
+def _span(figure: MetricValue, form: str = ".4f") -> str:
     ends = "" if figure.low is None or figure.high is None else f" ({figure.low:{form}} to {figure.high:{form}})"
     return f"{figure.value:{form}}{ends}"
 

@@ -1,0 +1,411 @@
+"""The registry of quality metrics, read by `voxtune evaluate` and `voxtune steps`. A new metric is one entry in METRICS.
+
+A metric has two parts. Its measurement is taken once of each volume, or of pairs of volumes, as soon as the volume is read
+or generated. Its statistic combines the measurements of the generated and of the real volumes into one number, as a
+function of resampling counts (bootstrap.py). `evaluate` resamples both sets independently; `steps` resamples subjects, the
+same for all sets (paired.py).
+
+Legend: N volumes of a set, P pairs of them, F features, B bins.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from voxtune.quality.bootstrap import Statistic, mean_statistic
+from voxtune.quality.distributions import (
+    fid_statistic,
+    histogram,
+    jensen_shannon_statistic,
+    mean_over_pairs,
+    median_distance,
+    mmd_statistic,
+    wasserstein_statistic,
+)
+from voxtune.quality.per_volume import copies, detail, dice
+from voxtune.quality.similarity import WINDOW, ms_ssim, psnr
+
+Direction = Literal["higher", "lower", "closer"]
+Need = Literal["partner", "pairs", "real", "features", "masks", "training", "reference", "subjects"]
+# What a metric can need, in the order in which `evaluate` reports the metrics.
+NEEDS: dict[Need, str] = {
+    "partner": "a real volume of the same subject",
+    "pairs": "at least two volumes in a set",
+    "real": "a set of real volumes",
+    "features": "a feature network",
+    "masks": "masks and a segmenter",
+    "training": "the volumes that the model was trained on",
+    "reference": "a volume of the same subject and noise by the reference configuration",
+    "subjects": "real and generated volumes of the same subjects on one grid, with their masks",
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class VolumeInput:
+    """One volume (D, H, W) with intensities in [0, 1], and what measurements may need besides."""
+
+    image: Tensor
+    partner: Tensor | None = None
+    reference: Tensor | None = None
+    features: Tensor | None = None
+    mask: Tensor | None = None
+    predicted: Tensor | None = None  # labels by the segmenter
+    classes: Mapping[str, int] = field(default_factory=dict)  # label name -> value in `mask`
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PairValues:
+    """A measurement of P pairs of different volumes of a set of `count`."""
+
+    values_P: np.ndarray
+    pairs_P2: np.ndarray
+    count: int
+
+    def __len__(self) -> int:
+        return len(self.values_P)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SetMeasurements:
+    """Measurements of a set of volumes by name: (N,), (N, B) or (N, F), or PairValues. NaN: not defined for a volume."""
+
+    count: int
+    values: dict[str, Any]
+    by_label: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+
+    def get(self, metric: Metric, label: str = "") -> Any:
+        """What the metric is computed from; None if it was not measured."""
+        return self.by_label.get(metric.measurement, {}).get(label) if label else self.values.get(metric.measurement)
+
+    def labels(self, metric: Metric) -> list[str]:
+        """The labels that a metric has values for; [""] for a metric without labels."""
+        return list(self.by_label.get(metric.measurement, {})) if metric.per_label else [""]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """`statistic(generated, real)`, with `parameter` if there is one, makes the function of counts.
+
+    `sets` says whether that function takes counts of the generated set alone or of both sets. `parameter` is estimated once
+    and shared by all sets that are compared.
+    """
+
+    name: str
+    measurement: str
+    statistic: Callable[..., Statistic]
+    needs: frozenset[Need]
+    better: Direction | None = None  # None: reported, but decides nothing
+    # The smallest difference that matters, whatever the random seeds vary; 0 where the scale is that of a network.
+    min_difference: float = 0.0
+    target: float | None = None  # what "closer" is closer to; None: the value of the real volumes
+    sets: Literal[1, 2] = 1
+    uses_real: bool = False  # whether the statistic depends on the real volumes; implied by two sets
+    per_label: bool = False
+    parameter: Callable[[Any, Any], float] | None = None
+    # Another form of the statistic for paired resampling, equal up to rounding.
+    paired_statistic: Callable[..., Statistic] | None = None
+    # Copies of volumes shift a distance between sets. "paired": by so much that intervals are centred in `steps` alone.
+    centred: Literal["never", "paired", "always"] = "never"
+    max_resamples: int | None = None
+    minimum: float = -math.inf
+    min_volumes: int = 1
+    unit: str = ""
+    # For the page of `evaluate`. Templates may use {parameter}, {pairs}, {all_pairs} and {neighbour}.
+    note: str = ""
+    real_note: str | None = None  # not None: also reported for the real volumes, as NAME_real
+    caution: Callable[[Any, Any], str] | None = None  # replaces the note unless it is empty
+    warn: bool = False  # whether a caution is a warning, too
+    undefined: str = ""  # why a volume may have no value; without it such volumes are ignored
+
+    def __post_init__(self) -> None:
+        if self.sets == 2 and not self.uses_real:
+            object.__setattr__(self, "uses_real", True)
+
+    def full_name(self, label: str = "") -> str:
+        return f"{self.name}_{label.replace(' ', '_')}" if label else self.name
+
+    def build(self, generated: Any, real: Any, parameter: float | None = None, *, paired: bool = False) -> Statistic:
+        make = self.paired_statistic if paired and self.paired_statistic is not None else self.statistic
+        return make(generated, real) if self.parameter is None else make(generated, real, parameter)
+
+
+def _ms_ssim(image: Tensor, other: Tensor) -> float:
+    return ms_ssim(image, other) if min(image.shape) >= WINDOW else math.nan
+
+
+def _dice(volume: VolumeInput) -> dict[str, float]:
+    if volume.mask is None or volume.predicted is None:
+        return dict.fromkeys(volume.classes, math.nan)
+    scores = {name: dice(volume.mask, volume.predicted, value) for name, value in volume.classes.items()}
+    return {name: math.nan if score is None else score for name, score in scores.items()}
+
+
+# Measurements of one volume, by name. A measurement that several metrics share is taken once.
+MEASUREMENTS: dict[str, Callable[[Any], Any]] = {
+    "dice": _dice,
+    "features": lambda v: v.features,
+    "histogram": lambda v: histogram(v.image.cpu()),
+    "psnr": lambda v: psnr(v.image, v.partner),
+    "ms_ssim": lambda v: _ms_ssim(v.image, v.partner),
+    "psnr_reference": lambda v: psnr(v.image, v.reference),
+    "ms_ssim_reference": lambda v: _ms_ssim(v.image, v.reference),
+    "detail": lambda v: detail(v.image, v.mask > 0),
+    "coarse": lambda v: F.avg_pool3d(v.image[None, None], 2).flatten(),
+}
+# Measurements of a pair of volumes.
+PAIR_MEASUREMENTS: dict[str, Callable[[Tensor, Tensor], float]] = {"similarity": ms_ssim}
+# Distance to the nearest training volume -> the measurement that distances are taken of.
+NEIGHBOUR_MEASUREMENTS = {"nearest_voxel": "coarse", "nearest_feature": "features"}
+
+
+def mean(values_N: np.ndarray, _real: Any) -> Statistic:
+    return mean_statistic(values_N)
+
+
+def _ratio_of_sums(values_N: np.ndarray, real_N: np.ndarray) -> Statistic:
+    return lambda counts, counts_real: float(counts @ values_N / (counts_real @ real_N))
+
+
+def _ratio_of_means(values_N: np.ndarray, real_N: np.ndarray) -> Statistic:
+    near, far = np.asarray(values_N), np.asarray(real_N)
+    return lambda a, b: float((a @ near / a.sum()) / (b @ far / b.sum())) if far.any() else math.nan
+
+
+def _share_of_copies(values_N: np.ndarray, real_N: np.ndarray) -> Statistic:
+    return mean_statistic(copies(values_N.tolist(), real_N.tolist()))
+
+
+def _mean_of_known_pairs(pairs: PairValues, _real: Any) -> Statistic:
+    values_NN, known_NN = np.zeros((pairs.count, pairs.count)), np.zeros((pairs.count, pairs.count))
+    for (i, j), value in zip(pairs.pairs_P2, pairs.values_P, strict=True):
+        values_NN[i, j], known_NN[i, j] = value, 1
+    return lambda counts: mean_over_pairs(values_NN, counts, known_NN)
+
+
+def _mean_of_listed_pairs(pairs: PairValues, _real: Any) -> Statistic:
+    first, second = pairs.pairs_P2.T
+    return lambda c: float((c[first] * c[second]) @ pairs.values_P / (c[first] @ c[second]))
+
+
+def _equal_volumes(values_N: Any, _real: Any) -> str:
+    return "" if np.isfinite(values_N).all() else "infinite: a synthetic volume equals its real partner"
+
+
+def _singular_covariance(a_NF: Tensor, b_NF: Tensor) -> str:
+    count, features = min(len(a_NF), len(b_NF)), a_NF.shape[1]
+    if count > features:
+        return ""
+    return f"{count} volumes for {features} features: the covariance is singular and the distance biased upwards"
+
+
+def _neighbours(kind: str, quantity: str, needs: Iterable[Need]) -> tuple[Metric, ...]:
+    """Memorisation: how near generated volumes lie to training volumes, and how near real ones do."""
+    name, required = f"nearest_{kind}", frozenset[Need](needs)
+    return (
+        Metric(
+            name=name,
+            measurement=name,
+            statistic=mean,
+            needs=required,
+            better="closer",
+            note=f"RMS difference of {quantity}, {{neighbour}}",
+            real_note="the same for real volumes, left out",
+        ),
+        Metric(
+            name=f"{name}_ratio",
+            measurement=name,
+            statistic=_ratio_of_means,
+            needs=required,
+            sets=2,
+            note="synthetic over real; well below 1 means copies",
+        ),
+        Metric(
+            name=f"{name}_copies",
+            measurement=name,
+            statistic=_share_of_copies,
+            needs=required,
+            uses_real=True,
+            better="lower",
+            note="share nearer than half the least distance of a real volume",
+        ),
+    )
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        name="dice",
+        measurement="dice",
+        statistic=mean,
+        needs=frozenset({"masks"}),
+        better="higher",
+        min_difference=0.01,
+        per_label=True,
+        real_note="the segmenter's own limit, on real volumes",
+    ),
+    Metric(
+        name="fid",
+        measurement="features",
+        statistic=fid_statistic,
+        needs=frozenset({"real", "features"}),
+        better="lower",
+        sets=2,
+        centred="always",
+        max_resamples=200,  # each takes two eigendecompositions
+        minimum=0.0,
+        min_volumes=2,
+        caution=_singular_covariance,
+        warn=True,
+    ),
+    Metric(
+        name="mmd",
+        measurement="features",
+        statistic=mmd_statistic,
+        needs=frozenset({"real", "features"}),
+        better="lower",
+        sets=2,
+        parameter=median_distance,
+        centred="paired",
+        min_volumes=2,
+        note="squared, unbiased, Gaussian kernel of width {parameter:.4g} (median distance)",
+    ),
+    Metric(
+        name="histogram_w1",
+        measurement="histogram",
+        statistic=wasserstein_statistic,
+        needs=frozenset({"real"}),
+        better="lower",
+        min_difference=0.002,
+        sets=2,
+        centred="paired",
+        note="in units of the intensity range",
+    ),
+    Metric(
+        name="histogram_js",
+        measurement="histogram",
+        statistic=jensen_shannon_statistic,
+        needs=frozenset({"real"}),
+        better="lower",
+        min_difference=0.005,
+        sets=2,
+        centred="paired",
+        unit="bit",
+    ),
+    Metric(
+        name="psnr",
+        measurement="psnr",
+        statistic=mean,
+        needs=frozenset({"partner"}),
+        better="higher",
+        min_difference=0.25,
+        unit="dB",
+        caution=_equal_volumes,
+    ),
+    Metric(
+        name="ms_ssim",
+        measurement="ms_ssim",
+        statistic=mean,
+        needs=frozenset({"partner"}),
+        better="higher",
+        min_difference=0.01,
+        undefined=f"a pair has a side of fewer than {WINDOW} voxels, which its windows need",
+    ),
+    Metric(
+        name="psnr_reference",
+        measurement="psnr_reference",
+        statistic=mean,
+        needs=frozenset({"reference"}),
+        unit="dB",
+    ),
+    Metric(name="ms_ssim_reference", measurement="ms_ssim_reference", statistic=mean, needs=frozenset({"reference"})),
+    Metric(
+        name="diversity",
+        measurement="similarity",
+        statistic=_mean_of_known_pairs,
+        paired_statistic=_mean_of_listed_pairs,
+        needs=frozenset({"pairs"}),
+        better="closer",
+        min_difference=0.01,
+        min_volumes=2,
+        note="MS-SSIM of {pairs} of {all_pairs} pairs; lower is more diverse",
+        real_note="MS-SSIM of {pairs} of {all_pairs} pairs; lower is more diverse",
+    ),
+    Metric(
+        name="detail",
+        measurement="detail",
+        statistic=_ratio_of_sums,
+        needs=frozenset({"subjects"}),
+        better="closer",
+        min_difference=0.02,
+        target=1.0,
+        sets=2,
+    ),
+    *_neighbours("voxel", "intensities", ["training"]),
+    *_neighbours("feature", "features", ["training", "features"]),
+)
+
+
+def metric_of(name: str) -> Metric | None:
+    """The metric of a name in a result, such as fid or dice_brain; None for an unknown name."""
+    exact = next((m for m in METRICS if m.name == name and not m.per_label), None)
+    return exact or next((m for m in METRICS if m.per_label and name.startswith(f"{m.name}_")), None)
+
+
+def metrics_for(provided: Set[Need]) -> list[Metric]:
+    """The metrics that need nothing else."""
+    return [metric for metric in METRICS if metric.needs <= provided]
+
+
+def measure(volume: VolumeInput, metrics: Iterable[Metric]) -> dict[str, Any]:
+    """The measurements of one volume that these metrics are computed from."""
+    names = dict.fromkeys(metric.measurement for metric in metrics)
+    names |= dict.fromkeys(NEIGHBOUR_MEASUREMENTS[name] for name in names if name in NEIGHBOUR_MEASUREMENTS)
+    return {name: MEASUREMENTS[name](volume) for name in names if name in MEASUREMENTS}
+
+
+def choose_pairs(count: int, limit: int, seed: int) -> list[tuple[int, int]]:
+    """All pairs of `count` volumes, or `limit` of them at random."""
+    pairs = list(itertools.combinations(range(count), 2))
+    if len(pairs) <= limit:
+        return pairs
+    picks = np.random.Generator(np.random.Philox(seed)).choice(len(pairs), limit, replace=False)
+    return [pairs[i] for i in sorted(picks)]
+
+
+def measure_pairs(
+    images: Sequence[Tensor], pairs: Sequence[tuple[int, int]], metrics: Iterable[Metric]
+) -> dict[str, PairValues]:
+    """The measurements of pairs of volumes that these metrics are computed from."""
+    names = dict.fromkeys(m.measurement for m in metrics if m.measurement in PAIR_MEASUREMENTS)
+    indices = np.array(pairs, dtype=int).reshape(-1, 2)
+    return {
+        name: PairValues(
+            values_P=np.array([PAIR_MEASUREMENTS[name](images[i], images[j]) for i, j in pairs]),
+            pairs_P2=indices,
+            count=len(images),
+        )
+        for name in names
+    }
+
+
+def collect(rows: Sequence[Mapping[str, Any]], pairs: Mapping[str, PairValues] | None = None) -> SetMeasurements:
+    """The measurements of all volumes of a set, from those of each."""
+    values: dict[str, Any] = dict(pairs or {})
+    by_label: dict[str, dict[str, np.ndarray]] = {}
+    for name in rows[0] if rows else ():
+        column = [row[name] for row in rows]
+        if isinstance(column[0], Mapping):
+            scores = {label: np.array([row[label] for row in column]) for label in column[0]}
+            # A label that no mask holds has no values.
+            by_label[name] = {label: values for label, values in scores.items() if not np.isnan(values).all()}
+        else:
+            values[name] = torch.stack(column) if isinstance(column[0], Tensor) else np.array(column)
+    return SetMeasurements(count=len(rows), values=values, by_label=by_label)
