@@ -183,8 +183,8 @@ def rungs(text: str | None, keep: Callable[[list[dict[str, Any]], dict[str, Any]
     found = climb(
         wanted,
         rungs_of(text),
-        say=lambda line: print(line, flush=True),
-        keep=lambda so_far: keep([rung_row(one) for one in so_far["rows"]], seeds | so_far),
+        report=lambda line: print(line, flush=True),
+        save=lambda so_far: keep([rung_row(one) for one in so_far["rows"]], seeds | so_far),
     )
     return [rung_row(one) for one in found["rows"]]
 

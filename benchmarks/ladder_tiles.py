@@ -105,7 +105,7 @@ def search(net: ConvNeXtUNet, size: tuple[int, int], batch: int, least: float, s
         times, span = in_place(launches)
         convolutions = (us for launch, us in zip(launches, times, strict=True) if launch.name == "voxtune_conv")
         found: dict[Shape, list[float]] = {}
-        for shape, us in zip(program.asked, convolutions, strict=True):
+        for shape, us in zip(program.tile_requests, convolutions, strict=True):
             found.setdefault(shape, []).append(us)
         return {shape: statistics.mean(of) for shape, of in found.items()}, span
 

@@ -176,7 +176,7 @@ def weights() -> dict:
     from voxtune.ladder.climb import reference
     from voxtune.ladder.program import Program
     from voxtune.ladder.sampling import begin
-    from voxtune.ladder.weights import FORMS, Weights, unified
+    from voxtune.ladder.weights import FORMS, Weights
 
     net = network(1)
     x, t, truth = reference(setting(net, (8, 8)))
@@ -194,7 +194,7 @@ def weights() -> dict:
     parameters = sum(
         p.numel() for name, p in net.named_parameters() if "mlp" not in name and "in_conv.bias" not in name
     )
-    return {"errors": found, "bytes": held.bytes, "parameters": parameters, "managed": unified(torch.device("cpu"))}
+    return {"errors": found, "bytes": held.bytes, "parameters": parameters}
 
 
 def plan() -> dict:

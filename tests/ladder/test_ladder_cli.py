@@ -15,22 +15,22 @@ def voxtune(*arguments):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
-        (["--rungs", "0-3"], "rungs 1 to 11"),
+        (["--rungs", "0-3"], "numbered 1 to 11"),
         pytest.param(["--rungs", "two"], "1,4,8-10", marks=pytest.mark.slow),
-        pytest.param(["--size", "8x8x8", "--rungs", "10"], "two sides", marks=pytest.mark.slow),
-        pytest.param(["--size", "6x8", "--rungs", "10"], "divide by 2", marks=pytest.mark.slow),
+        pytest.param(["--size", "8x8x8", "--rungs", "10"], "expected height and width", marks=pytest.mark.slow),
+        pytest.param(["--size", "6x8", "--rungs", "10"], "multiples of 2", marks=pytest.mark.slow),
     ],
 )
-def test_says_what_is_wrong(tmp_path, arguments, told):
+def test_reports_wrong_input(tmp_path, arguments, message):
     done = voxtune(*arguments, "-o", tmp_path)
-    assert done.returncode == 2 and told in done.stderr, done.stderr
+    assert done.returncode == 2 and message in done.stderr, done.stderr
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_climbs_a_little_on_a_cpu(tmp_path):
+def test_runs_on_a_cpu(tmp_path):
     done = voxtune("--rungs", "7,10-11", "--size", "8x8", "--json", "-o", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert "interpreter" in done.stderr
@@ -66,7 +66,7 @@ def test_a_rung_that_fails_takes_no_other_with_it():
         Rung(number=n, name=make.__name__, does="", kernels=(), make=make) for n, make in ((6, broken), (10, Plain))
     ]
     said, kept = [], []
-    found = climb(setting, rungs, say=said.append, keep=lambda so_far: kept.append(len(so_far["rows"])))
+    found = climb(setting, rungs, report=said.append, save=lambda so_far: kept.append(len(so_far["rows"])))
     assert kept == [1], "after every rung that ran, what there is so far"
     assert [row["number"] for row in found["rows"]] == [10]
     assert found["failed"] == [

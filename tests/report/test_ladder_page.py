@@ -54,7 +54,7 @@ def test_page_has_every_table_with_the_reports_figures_and_their_hardware():
         assert told in page or told == "0.075513", told
     assert "<does>" not in page
     climbed = document.tables()[0].table
-    assert climbed.column("bought") == [None, 8000 / 120, 120 / 25]
+    assert climbed.column("speed_up") == [None, 8000 / 120, 120 / 25]
     assert climbed.column("over_first")[-1] == 320.0
 
 

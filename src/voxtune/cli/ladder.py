@@ -1,4 +1,4 @@
-"""voxtune ladder: the 2D network from a naive program to one CUDA graph, rung by rung, measured and checked."""
+"""voxtune ladder: the 2D network from a naive program to one CUDA graph, measured and checked rung by rung."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import typer
 
 from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, choose_device, parse_size
 
-# Without a GPU Triton's interpreter runs the kernels: the same code, some thousand times slower.
+# Without a GPU the kernels run in Triton's interpreter: the same code, about a thousand times slower.
 TINY_WIDTH, TINY_MULTIPLIERS = 8, (1, 2)
 TINY_SIZE, TINY_STEPS = "16x16", 1
 
 
 def command(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for ladder.json, ladder.html and ladder.svg.")],
-    rungs: Annotated[str | None, typer.Option(help="Rungs by number, such as 1,4,8-10; else all.")] = None,
-    size: Annotated[str | None, typer.Option(help="Height and width, 64x64 unless told.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps, 100 unless told.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 1,
+    rungs: Annotated[str | None, typer.Option(help="Numbers of the rungs, such as 1,4,8-10 (default: all).")] = None,
+    size: Annotated[str | None, typer.Option(help="Height and width in pixels (default: 64x64).")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Number of sampling steps (default: 100).")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
     device: DeviceOption = "auto",
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Climb the ladder: each rung's time, launches, transfers and error, as tables and as one picture."""
+    """Run the 2D network in eleven stages of optimisation; write time, launches, transfers and error of each."""
     output = Output(json=json, quiet=quiet)
     place = choose_device(device)
     on_gpu = place.startswith("cuda")
     if not on_gpu:
-        # Decided when a kernel is defined, so before the first import of one.
+        # Triton reads this when a kernel is defined, so it must be set before kernels are imported.
         os.environ["TRITON_INTERPRET"] = "1"
         output.say(
-            "no GPU: Triton's interpreter runs every rung on a tiny network (width 8, 16x16, 1 step unless told); "
-            "what is counted and checked holds, the times say nothing about a GPU"
+            "no GPU: running every rung in Triton's interpreter on a tiny network (default: width 8, 16x16, 1 step); "
+            "counts and checks are valid, times are meaningless"
         )
     import torch
 
@@ -48,7 +48,7 @@ def command(
     chosen = rungs_of(rungs)
     sides = parse_size(size or ("64x64" if on_gpu else TINY_SIZE))
     if len(sides) != 2:
-        raise InputError(f"--size {size}: this network draws images: give two sides, such as 64x64")
+        raise InputError(f"--size {size}: expected height and width, such as 64x64")
     torch.manual_seed(0)
     config = ConvNeXtConfig() if on_gpu else ConvNeXtConfig(width=TINY_WIDTH, multipliers=TINY_MULTIPLIERS)
     network = ConvNeXtUNet(config).eval().to(place)
@@ -61,30 +61,30 @@ def command(
         batch=batch,
         dtype=torch.bfloat16 if on_gpu else torch.float32,
     )
-    seeds = {"seeds": all_figures()}
+    published = {"seeds": all_figures()}
 
-    def keep(rows: dict[str, Any]) -> None:
-        """After every rung, so that a climb cut short leaves those it did."""
-        write(seeds | rows, out)
+    def save(rows: dict[str, Any]) -> None:
+        """Called after every rung, so that an interrupted run keeps its results."""
+        write(published | rows, out)
 
-    found = seeds | climb(setting, chosen, runs=20 if on_gpu else 1, say=output.say, keep=keep)
-    failed = "; ".join(f"rung {one['number']}: {one['reason']}" for one in found["failed"])
-    if not found["rows"]:
+    tables = published | climb(setting, chosen, runs=20 if on_gpu else 1, report=output.say, save=save)
+    failed = "; ".join(f"rung {one['number']}: {one['reason']}" for one in tables["failed"])
+    if not tables["rows"]:
         raise InputError(f"no rung ran on {place}: {failed}")
-    for path in write(found, out):
+    for path in write(tables, out):
         output.say(f"wrote {path}")
     if not quiet and not json:
         from voxtune.report.console import make_console, print_document
         from voxtune.report.ladder import ladder_document
 
-        print_document(ladder_document(found), make_console())
-    output.result(found)
+        print_document(ladder_document(tables), make_console())
+    output.result(tables)
     if failed:
-        raise InputError(f"{failed}; the others are in {out}: leave these out with --rungs")
+        raise InputError(f"{failed}; the results of the other rungs are in {out}; select rungs with --rungs")
 
 
-def write(found: dict[str, Any], folder: Path) -> list[Path]:
-    """The tables, the page and the picture."""
+def write(tables: dict[str, Any], folder: Path) -> list[Path]:
+    """Writes the tables, the page and the chart."""
     import json
 
     from voxtune.files import reporting_os_errors, write_atomic
@@ -93,9 +93,9 @@ def write(found: dict[str, Any], folder: Path) -> list[Path]:
     from voxtune.report.svg import render_svg
 
     files = {
-        "ladder.json": json.dumps(found, indent=1) + "\n",
-        "ladder.html": render_html(ladder_document(found)),
-        "ladder.svg": render_svg(ladder_picture(found)),
+        "ladder.json": json.dumps(tables, indent=1) + "\n",
+        "ladder.html": render_html(ladder_document(tables)),
+        "ladder.svg": render_svg(ladder_picture(tables)),
     }
     with reporting_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)

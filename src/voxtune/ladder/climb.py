@@ -1,7 +1,7 @@
-"""Climbing: each rung made, checked against float64, measured, and taken apart into the tables.
+"""Runs the rungs: each is built, checked against float64, measured, and broken down into tables.
 
-A rung's row has the whole loop's wall time (its own measurement, nothing noted) and one noted step: what every operation,
-transfer and kernel of it took on the device. Slow rungs run fewer steps than asked for; the row says how many were measured.
+A row contains the wall time of the whole sampling loop, measured without recording events, and the events of one recorded
+step: the device time of every operation, transfer and kernel. Slow rungs run fewer steps; the row states how many.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from voxtune.kernels.compile_workers import compiling
 from voxtune.kernels.precompile import compiled_ahead
 from voxtune.ladder.machine import PARTS, Event, Machine
 from voxtune.ladder.rungs import Auto, Graph, Rung, Setting
-from voxtune.ladder.weights import FORMS, Weights, unified
+from voxtune.ladder.weights import FORMS, Weights
 from voxtune.precision import tf32_allowed
 
 SEED = 0
-# Of a rung's loop, seconds after which the rest of the steps is taken as alike.
-PATIENCE_S = 2.0
-# Images that follow each other, where nothing makes the host wait for one before it asks for the next.
-IN_A_ROW = 10
+# Seconds of a rung's loop that are measured; the time of the remaining steps is extrapolated.
+MEASURED_S = 2.0
+# Images sampled back to back, without synchronisation in between.
+BACK_TO_BACK = 10
 CONVOLUTIONS = ("conv2d", "conv2d_pad", "block")
 UNKNOWN = "a plan's"
-# The rung whose first step is measured with each way of bringing the weights.
+# The rung whose first step is measured with each form of weight transfer.
 OVERLAP = 9
 
 
@@ -45,39 +45,39 @@ def climb(
     rungs: Sequence[Rung],
     *,
     runs: int = 20,
-    say: Callable[[str], None] = lambda _: None,
-    keep: Callable[[dict[str, Any]], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
+    save: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """All tables, as plain JSON. A rung that this device cannot run stands under "failed" with its reason.
+    """All tables, as plain JSON. A rung that this device cannot run is listed under "failed" with its reason.
 
-    `keep` is given the tables after every rung: what was measured is not lost with a climb that does not end.
+    `save` receives the tables after every rung, so that an interrupted run keeps what was measured.
     """
     device = next(setting.network.parameters()).device
     x, t, truth = reference(setting)
-    found = about(setting, device)
+    tables = describe_run(setting, device)
     with compiling() if device.type == "cuda" else nullcontext():
         for rung in rungs:
             try:
-                found["rows"].append(told := row(rung, setting, device, x, t, truth))
+                tables["rows"].append(entry := row(rung, setting, device, x, t, truth))
             except InputError:
                 raise
-            except Exception as problem:  # a compiler's, a driver's or an allocator's: the other rungs are not lost
+            except Exception as problem:  # of the compiler, driver or allocator: the other rungs still run
                 reason = f"{type(problem).__name__}: {one_line(problem)}"
-                found["failed"].append({"number": rung.number, "name": rung.name, "reason": reason})
-                say(f"{rung.number:2d} {rung.name:16} failed: {reason}")
+                tables["failed"].append({"number": rung.number, "name": rung.name, "reason": reason})
+                report(f"{rung.number:2d} {rung.name:16} failed: {reason}")
                 continue
             if rung.number == OVERLAP:
-                found["first_step"] = first_steps(setting, device, runs)
-            keep(found)
-            say(
-                f"{rung.number:2d} {rung.name:16} {told['total_ms']:12.2f} ms  error {told['error']:.1e}  "
-                f"{told['launches']} launches"
+                tables["first_step"] = first_steps(setting, device, runs)
+            save(tables)
+            report(
+                f"{rung.number:2d} {rung.name:16} {entry['total_ms']:12.2f} ms  error {entry['error']:.1e}  "
+                f"{entry['launches']} launches"
             )
-    return found
+    return tables
 
 
-def about(setting: Setting, device: torch.device) -> dict[str, Any]:
-    """Where and of what the tables are, before any rung."""
+def describe_run(setting: Setting, device: torch.device) -> dict[str, Any]:
+    """Network, size, device and versions of the run, with empty tables."""
     return {
         "size": list(setting.size),
         "batch": setting.batch,
@@ -99,7 +99,7 @@ def triton_version() -> str:
 
 
 def reference(setting: Setting) -> tuple[Tensor, int, Tensor]:
-    """(image, step, the noise in it by float64), on the host."""
+    """(image, timestep, predicted noise in float64), on the host."""
     channels = setting.network.config.channels
     generator = torch.Generator().manual_seed(SEED)
     x = torch.randn(setting.batch, channels, *setting.size, generator=generator)
@@ -115,15 +115,15 @@ def row(rung: Rung, setting: Setting, device: torch.device, x: Tensor, t: int, t
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    made = rung.make(setting, Machine(device))
+    runner = rung.make(setting, Machine(device))
     if device.type == "cuda":
-        with compiled_ahead(lambda: made(x, t)):
+        with compiled_ahead(lambda: runner(x, t)):
             pass
-    found = made(x, t)
-    error = float((found.double() - truth).norm() / truth.norm())
-    times = loop_times(made, setting, device)
+    output = runner(x, t)
+    error = float((output.double() - truth).norm() / truth.norm())
+    times = loop_times(runner, setting, device)
     peak = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else None
-    events, steps = noted(made, setting, device, x, t)
+    events, steps = recorded_step(runner, setting, device, x, t)
     return {
         "number": rung.number,
         "name": rung.name,
@@ -137,71 +137,70 @@ def row(rung: Rung, setting: Setting, device: torch.device, x: Tensor, t: int, t
         "launches": round(sum(e.kind == "kernel" for e in events) / steps),
         "transfers": round(sum(e.kind != "kernel" for e in events) / steps),
         "bytes": round(sum(e.bytes for e in events) / steps),
-        "components": by(events, lambda e: e.part if e.kind == "kernel" else None, steps),
-        "kernels": by(events, lambda e: e.name if e.kind == "kernel" else None, steps),
-        "crossing": crossing(events, steps),
+        "components": group(events, lambda e: e.part if e.kind == "kernel" else None, steps),
+        "kernels": group(events, lambda e: e.name if e.kind == "kernel" else None, steps),
+        "crossing": transfer_times(events, steps),
         "end_to_end": end_to_end(events, steps),
     }
 
 
-def noted(made: Any, setting: Setting, device: torch.device, x: Tensor, t: int) -> tuple[list[Event], int]:
-    """(events, of how many steps): of one step, noted as it happens; of a whole image where a rung draws it in one piece."""
-    if isinstance(made, Graph | Auto) and device.type == "cuda":
-        return profiled(lambda: made.sample(SEED).cpu()), len(setting.timesteps)
-    before, made.machine = made.machine, Machine(device, timed=True)
+def recorded_step(runner: Any, setting: Setting, device: torch.device, x: Tensor, t: int) -> tuple[list[Event], int]:
+    """(events, number of steps): one step, or all steps for rungs that run them as one piece."""
+    if isinstance(runner, Graph | Auto) and device.type == "cuda":
+        return profiled(lambda: runner.sample(SEED).cpu()), len(setting.timesteps)
+    before, runner.machine = runner.machine, Machine(device, timed=True)
     with torch.no_grad():
-        made(x, t)
-    events = made.machine.settled()
-    made.machine = before
+        runner(x, t)
+    events = runner.machine.settled()
+    runner.machine = before
     return events, 1
 
 
 @dataclass(frozen=True)
 class Times:
-    """Wall seconds for all steps, several times: of an image among others, and of one by itself, from the call to the host."""
+    """Wall seconds of all steps, repeated: per image back to back, and of a single image from the call to host memory."""
 
     images: list[float]
     alone: list[float]
-    steps: int  # that were run each time
+    steps: int  # measured in each repetition
 
 
-def loop_times(made: Any, setting: Setting, device: torch.device) -> Times:
-    """DDPM around the rung. Where it waits for the device within a step, an image among others takes what one alone takes.
+def loop_times(runner: Any, setting: Setting, device: torch.device) -> Times:
+    """Times of DDPM sampling with the rung. Rungs that synchronise within a step have one time for both cases.
 
-    Where the rung leaves update and noise to the host, the noise is drawn before the clock starts. On a CPU nothing is repeated:
-    the interpreter's times mean little.
+    Where update and noise run on the host, the noise is generated before the clock starts. On a CPU nothing is repeated:
+    the interpreter's times are meaningless.
     """
     steps = len(setting.timesteps)
-    if isinstance(made, Graph | Auto):
-        made.sample(SEED).cpu()
-        alone = [_timed(lambda: made.sample(SEED + 1).cpu()) for _ in range(10 if device.type == "cuda" else 1)]
+    if isinstance(runner, Graph | Auto):
+        runner.sample(SEED).cpu()
+        alone = [_timed(lambda: runner.sample(SEED + 1).cpu()) for _ in range(10 if device.type == "cuda" else 1)]
         if device.type != "cuda":
             return Times(alone, alone, steps)
 
         def several() -> None:
-            torch.stack([made.sample(SEED + number) for number in range(IN_A_ROW)]).cpu()
+            torch.stack([runner.sample(SEED + number) for number in range(BACK_TO_BACK)]).cpu()
 
-        return Times([_timed(several) / IN_A_ROW for _ in range(5)], alone, steps)
+        return Times([_timed(several) / BACK_TO_BACK for _ in range(5)], alone, steps)
     shape = (setting.network.config.channels, *setting.size)
     noises = noise_source(SEED, range(setting.batch), shape)
-    drawn = [noises(number) for number in range(steps + 1)]
+    noise_draws = [noises(number) for number in range(steps + 1)]
 
     @torch.no_grad()
     def walk(timesteps: Sequence[int]) -> None:
-        ddpm(
-            lambda image, t_N: made(image, int(t_N[0])), drawn[0], setting.schedule, timesteps, noise=drawn.__getitem__
-        )
+        denoise = lambda image, t_N: runner(image, int(t_N[0]))  # noqa: E731
+        ddpm(denoise, noise_draws[0], setting.schedule, timesteps, noise=noise_draws.__getitem__)
 
     one = _timed(lambda: walk(setting.timesteps[:1]))
     if device.type != "cuda":
         return Times([one * steps], [one * steps], 1)
-    some = setting.timesteps[: max(1, min(steps, int(PATIENCE_S / one)))]
-    found = [_timed(lambda: walk(some)) * steps / len(some) for _ in range(5)]
-    return Times(found, found, len(some))
+    some = setting.timesteps[: max(1, min(steps, int(MEASURED_S / one)))]
+    seconds = [_timed(lambda: walk(some)) * steps / len(some) for _ in range(5)]
+    return Times(seconds, seconds, len(some))
 
 
 def profiled(run: Callable[[], Any]) -> list[Event]:
-    """The kernels and transfers that PyTorch's profiler sees: inside a graph, and of a plan, where no machine notes them."""
+    """Kernels and transfers from PyTorch's profiler, for graphs and plans, whose launches a Machine does not see."""
     with (
         torch.no_grad(),
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as taken,
@@ -229,22 +228,22 @@ def _timed(run: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def by(events: Sequence[Event], key: Callable[[Event], str | None], steps: int = 1) -> dict[str, dict[str, float]]:
-    """Seconds and calls of a step by a key, the longest first."""
-    found: dict[str, dict[str, float]] = {}
+def group(events: Sequence[Event], key: Callable[[Event], str | None], steps: int = 1) -> dict[str, dict[str, float]]:
+    """Seconds and calls per step by a key, longest first."""
+    groups: dict[str, dict[str, float]] = {}
     for event in events:
         name = key(event)
         if name is not None:
-            one = found.setdefault(name, {"seconds": 0.0, "calls": 0})
+            one = groups.setdefault(name, {"seconds": 0.0, "calls": 0})
             one["seconds"] += (event.seconds or 0.0) / steps
             one["calls"] += 1
-    for one in found.values() if steps > 1 else ():
+    for one in groups.values() if steps > 1 else ():
         one["calls"] = round(one["calls"] / steps, 2)
-    return dict(sorted(found.items(), key=lambda item: -item[1]["seconds"]))
+    return dict(sorted(groups.items(), key=lambda item: -item[1]["seconds"]))
 
 
-def crossing(events: Sequence[Event], steps: int = 1) -> dict[str, float]:
-    """The transfer table: to the GPU, kernels, to the host, and the transfers' share."""
+def transfer_times(events: Sequence[Event], steps: int = 1) -> dict[str, float]:
+    """Seconds per step to the GPU, in kernels and to the host, and the share of transfers."""
     seconds = {
         kind: sum(e.seconds or 0.0 for e in events if e.kind == kind) / steps for kind in ("up", "kernel", "down")
     }
@@ -253,7 +252,7 @@ def crossing(events: Sequence[Event], steps: int = 1) -> dict[str, float]:
 
 
 def end_to_end(events: Sequence[Event], steps: int = 1) -> dict[str, float | None]:
-    """Convolution, other, transfers and their total, in seconds of one step. A plan's kernels do not say what they are."""
+    """Seconds per step of convolutions, other kernels and transfers. The kernels of a plan cannot be classified."""
     kernels = [e for e in events if e.kind == "kernel"]
     known = all(e.part != UNKNOWN for e in kernels)
     total = sum(e.seconds or 0.0 for e in kernels) / steps
@@ -268,11 +267,11 @@ def end_to_end(events: Sequence[Event], steps: int = 1) -> dict[str, float | Non
 
 
 def first_steps(setting: Setting, device: torch.device, runs: int) -> dict[str, Any]:
-    """From the first byte of weights to the end of the first step, for each form: best, worst and average of `runs`."""
+    """Time from the first byte of weights to the end of the first step, for each form: best, worst and mean of `runs`."""
     rung = Graph(setting, Machine(device))
     weights = Weights(rung.program)
     terms = rung.program.time_terms([setting.timesteps[0]])[0]
-    found: dict[str, Any] = {"bytes": weights.bytes, "runs": runs, "forms": {}}
+    table: dict[str, Any] = {"bytes": weights.bytes, "runs": runs, "forms": {}}
     for form in FORMS:
         weights.first_step(form, terms)
         times = []
@@ -281,7 +280,6 @@ def first_steps(setting: Setting, device: torch.device, runs: int) -> dict[str, 
             rung.program.eps.fill_(math.nan)
             times.append(weights.first_step(form, terms) * 1e3)
             if not bool(torch.isfinite(rung.program.eps).all()):
-                raise RuntimeError(f"{form} weights: a step ran before they had arrived")
-        found["forms"][form] = {"best_ms": min(times), "worst_ms": max(times), "average_ms": sum(times) / len(times)}
-    found["managed"] = "on" if unified(device) else "off: this device does not share the host's memory"
-    return found
+                raise RuntimeError(f"{form} weights: the step ran before they had arrived")
+        table["forms"][form] = {"best_ms": min(times), "worst_ms": max(times), "average_ms": sum(times) / len(times)}
+    return table

@@ -1,4 +1,4 @@
-"""One convolution of the fast path, prepared: its packed weights, tile and buffers as one launch.
+"""One convolution as a prepared launch: packed weights, tile and buffers.
 
 Legend: M pixels of all samples, C channels; a view (M, C) of a wider buffer is that buffer's slice.
 """
@@ -21,7 +21,7 @@ EPS = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Image:
-    """A (M, C) view of a buffer, at a resolution, with the sums that its writer left."""
+    """A (M, C) view of a buffer, its resolution, and the sums that the kernel which wrote it left."""
 
     data: Tensor
     side: tuple[int, int]
@@ -38,7 +38,7 @@ class Image:
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """One operation of the network: a stretch of launches, the view that they read and the one that they write."""
+    """One operation of the network: a range of launches, the view they read and the view they write."""
 
     kind: str
     part: str
@@ -50,7 +50,7 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class Convolution:
-    """One convolution's launch."""
+    """Arguments of the launch of one convolution."""
 
     packed: PackedConv
     tile: Tile

@@ -1,4 +1,4 @@
-"""One gate of the fast path, prepared: its packed weights and buffers as one launch."""
+"""One gate as a prepared launch: packed weights and buffers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def gate_launch(program: Program, gate: Any, x: Image, joint: Tensor, part: str) -> Launch:
-    """Multiplies the skip in its slice of `joint`, beside the decoder's `x`."""
+    """Multiplies the skip in place, in its slice of `joint` beside the decoder's `x`."""
     C, CS = x.channels, joint.shape[1] - x.channels
     rows = joint.shape[0]
     wide, narrow = power_of_two(max(16, C)), 128 if program.dtype.itemsize == 2 else 32
     block_c = max(16, min(narrow, divisor(C, 128), divisor(CS, 128)))
     pixels = x.side[0] * x.side[1]
     block_m = max(16, min(divisor(pixels, 64), power_of_two(rows // 128)))
-    # With few pixels the weights are most of what a program reads: shared among eight.
+    # With few pixels, weights are most of what a program reads: split them among eight programs.
     few = rows // block_m <= program.processors // 16 and wide >= 128
     block_h = wide // 8 if few else wide
     program.reserve(rows * (wide // block_h), rows // block_m)

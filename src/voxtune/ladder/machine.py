@@ -1,7 +1,4 @@
-"""What a rung does, written down as it happens: every launch and every transfer between host and device.
-
-The rungs' claims (transfers, launches, what a fusion saved) are counted here, not believed; the tables are made from this.
-"""
+"""Records what a rung does: every launch and every transfer between host and device. The tables are made from this record."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ from voxtune.kernels.convnext.launch import Launch
 from voxtune.kernels.precompile import ready
 
 Kind = Literal["kernel", "up", "down"]
-# Some 0.2 ms of a GPU's time, longer than the host takes to hand over one launch.
+# About 0.2 ms of GPU time, longer than the host needs to issue one launch.
 BUSY_CYCLES = 400_000
-# The operation that a kernel of the fast path stands for, as the component table names it.
+# The operation that a kernel of the upper rungs implements, as named in the component table.
 PARTS = {
     "voxtune_stem": "conv2d",
     "voxtune_depthwise": "conv2d",
@@ -38,7 +35,7 @@ PARTS = {
 @dataclass(kw_only=True)
 class Event:
     kind: Kind
-    part: str  # the operation, as the component table names it
+    part: str  # the operation, as named in the component table
     name: str  # of the kernel
     bytes: int = 0
     seconds: float | None = None
@@ -51,9 +48,9 @@ class Event:
 
 
 class Machine:
-    """A device that remembers. With `timed`, each event has its own time, taken on the device.
+    """A device that records its events. With `timed`, each event is timed on the device.
 
-    It is kept busy before each: else the time that the host takes for the launch would stand between the marks.
+    A spin kernel runs before each event; otherwise the host's launch time would be included.
     """
 
     def __init__(self, device: torch.device | str, *, timed: bool = False):
@@ -70,43 +67,43 @@ class Machine:
         stages: int = 3,
         **constants: Any,
     ) -> None:
-        with self._noted(Event(kind="kernel", part=part, name=kernel.fn.__name__)):
+        with self._recorded(Event(kind="kernel", part=part, name=kernel.fn.__name__)):
             ready(kernel)[grid](*arguments, **constants, num_warps=warps, num_stages=stages)
 
     def run(self, launch: Launch) -> None:
-        """A prepared launch."""
-        with self._noted(Event(kind="kernel", part=PARTS.get(launch.name, launch.part), name=launch.name)):
+        """Runs a prepared launch."""
+        with self._recorded(Event(kind="kernel", part=PARTS.get(launch.name, launch.part), name=launch.name)):
             launch()
 
     def up_into(self, target: Tensor, x: Tensor, part: str, *, waits: bool = True) -> None:
-        """Into a place on the device that is there already; without `waits` the host goes on (x must be pinned)."""
-        with self._noted(Event(kind="up", part=part, name="to the device", bytes=x.nbytes)):
+        """Copies into an existing device tensor; without `waits` asynchronously (x must be pinned)."""
+        with self._recorded(Event(kind="up", part=part, name="to the device", bytes=x.nbytes)):
             target.copy_(x, non_blocking=not waits)
 
     def down_into(self, target: Tensor, x: Tensor, part: str, *, waits: bool = True) -> None:
-        with self._noted(Event(kind="down", part=part, name="to the host", bytes=x.nbytes)):
+        with self._recorded(Event(kind="down", part=part, name="to the host", bytes=x.nbytes)):
             target.copy_(x, non_blocking=not waits)
 
     def up(self, x: Tensor, part: str) -> Tensor:
-        """To the device. On a machine without one a copy all the same: what is counted has happened."""
-        with self._noted(Event(kind="up", part=part, name="to the device", bytes=x.nbytes)):
+        """Copies to the device. Without a GPU it still copies, so that the counts are real."""
+        with self._recorded(Event(kind="up", part=part, name="to the device", bytes=x.nbytes)):
             return x.to(self.device) if self.device.type == "cuda" else x.clone()
 
     def down(self, x: Tensor, part: str) -> Tensor:
-        with self._noted(Event(kind="down", part=part, name="to the host", bytes=x.nbytes)):
+        with self._recorded(Event(kind="down", part=part, name="to the host", bytes=x.nbytes)):
             return x.to("cpu") if self.device.type == "cuda" else x.clone()
 
     def count(self, kind: Kind) -> int:
         return sum(event.kind == kind for event in self.events)
 
     def settled(self) -> list[Event]:
-        """All events with their times; waits for the device."""
+        """All events with their times; synchronises the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return [event.settle() for event in self.events]
 
     @contextmanager
-    def _noted(self, event: Event) -> Iterator[None]:
+    def _recorded(self, event: Event) -> Iterator[None]:
         self.events.append(event)
         if not self.timed:
             yield

@@ -1,7 +1,7 @@
-"""Rungs 1 to 3: the network one operation at a time, in float32, every activation to the host and back around each.
+"""Rungs 1 to 3: the network one operation at a time, in float32; activations are copied to the host and back around each.
 
-A value between two operations is a tensor on the host. Weights lie on the device. Each rung replaces what its name says and
-inherits the rest.
+Between two operations a value is a tensor on the host. Weights stay on the device. Each rung overrides the operations in its
+name and inherits the others.
 
 Legend: N batch, C K channels, H W pixels, E width of the time embedding.
 """
@@ -34,12 +34,12 @@ from voxtune.ladder.machine import Machine
 from voxtune.workloads.convnext import ConvNeXtUNet, Down, Up, time_sinusoid
 
 EPS = 1e-5
-# The interpreter's time is the number of programs, whatever their size.
+# The interpreter's time depends on the number of programs, not on their size.
 CPU_BLOCK = 1 << 16
 
 
 class Naive:
-    """Rung 1. One output a lane, a pad of its own before every convolution."""
+    """Rung 1. One output per thread, separate padding before every convolution."""
 
     def __init__(self, network: ConvNeXtUNet, machine: Machine):
         self.network, self.machine = network, machine
@@ -48,7 +48,7 @@ class Naive:
     # -- the network
 
     def __call__(self, x_NCHW: Tensor, t: int) -> Tensor:
-        """The noise in x, both on the host."""
+        """The predicted noise in x; both are on the host."""
         net: Any = self.network
         t_N = torch.full((x_NCHW.shape[0],), t)
         stem = h = self.conv2d(x_NCHW, net.init_conv)
@@ -87,20 +87,20 @@ class Naive:
             return self.conv2d(self.upsample(x), layer.conv)
         return self.conv2d(x, layer)
 
-    # -- one operation each: up, kernel, down
+    # -- one operation each: copy to the device, kernel, copy back
 
     def conv2d(self, x: Tensor, conv: Any) -> Tensor:
         N, C, H, W = x.shape
         side, K = conv.kernel_size[0], conv.out_channels
         x = self.pad(x, side // 2) if side > 1 else x
-        given = self.up(x, "conv2d")
-        y = given.new_empty((N, K, H, W))
+        x_device = self.up(x, "conv2d")
+        y = x_device.new_empty((N, K, H, W))
         each = C // conv.groups
         self._launch(
             "conv2d",
             voxtune_direct,
             y.numel(),
-            given,
+            x_device,
             conv.weight,
             conv.bias,
             y,
@@ -116,21 +116,21 @@ class Naive:
 
     def pad(self, x: Tensor, border: int) -> Tensor:
         N, C, H, W = x.shape
-        given = self.up(x, "conv2d_pad")
-        y = given.new_empty((N, C, H + 2 * border, W + 2 * border))
-        self._launch("conv2d_pad", voxtune_pad, y.numel(), given, y, y.numel(), H, W, R=border)
+        x_device = self.up(x, "conv2d_pad")
+        y = x_device.new_empty((N, C, H + 2 * border, W + 2 * border))
+        self._launch("conv2d_pad", voxtune_pad, y.numel(), x_device, y, y.numel(), H, W, R=border)
         return self.down(y, "conv2d_pad")
 
     def layer_norm(self, x: Tensor, norm: Any) -> Tensor:
-        given = self.up(x, "layer_norm")
-        y = torch.empty_like(given)
+        x_device = self.up(x, "layer_norm")
+        y = torch.empty_like(x_device)
         V, pixels = x[0].numel(), x.shape[2] * x.shape[3]
         block = 128 if self.machine.device.type == "cuda" else CPU_BLOCK
         self.machine.launch(
             "layer_norm",
             voxtune_norm_naive,
             (x.shape[0],),
-            given,
+            x_device,
             norm.weight,
             norm.bias,
             y,
@@ -142,16 +142,16 @@ class Naive:
         return self.down(y, "layer_norm")
 
     def linear(self, x: Tensor, layer: Any) -> Tensor:
-        given = self.up(x, "linear")
+        x_device = self.up(x, "linear")
         K, C = layer.weight.shape
-        y = given.new_empty((x.shape[0], K))
-        self._launch("linear", voxtune_linear, y.numel(), given, layer.weight, layer.bias, y, y.numel(), C, K)
+        y = x_device.new_empty((x.shape[0], K))
+        self._launch("linear", voxtune_linear, y.numel(), x_device, layer.weight, layer.bias, y, y.numel(), C, K)
         return self.down(y, "linear")
 
     def unary(self, name: str, x: Tensor) -> Tensor:
-        given = self.up(x, name)
-        y = torch.empty_like(given)
-        self._launch(name, voxtune_unary, y.numel(), given, y, y.numel(), NAME=name)
+        x_device = self.up(x, name)
+        y = torch.empty_like(x_device)
+        self._launch(name, voxtune_unary, y.numel(), x_device, y, y.numel(), NAME=name)
         return self.down(y, name)
 
     def binary(self, name: str, a: Tensor, b: Tensor, what: str) -> Tensor:
@@ -170,16 +170,16 @@ class Naive:
 
     def upsample(self, x: Tensor) -> Tensor:
         N, C, H, W = x.shape
-        given = self.up(x, "upsample")
-        y = given.new_empty((N, C, 2 * H, 2 * W))
-        self._launch("upsample", voxtune_upsample2d, y.numel(), given, y, y.numel(), H, W)
+        x_device = self.up(x, "upsample")
+        y = x_device.new_empty((N, C, 2 * H, 2 * W))
+        self._launch("upsample", voxtune_upsample2d, y.numel(), x_device, y, y.numel(), H, W)
         return self.down(y, "upsample")
 
     def unshuffle(self, x: Tensor) -> Tensor:
         N, C, H, W = x.shape
-        given = self.up(x, "unshuffle")
-        y = given.new_empty((N, 4 * C, H // 2, W // 2))
-        self._launch("unshuffle", voxtune_unshuffle, y.numel(), given, y, y.numel(), H, W)
+        x_device = self.up(x, "unshuffle")
+        y = x_device.new_empty((N, 4 * C, H // 2, W // 2))
+        self._launch("unshuffle", voxtune_unshuffle, y.numel(), x_device, y, y.numel(), H, W)
         return self.down(y, "unshuffle")
 
     # -- helpers
@@ -196,21 +196,21 @@ class Naive:
 
 
 class Tiled(Naive):
-    """Rung 2. Convolutions by tiles in shared memory; no pad of its own."""
+    """Rung 2. Convolutions tiled in shared memory, without separate padding."""
 
     def conv2d(self, x: Tensor, conv: Any) -> Tensor:
         N, C, H, W = x.shape
         side, K = conv.kernel_size[0], conv.out_channels
-        given = self.up(x, "conv2d")
-        y = given.new_empty((N, K, H, W))
-        alone = conv.groups > 1
-        tile, block_k = 16, 1 if alone else 16
+        x_device = self.up(x, "conv2d")
+        y = x_device.new_empty((N, K, H, W))
+        depthwise = conv.groups > 1
+        tile, block_k = 16, 1 if depthwise else 16
         inner = tile - 2 * (side // 2)
         self.machine.launch(
             "conv2d",
             voxtune_tiled,
             (-(-H // inner) * -(-W // inner), -(-K // block_k), N),
-            given,
+            x_device,
             conv.weight,
             conv.bias,
             y,
@@ -223,29 +223,29 @@ class Tiled(Naive):
             TAPS=max(16, power_of_two(side * side)),
             TILE=tile,
             BLOCK_K=block_k,
-            ALONE=alone,
+            ALONE=depthwise,
             warps=8,
         )
         return self.down(y, "conv2d")
 
 
 class Reduced(Tiled):
-    """Rung 3. Layer norm by warp-level reduction where a sample is small, by three kernels where it is large."""
+    """Rung 3. Layer norm by warp-level reduction for small samples, by three kernels for large ones."""
 
-    # Values a sample from which three kernels are taken: one program then no longer keeps up with the card.
+    # Number of values per sample from which three kernels are faster than one program.
     large = 1 << 14
 
     def layer_norm(self, x: Tensor, norm: Any) -> Tensor:
-        given = self.up(x, "layer_norm")
-        y = torch.empty_like(given)
+        x_device = self.up(x, "layer_norm")
+        y = torch.empty_like(x_device)
         (N, V), pixels = (x.shape[0], x[0].numel()), x.shape[2] * x.shape[3]
         if self.large > V:
             self.machine.launch(
-                "layer_norm", voxtune_norm_warp, (N,), given, norm.weight, norm.bias, y, V, pixels,
+                "layer_norm", voxtune_norm_warp, (N,), x_device, norm.weight, norm.bias, y, V, pixels,
                 EPS=EPS, BLOCK=4096, warps=32,
             )  # fmt: skip
         else:
-            self._three_kernels(given, norm, y)
+            self._three_kernels(x_device, norm, y)
         return self.down(y, "layer_norm")
 
     def _three_kernels(self, x: Tensor, norm: Any, y: Tensor, block: int = 2048) -> None:

@@ -1,6 +1,6 @@
-"""Rungs 4 and 5: convolutions on the matrix units by im2col, then with their neighbours fused into them.
+"""Rungs 4 and 5: convolutions on tensor cores by im2col, then fused with neighbouring operations.
 
-Activations still cross to the host around each operation: what the fusions save is passes and, with them, crossings.
+Activations are still copied to the host around each operation: fusions save kernels and, with them, transfers.
 
 Legend: N batch, C K channels, V pixels of a sample, R a row's length (channels times taps).
 """
@@ -27,20 +27,20 @@ from voxtune.workloads.convnext import ConvNeXtUNet
 
 
 class Products(Reduced):
-    """Rung 4. im2col, then a BF16 product with float32 accumulation and the bias in its last step; depthwise stays direct."""
+    """Rung 4. im2col and a BF16 matrix product with float32 accumulation and bias in the epilogue; depthwise stays direct."""
 
     def __init__(self, network: ConvNeXtUNet, machine: Machine, dtype: torch.dtype = torch.bfloat16):
         super().__init__(network, machine)
         self.dtype = dtype
         self._packed: dict[int, Tensor] = {}
-        # The interpreter's time is the number of operations, whatever their size.
+        # The interpreter's time depends on the number of operations, not on their size.
         large = machine.device.type != "cuda"
         self.block_v, self.block_r, self.pixels, self.channels = (1024, 512, 1024, 64) if large else (32, 64, 256, 1)
         self.tile_m, self.tile_k, self.tile_r = (1024, 1024, 128) if large else (64, 32, 64)
 
     def conv2d(self, x: Tensor, conv: Any) -> Tensor:
-        given = self.up(x, "conv2d")
-        y = self._depthwise(given, conv)[0] if conv.groups > 1 else self._convolve(given, conv)[0]
+        x_device = self.up(x, "conv2d")
+        y = self._depthwise(x_device, conv)[0] if conv.groups > 1 else self._convolve(x_device, conv)[0]
         return self.down(y, "conv2d")
 
     def _depthwise(
@@ -69,7 +69,7 @@ class Products(Reduced):
         add: Tensor | None = None,
         sums: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """`norm` is the norm before it, with the sums that the maker of x left."""
+        """`norm`: the norm before the convolution, with the sums that the kernel which wrote x left."""
         N, C, H, W = x.shape
         K, side = conv.out_channels, conv.kernel_size[0]
         R = C * side * side
@@ -99,7 +99,7 @@ class Products(Reduced):
         return y, left
 
     def _weight(self, conv: Any, R: int, RP: int) -> Tensor:
-        """(RP, KP) in the product's type; made once."""
+        """(RP, KP) in the type of the product; packed once."""
         if id(conv) not in self._packed:
             rows = conv.weight.detach().reshape(conv.out_channels, R).t()
             K = rows.shape[1]
@@ -109,34 +109,34 @@ class Products(Reduced):
 
 
 class Fused(Products):
-    """Rung 5. Bias + GELU, gate + residual + ReLU, sigmoid times skip, the time term, the norm: each into its neighbour."""
+    """Rung 5. Bias + GELU, gate + residual + ReLU, sigmoid times skip, time term and norm, each fused into its neighbour."""
 
     def block(self, block: Any, x: Tensor, time_NE: Tensor) -> Tensor:
         norm1, conv1, _, norm2, conv2 = block.block
         term = self.linear(self.unary("gelu", time_NE), block.mlp[1])
-        given, at = self.up(x, "conv2d"), self.up(term, "conv2d")
-        h, sums = self._depthwise(given, block.in_conv, at, sums=True)
-        h, sums = self._crossed(h, sums, "conv2d")
+        x_device, at = self.up(x, "conv2d"), self.up(term, "conv2d")
+        h, sums = self._depthwise(x_device, block.in_conv, at, sums=True)
+        h, sums = self._via_host(h, sums, "conv2d")
         h, sums = self._convolve(h, conv1, norm=(norm1, sums), after="gelu", sums=True)
-        h, sums = self._crossed(h, sums, "conv2d")
-        short = given
+        h, sums = self._via_host(h, sums, "conv2d")
+        short = x_device
         if isinstance(block.residual_conv, nn.Conv2d):
-            short = self.up(self.down(self._convolve(given, block.residual_conv)[0], "conv2d"), "conv2d")
+            short = self.up(self.down(self._convolve(x_device, block.residual_conv)[0], "conv2d"), "conv2d")
         y, _ = self._convolve(h, conv2, norm=(norm2, sums), add=short)
         return self.down(y, "conv2d")
 
     def gate(self, gate: Any, x: Tensor, skip: Tensor) -> Tensor:
-        given, past = self.up(x, "gate"), self.up(skip, "gate")
+        x_device, past = self.up(x, "gate"), self.up(skip, "gate")
         (N, C, H, W), CS, K = x.shape, skip.shape[1], gate.gate_conv.out_channels
         block_c = 32 if min(C, CS) >= 32 else 16
         CP, CSP = -(-C // block_c) * block_c, -(-CS // block_c) * block_c
         weight_x, weight_s = self._weight(gate.gate_conv, C, CP), self._weight(gate.residual_conv, CS, CSP)
         bias = gate.gate_conv.bias.detach() + gate.residual_conv.bias.detach()
-        hidden, KP = given.new_empty((N, K, H, W)), weight_x.shape[1]
+        hidden, KP = x_device.new_empty((N, K, H, W)), weight_x.shape[1]
         block_m, block_k = max(16, divisor(H * W, self.tile_m)), divisor(KP, self.tile_k)
         self.machine.launch(
             "gate", voxtune_gate_product, (-(-H * W // block_m), KP // block_k, N),
-            given, past, weight_x, weight_s, bias, hidden, H * W, C, CS, K, KP,
+            x_device, past, weight_x, weight_s, bias, hidden, H * W, C, CS, K, KP,
             CP=CP, CSP=CSP, BLOCK_M=block_m, BLOCK_K=block_k, BLOCK_C=block_c, PRECISION="ieee",
         )  # fmt: skip
         hidden = self.up(self.down(hidden, "gate"), "gate")
@@ -148,7 +148,7 @@ class Fused(Products):
         )  # fmt: skip
         return self.down(y, "gate")
 
-    def _crossed(self, h: Tensor, sums: Tensor | None, part: str) -> tuple[Tensor, Any]:
-        """To the host and back, as everything here; the sums go along."""
+    def _via_host(self, h: Tensor, sums: Tensor | None, part: str) -> tuple[Tensor, Any]:
+        """Copies a tensor and its sums to the host and back."""
         assert sums is not None
         return self.up(self.down(h, part), part), self.up(self.down(sums, part), part)

@@ -1,8 +1,7 @@
-"""The 2D network as a list of prepared launches over planned buffers: the ladder's upper rungs.
+"""The 2D network as a list of prepared launches over preallocated buffers, for the upper rungs of the ladder.
 
-Every tensor has its place before the first step. A skip is written into its slice of the decoder block's input and gated there;
-nothing is concatenated, padded, doubled or unshuffled by a pass of its own. A block is three launches (depthwise, two
-convolutions).
+A skip is written into its slice of the decoder block's input and gated there; concatenation, padding, upsampling and
+unshuffling have no kernels of their own. A block is three launches (depthwise, two convolutions).
 
 Legend: M pixels of all samples, C channels; a view (M, C) of a wider buffer is that buffer's slice.
 """
@@ -34,7 +33,7 @@ Tiles = Callable[[int, int, int, int], Tile]
 
 
 class Program:
-    """The launches of one step. `terms` and `rows` tell each step's depthwise and update launches what to read."""
+    """The launches of one step. `step` binds the time terms and the sampler coefficients of a step to them."""
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class Program:
         processors: int | None = None,
         whole: int = 0,
     ):
-        """Blocks of at most `whole` pixels become one launch each."""
+        """Blocks of at most `whole` pixels are one launch each."""
         check_size(network, size)
         self.network, self.size, self.batch, self.dtype = network, size, batch, dtype
         self.device = next(network.parameters()).device
@@ -57,7 +56,7 @@ class Program:
         self.whole = whole
         self.counter = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.launches: list[Launch] = []
-        self.asked: list[tuple[int, int, int, int]] = []  # every convolution's shape, as `tiles` is asked for it
+        self.tile_requests: list[tuple[int, int, int, int]] = []  # the shape of every convolution, as passed to `tiles`
         self.blocks: list[ConvNextBlock] = []
         self.units: list[Unit] = []
         channels = network.config.channels
@@ -68,7 +67,7 @@ class Program:
         self.seed = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.index = torch.arange(batch, dtype=torch.int64, device=self.device)
         self._scratch: dict[tuple[str, int, int], Tensor] = {}
-        # Of split sums; the counts are zero before and after every launch.
+        # Partial results of split sums; the counters are zero before and after every launch.
         self.parts = torch.empty(4, device=self.device)
         self.count = torch.zeros(4, dtype=torch.int32, device=self.device)
         self._build()
@@ -86,7 +85,7 @@ class Program:
         return torch.empty((self.batch * side[0] * side[1], channels), dtype=self.dtype, device=self.device)
 
     def scratch(self, name: str, side: tuple[int, int], channels: int) -> Tensor:
-        """A buffer that lives for one block; blocks of one size share it."""
+        """A buffer that is used within one block; blocks of equal size share it."""
         key = (name, side[0] * side[1], channels)
         if key not in self._scratch:
             self._scratch[key] = self.buffer(side, channels)
@@ -100,7 +99,7 @@ class Program:
         for _ in net.downs[:-1]:
             sides.append((sides[-1][0] // 2, sides[-1][1] // 2))
         width = net.config.width
-        # For each level the inputs of its two decoder blocks: decoder, then skip. The first takes the second skip.
+        # For each level, the inputs of its two decoder blocks: decoder channels, then skip. The first one reads the second skip.
         inner = [level[0].in_conv.in_channels for level in net.downs]
         outer = [*inner[1:], net.mid_block1.in_conv.in_channels]
         joint = [[self.buffer(s, o + i) for _ in range(2)] for s, o, i in zip(sides, outer, inner, strict=True)]
@@ -161,7 +160,7 @@ class Program:
         return Image(data=into, side=self.size)
 
     def _unit(self, kind: str, part: str, reads: Tensor, writes: Tensor) -> None:
-        """What was planned since the last unit is one operation of the network: it reads one view and writes one."""
+        """Groups the launches since the last unit as one operation of the network, which reads one view and writes one."""
         first = self.units[-1].last if self.units else 0
         self.units.append(Unit(kind=kind, part=part, reads=reads, writes=writes, first=first, last=len(self.launches)))
 
@@ -197,11 +196,11 @@ class Program:
         return Image(data=y, side=x.side, sums=sums)
 
     def tile(self, rows: int, pixels: int, depth: int, channels: int) -> Tile:
-        self.asked.append((rows, pixels, depth, channels))
+        self.tile_requests.append((rows, pixels, depth, channels))
         return self.tiles(rows, pixels, depth, channels)
 
     def reserve(self, parts: int, tiles: int) -> None:
-        """Room for split sums' parts. They live for one launch, so the largest buffer serves all once all are planned."""
+        """Grows the buffers for split sums. They are used within one launch, so one buffer of the largest size serves all."""
         if self.parts.numel() < parts:
             self.parts = torch.empty(parts, device=self.device)
         if self.count.numel() < tiles:
@@ -225,7 +224,7 @@ class Program:
         return y
 
     def _between(self, layer: nn.Module, x: Image, into: Tensor, part: str) -> Image:
-        """Down, Up, or the last level's convolution."""
+        """Down, Up, or the convolution of the last level."""
         H, W = x.side
         conv: Any = layer.conv if isinstance(layer, (Down, Up)) else layer
         weight = unshuffled(conv.weight) if isinstance(layer, Down) else conv.weight
@@ -267,7 +266,7 @@ class Program:
             block_k=tile.block_k,
         )
         source2 = shortcut[0] if shortcut else x
-        made = Convolution(
+        convolution = Convolution(
             packed=packed,
             tile=tile,
             x=x,
@@ -286,9 +285,9 @@ class Program:
             precision=self.precision,
             part=part,
         )
-        out_sums = made.sums() if sums else None
-        self.reserve(*tile.room(rows, made.padded))
-        self.launches.append(made.launch(out_sums, self.parts, self.count))
+        out_sums = convolution.sums() if sums else None
+        self.reserve(*tile.room(rows, convolution.padded))
+        self.launches.append(convolution.launch(out_sums, self.parts, self.count))
         return Image(data=into, side=(H, W), sums=out_sums)
 
     def _gate(self, gate: Any, x: Image, joint: Tensor, part: str) -> Image:
@@ -326,14 +325,14 @@ class Program:
     # -- steps
 
     def time_terms(self, steps: list[int]) -> list[list[Tensor]]:
-        """For each step, each block's bias + time term (C,) float32: the whole time network, ahead of all steps."""
-        given = torch.tensor(steps, dtype=torch.int64).to(self.device)
+        """For each step and block, bias + time term (C,) float32: the time network for all steps at once."""
+        t_S = torch.tensor(steps, dtype=torch.int64).to(self.device)
         table = torch.empty((len(steps), self.time[4].shape[0]), device=self.device)
-        self.time_launch(given, table)()
+        self.time_launch(t_S, table)()
         return self.terms_of(table)
 
     def terms_of(self, table_ST: Tensor) -> list[list[Tensor]]:
-        """The table's slices: for each step, for each block."""
+        """Slices of the table: for each step, for each block."""
         return [list(row.split([block.in_conv.in_channels for block in self.blocks])) for row in table_ST]
 
     def time_launch(self, t_S: Tensor, table_ST: Tensor) -> Launch:
@@ -347,7 +346,7 @@ class Program:
         )
 
     def _time(self) -> tuple[Tensor, ...]:
-        """The time network's weights, and all blocks' own layers as one; a block's term carries its depthwise bias."""
+        """Weights of the time network, and the time layers of all blocks as one; a block's term includes its depthwise bias."""
         net: Any = self.network
         weights = [net.time_mlp[0].weight, net.time_mlp[0].bias, net.time_mlp[2].weight, net.time_mlp[2].bias]
         layers: list[Any] = [(block.mlp[1], block.in_conv) for block in self.blocks]
@@ -356,13 +355,13 @@ class Program:
         return tuple(w.detach().float().contiguous() for w in (*weights, own, bias))
 
     def step(self, terms: list[Tensor], row: Tensor | None, *, chained: bool = False) -> Iterator[Launch]:
-        """The launches of a step with its time terms; without a row of coefficients the noise found is kept in `eps`."""
-        left, term = iter(terms), terms[0]
+        """The launches of a step. Without a row of sampler coefficients the predicted noise is left in `eps`."""
+        remaining, term = iter(terms), terms[0]
         for planned in self.launches:
             launch = planned
             if "term_ptr" in launch.kernel.arg_names:
-                # A block in several phases has one term.
-                term = next(left) if launch.constants.get("FIRST", 0) == 0 else term
+                # A block that runs in several phases has one term.
+                term = next(remaining) if launch.constants.get("FIRST", 0) == 0 else term
                 launch = launch.with_arguments(term_ptr=term)
             elif launch.kernel is voxtune_update:
                 launch = replace(launch, constants={**launch.constants, "KEEP": row is None})
@@ -371,7 +370,7 @@ class Program:
 
 
 def processors_of(device: torch.device) -> int:
-    """Programs that run at the same time; Triton's interpreter on a CPU runs one after the other."""
+    """Number of multiprocessors; 1 on a CPU, where Triton's interpreter runs programs one after another."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -379,6 +378,6 @@ def check_size(network: ConvNeXtUNet, size: tuple[int, int]) -> None:
     divisor_ = network.config.divisor
     if any(s % divisor_ or s // divisor_ < 4 for s in size) or network.config.channels > CHANNELS:
         raise InputError(
-            f"size {size[0]}x{size[1]}: the ladder needs sides of at least {4 * divisor_} that divide by {divisor_}, "
-            f"and images of at most {CHANNELS} channels"
+            f"size {size[0]}x{size[1]}: height and width must be multiples of {divisor_} and at least {4 * divisor_}, "
+            f"with at most {CHANNELS} image channels"
         )

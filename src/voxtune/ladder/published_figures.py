@@ -1,6 +1,6 @@
-"""The two reports' own figures, with their hardware: to stand beside ours, never to be compared as if alike.
+"""Published times of the two student reports, with their hardware. They are shown beside ours, not compared with them.
 
-Seconds for 100 sampling steps of the same network, unless said otherwise.
+Seconds for 100 sampling steps of the same network, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 DESKTOP = "NVIDIA GeForce RTX 3080, CUDA 11.4"
 JETSON = "NVIDIA Jetson Orin Nano"
 
-# Component -> seconds: at first, with shared memory, with the layer norm reduced by warps.
+# Component -> seconds: initial, with shared memory, with the layer norm reduced by warps.
 COMPONENTS: dict[str, Any] = {
     "hardware": DESKTOP,
     "columns": ["at first", "shared memory", "layer norm"],
@@ -24,7 +24,7 @@ COMPONENTS: dict[str, Any] = {
         "element_matmul": [5.0112e-05, 6.48e-05, 6.48e-05],
         "layer_norm": [8.6255, 9.42259, 5.73771],
         "conv2d_pad": [5.61538, 0.0, 0.0],
-        # The report's table II leaves the convolution out (0); its table III has it.
+        # The report's table II omits the convolution (0); its table III contains it.
         "conv2d": [348.01, None, 37.6912],
         "total": [383.032822, 76.029448, 70.623295],
     },

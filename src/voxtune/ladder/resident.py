@@ -1,6 +1,6 @@
-"""Rungs 6 to 9: whole blocks, then everything on the GPU, shapes known to the compiler, and transfers hidden behind work.
+"""Rungs 6 to 9: whole blocks, all tensors on the GPU, constant shapes, and transfers overlapped with computation.
 
-All of them run the launches of program.py. What differs is what crosses between host and device, and when.
+All of them run the launches of program.py. They differ in what is transferred between host and device, and when.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from voxtune.ladder.program import Program
 from voxtune.ladder.sampling import begin
 from voxtune.workloads.convnext import ConvNeXtUNet
 
-# Pixels of the largest blocks that become one kernel.
+# Maximum number of pixels of a block that runs as one kernel.
 WHOLE = 16 * 16
 
 
 class Crossing:
-    """Rung 6. A ConvNeXt block is one kernel where it fits, else the fewest; activations still cross around each operation."""
+    """Rung 6. A ConvNeXt block is one kernel if it fits, else three; activations are still transferred around each operation."""
 
     def __init__(
         self,
@@ -44,15 +44,15 @@ class Crossing:
         self.table = torch.empty((1, self.program.time[4].shape[0]), device=self.program.device)
         self.t = torch.zeros(1, dtype=torch.int64, device=self.program.device)
         self._host: dict[int, Tensor] = {}
-        self.found = torch.empty_like(self.program.eps, device="cpu", pin_memory=self.on_gpu)
-        self.image = torch.empty_like(self.found, pin_memory=self.on_gpu)
+        self.output_host = torch.empty_like(self.program.eps, device="cpu", pin_memory=self.on_gpu)
+        self.image = torch.empty_like(self.output_host, pin_memory=self.on_gpu)
 
     @property
     def on_gpu(self) -> bool:
         return self.machine.device.type == "cuda"
 
     def __call__(self, x_NCHW: Tensor, t: int) -> Tensor:
-        """The noise in x, both on the host."""
+        """The predicted noise in x; both are on the host."""
         self.enter(x_NCHW, t)
         launches = self.launches()
         for unit in self.program.units:
@@ -64,7 +64,7 @@ class Crossing:
         return self._mirror(self.program.eps).view_as(x_NCHW).clone()
 
     def enter(self, x_NCHW: Tensor, t: int) -> None:
-        """Image and time terms, to where the launches read them."""
+        """Copies the image and computes the time terms that the launches read."""
         self.machine.up_into(self.program.x, x_NCHW.flatten(2), "image")
         self.machine.run(begin(self.program, draw=False))
         self.machine.down_into(self._mirror(self.program.x4), self.program.x4, "image")
@@ -78,7 +78,7 @@ class Crossing:
         return launch
 
     def _mirror(self, view: Tensor) -> Tensor:
-        """The host's copy of a device view, kept for its whole buffer: views that overlap share it."""
+        """The host copy of a device view. There is one per buffer, so overlapping views share it."""
         key = view.untyped_storage().data_ptr()
         if key not in self._host:
             count = view.untyped_storage().nbytes() // view.element_size()
@@ -87,14 +87,14 @@ class Crossing:
 
 
 class Resident(Crossing):
-    """Rung 7. Only the image crosses: one transfer in, one out. Shapes are arguments at run time."""
+    """Rung 7. Only the image is transferred, once in and once out. Shapes are run-time arguments."""
 
     def __call__(self, x_NCHW: Tensor, t: int) -> Tensor:
         self.enter(x_NCHW, t)
         for launch in self.launches():
             self.machine.run(launch)
-        self.machine.down_into(self.found, self.program.eps, "image")
-        return self.found.view_as(x_NCHW).clone()
+        self.machine.down_into(self.output_host, self.program.eps, "image")
+        return self.output_host.view_as(x_NCHW).clone()
 
     def enter(self, x_NCHW: Tensor, t: int) -> None:
         self.machine.up_into(self.program.x, x_NCHW.flatten(2), "image")
@@ -118,7 +118,7 @@ class Constant(Resident):
 
 
 class Overlapped(Constant):
-    """Rung 9. The image travels on a stream of its own while the time network runs; the host does not wait between."""
+    """Rung 9. The image is transferred on a separate stream while the time network runs, without host synchronisation."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -143,7 +143,7 @@ class Overlapped(Constant):
         self._planned = self._planned or self.launches()
         for launch in self._planned:
             self.machine.run(launch)
-        self.machine.down_into(self.found, self.program.eps, "image", waits=not self.on_gpu)
+        self.machine.down_into(self.output_host, self.program.eps, "image", waits=not self.on_gpu)
         if self.on_gpu:
             torch.cuda.current_stream().synchronize()
-        return self.found.view_as(x_NCHW).clone()
+        return self.output_host.view_as(x_NCHW).clone()

@@ -1,4 +1,4 @@
-"""The eleven rungs: what each is called, what it does, and how it is made."""
+"""The eleven rungs: name, description, kernels and constructor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from voxtune.workloads.convnext import ConvNeXtUNet
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What every rung of a climb is made for."""
+    """Network, size and schedule that all rungs of a run share."""
 
     network: ConvNeXtUNet
     size: tuple[int, int]
@@ -38,7 +38,7 @@ class Graph:
     """Rung 10. All steps, noise and update included, as one CUDA graph."""
 
     def __init__(self, setting: Setting, machine: Machine, *, chained: bool = False, whole: int | None = None):
-        """`chained` launches start before their predecessors have ended (Hopper): measured, and slower."""
+        """`chained`: programmatic dependent launch (Hopper); measured to be slower, so off by default."""
         self.machine = machine
         whole = (0 if machine.device.type == "cuda" else WHOLE) if whole is None else whole
         self.program = Program(setting.network, setting.size, setting.batch, dtype=setting.dtype, whole=whole)
@@ -47,7 +47,7 @@ class Graph:
         self.loop: Loop | None = None
 
     def __call__(self, x_NCHW: Tensor, t: int) -> Tensor:
-        """One step by the same launches, outside the graph, for checks and tables."""
+        """One step with the same launches, outside the graph, for checks and tables."""
         self.machine.up_into(self.program.x, x_NCHW.flatten(2), "image")
         self.machine.run(begin(self.program, draw=False))
         table = torch.empty((1, self.program.time[4].shape[0]), device=self.program.device)
@@ -63,7 +63,7 @@ class Graph:
 
 
 class Auto:
-    """Rung 11. What the plans find by themselves: optimize(model, plan="auto")."""
+    """Rung 11. What general plans achieve: optimize(model, plan="auto")."""
 
     def __init__(self, setting: Setting, machine: Machine):
         from voxtune.plan import optimize
@@ -76,14 +76,14 @@ class Auto:
         self.fast = optimize(network, (x, t), "auto", cache=False, search=False)
 
     def __call__(self, x_NCHW: Tensor, t: int) -> Tensor:
-        given = self.machine.up(x_NCHW, "image")
+        image = self.machine.up(x_NCHW, "image")
         with torch.no_grad():
-            y = self.fast(given, torch.full((x_NCHW.shape[0],), t, device=given.device))
+            y = self.fast(image, torch.full((x_NCHW.shape[0],), t, device=image.device))
         return self.machine.down(y.float(), "image")
 
     @torch.no_grad()
     def sample(self, seed: int) -> Tensor:
-        """As `Model.sample` draws: update and noise on the device."""
+        """Samples as `Model.sample` does: update and noise on the device."""
         setting, device = self.setting, self.machine.device
         shape = (setting.network.config.channels, *setting.size)
         noises = noise_source(seed, list(range(setting.batch)), shape, device)
@@ -99,7 +99,9 @@ class Rung:
     make: Callable[[Setting, Machine], Any]
 
 
-def _made(kind: Callable[..., Any], *, sized: bool = False, typed: bool = False) -> Callable[[Setting, Machine], Any]:
+def _constructor(
+    kind: Callable[..., Any], *, sized: bool = False, typed: bool = False
+) -> Callable[[Setting, Machine], Any]:
     def make(setting: Setting, machine: Machine) -> Any:
         if sized:
             return kind(setting.network, machine, setting.size, setting.batch, dtype=setting.dtype)
@@ -113,65 +115,65 @@ RUNGS = (
     Rung(
         number=1,
         name="naive",
-        does="direct convolution one output at a time, separate pad, every activation to the host and back",
+        does="direct convolution, one output per thread, separate padding, every activation copied to the host and back",
         kernels=("voxtune_direct", "voxtune_pad", "voxtune_norm_naive", "voxtune_unary", "voxtune_binary"),
-        make=_made(Naive),
+        make=_constructor(Naive),
     ),
     Rung(
         number=2,
         name="shared memory",
-        does="convolution by tiles, each tile's inputs loaded once by its threads together",
+        does="tiled convolution: the threads of a tile load its inputs once, together",
         kernels=("voxtune_tiled",),
-        make=_made(Tiled),
+        make=_constructor(Tiled),
     ),
     Rung(
         number=3,
         name="layer norm",
         does="layer norm by warp-level reduction, and by three kernels: partial sums, their reduction, normalise",
         kernels=("voxtune_norm_warp", "voxtune_norm_sums", "voxtune_norm_reduce", "voxtune_norm_apply"),
-        make=_made(Reduced),
+        make=_constructor(Reduced),
     ),
     Rung(
         number=4,
         name="tensor cores",
-        does="im2col and a BF16 product with float32 accumulation, bias in the last step; depthwise direct",
+        does="im2col and a BF16 matrix product with float32 accumulation, bias in the epilogue; depthwise direct",
         kernels=("voxtune_im2col", "voxtune_product", "voxtune_depthwise_direct"),
-        make=_made(Products, typed=True),
+        make=_constructor(Products, typed=True),
     ),
     Rung(
         number=5,
         name="fusions",
         does="bias + GELU; gate + residual + ReLU; sigmoid x skip; time add; layer norm into its neighbour",
         kernels=("voxtune_im2col", "voxtune_product", "voxtune_gate_product", "voxtune_gate_apply"),
-        make=_made(Fused, typed=True),
+        make=_constructor(Fused, typed=True),
     ),
     Rung(
         number=6,
         name="whole blocks",
         does="a ConvNeXt block in one kernel at 8x8 and 16x16, in three elsewhere",
         kernels=("voxtune_block", *_PLANNED),
-        make=_made(Crossing, sized=True),
+        make=_constructor(Crossing, sized=True),
     ),
     Rung(
         number=7,
         name="on the GPU",
-        does="only the image crosses; skips written straight into their slice of a planned buffer",
+        does="only the image is transferred; skips are written directly into their slice of a preallocated buffer",
         kernels=("voxtune_depthwise_dynamic", "voxtune_conv_dynamic", "voxtune_block", "voxtune_gate"),
-        make=_made(Resident, sized=True),
+        make=_constructor(Resident, sized=True),
     ),
     Rung(
         number=8,
         name="constant shapes",
         does="shapes as compile-time constants",
         kernels=("voxtune_block", *_PLANNED),
-        make=_made(Constant, sized=True),
+        make=_constructor(Constant, sized=True),
     ),
     Rung(
         number=9,
         name="overlap",
-        does="weights uploaded in order of use, computing as each arrives; image and time network overlapped",
+        does="weights uploaded in order of use, each operation waits for its own; image and time network overlapped",
         kernels=("voxtune_block", *_PLANNED),
-        make=_made(Overlapped, sized=True),
+        make=_constructor(Overlapped, sized=True),
     ),
     Rung(
         number=10,
@@ -183,7 +185,7 @@ RUNGS = (
     Rung(
         number=11,
         name="plans",
-        does='what the plans find by themselves: optimize(model, plan="auto")',
+        does='what general plans achieve: optimize(model, plan="auto")',
         kernels=(),
         make=Auto,
     ),
@@ -191,15 +193,15 @@ RUNGS = (
 
 
 def rungs_of(text: str | None) -> list[Rung]:
-    """'1,4,8-10' as rungs; None is all."""
+    """Parses a list such as '1,4,8-10'; None means all rungs."""
     if text is None:
         return list(RUNGS)
-    wanted: set[int] = set()
+    numbers: set[int] = set()
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
         if not first.isdigit() or (last and not last.isdigit()):
-            raise InputError(f"--rungs {text}: give numbers from 1 to {len(RUNGS)}, such as 1,4,8-10")
-        wanted |= set(range(int(first), int(last or first) + 1))
-    if not wanted or not wanted <= {rung.number for rung in RUNGS}:
-        raise InputError(f"--rungs {text}: there are rungs 1 to {len(RUNGS)}")
-    return [rung for rung in RUNGS if rung.number in wanted]
+            raise InputError(f"--rungs {text}: expected numbers from 1 to {len(RUNGS)}, such as 1,4,8-10")
+        numbers |= set(range(int(first), int(last or first) + 1))
+    if not numbers or not numbers <= {rung.number for rung in RUNGS}:
+        raise InputError(f"--rungs {text}: rungs are numbered 1 to {len(RUNGS)}")
+    return [rung for rung in RUNGS if rung.number in numbers]

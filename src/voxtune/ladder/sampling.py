@@ -1,4 +1,4 @@
-"""All steps of DDPM as one piece: on a GPU one CUDA graph, noise and update inside, nothing read from the host between steps."""
+"""All DDPM steps as one CUDA graph, noise and update included; nothing is read from the host between steps."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from voxtune.ladder.program import Program
 
 
 def compile_ahead(launches: Iterable[Launch]) -> int:
-    """Compiles each different launch once, without running any; how many there were. On a CPU there is nothing to do."""
-    different: dict[str, Launch] = {}
+    """Compiles each distinct launch once, without running it; returns their number (0 on a CPU)."""
+    distinct: dict[str, Launch] = {}
     for launch in launches:
         tensors = [a for a in launch.arguments if isinstance(a, Tensor)]
         if tensors and tensors[0].is_cuda:
             types = [str(a.dtype) if isinstance(a, Tensor) else "" for a in launch.arguments]
             key = (launch.name, types, sorted(launch.constants.items()), launch.warps, launch.stages, launch.options)
-            different[repr(key)] = launch
+            distinct[repr(key)] = launch
 
     def rehearse() -> None:
-        for launch in different.values():
+        for launch in distinct.values():
             launch()
 
-    if different:
+    if distinct:
         with compiled_ahead(rehearse):
             pass
-    return len(different)
+    return len(distinct)
 
 
 def coefficients(schedule: Schedule, timesteps: Sequence[int], clip: bool = True) -> Tensor:
-    """(steps, 8): alpha, sigma, the weights of x_0, x and the noise, the draw's number, whether x_0 is clamped.
+    """(steps, 8): alpha, sigma, the weights of x_0, x and the noise, the number of the draw, whether x_0 is clamped.
 
     As diffusion/samplers.py's ddpm (Ho et al. eq. 7): the last step adds no noise.
     """
@@ -53,7 +53,7 @@ def coefficients(schedule: Schedule, timesteps: Sequence[int], clip: bool = True
 
 
 class Loop:
-    """`sample` draws a batch. The graph is recorded once; seed and sample numbers are read by it from device memory."""
+    """`sample` generates a batch. The graph is recorded once and reads random seed and sample numbers from device memory."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Loop:
         self.graph = graph
 
     def warm(self) -> None:
-        """Every kernel once, compiled: a recording may not compile."""
+        """Compiles and runs every kernel once, since compilation is not possible while recording."""
         launches = [
             begin(self.program, draw=True),
             *self.program.step(self.terms[0], self.rows[0], chained=self.chained),
@@ -101,11 +101,11 @@ class Loop:
         torch.cuda.synchronize()
 
     def sample(self, seed: int, indices: Sequence[int] | None = None) -> Tensor:
-        """(batch, channels, height, width) float32; the samples are numbered from 0 unless told."""
+        """(batch, channels, height, width) float32. `indices` are the sample numbers, by default 0, 1, ..."""
         program = self.program
         program.seed.fill_(seed)
         numbers = list(range(program.batch) if indices is None else indices)
-        if numbers != self.numbers:  # only then: the copy makes the host wait for the image before
+        if numbers != self.numbers:  # only if they changed: the copy synchronises with the previous image
             program.index.copy_(torch.tensor(numbers, dtype=torch.int64))
             self.numbers = numbers
         if self.graph is not None:
@@ -116,7 +116,7 @@ class Loop:
 
 
 def begin(program: Program, *, draw: bool) -> Launch:
-    """Draws the image that sampling starts from, or takes the one in `program.x`, and writes it as the stem reads it."""
+    """Generates the initial noise, or takes the image in `program.x`, and writes it in the layout of the stem."""
     batch, channels, pixels = program.x.shape
     block = divisor(pixels, 256)
     return Launch(
@@ -130,7 +130,7 @@ def begin(program: Program, *, draw: bool) -> Launch:
 
 
 def denoise(program: Program, x_NCHW: Tensor, t: int) -> Tensor:
-    """The noise in x at step t, for a check against the network: one step without update."""
+    """The predicted noise in x at timestep t, for a check against the network: one step without update."""
     program.x.copy_(x_NCHW.flatten(2))
     begin(program, draw=False)()
     for launch in program.step(program.time_terms([t])[0], None):

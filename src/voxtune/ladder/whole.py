@@ -1,4 +1,4 @@
-"""A whole block as one launch, from the same packed weights and tiles as its separate launches."""
+"""A whole block as one launch, with the same packed weights and tiles as its separate launches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WARPS = 4
 
 
 def whole_block(program: Program, block: Any, x: Image, into: Tensor, part: str) -> list[Launch]:
-    """One launch; under the interpreter, which runs programs in turn, one for each phase."""
+    """One launch; under the interpreter, which runs programs one after another, one per phase."""
     (H, W), C = x.side, x.channels
     rows = program.batch * H * W
     norm1, conv1, _, norm2, conv2 = block.block

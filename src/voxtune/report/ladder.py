@@ -1,6 +1,6 @@
-"""The ladder's stored tables as a document: one bar a rung, and every table with the reports' own figures beside ours.
+"""The ladder's tables as a document: one bar per rung, and the published values of the two reports beside ours.
 
-The reports' hardware stands beside their figures: theirs are a desktop card and a small board, and are not compared with ours.
+The reports used a desktop GPU and a small board; their hardware is named, and no ratio is computed between machines.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def ladder_document(data: Data) -> Document:
 
 def ladder_picture(data: Data) -> Bars:
     rows = data["rows"]
-    bought = ["", *(f", {before['total_ms'] / r['total_ms']:.3g} x" for before, r in itertools.pairwise(rows))]
+    gains = ["", *(f", {before['total_ms'] / r['total_ms']:.3g} x" for before, r in itertools.pairwise(rows))]
     return Bars(
         id="ladder",
         title=f"{data['steps']} sampling steps at {data['size'][0]} x {data['size'][1]}, ms",
-        caption="One bar a rung, by decades, and what it bought over the one before.",
-        labels=[f"{r['number']} {r['name']}{gain}" for r, gain in zip(rows, bought, strict=True)],
+        caption="One bar per rung, logarithmic, with the speed-up over the previous rung.",
+        labels=[f"{r['number']} {r['name']}{gain}" for r, gain in zip(rows, gains, strict=True)],
         series=[Series(name="all steps", values=[r["total_ms"] for r in rows])],
         unit="ms",
         log=True,
@@ -54,7 +54,7 @@ def _climb(data: Data) -> Section:
                 "name": r["name"],
                 "total": r["total_ms"],
                 "alone": r.get("alone_ms"),
-                "bought": None if before is None else before / r["total_ms"],
+                "speed_up": None if before is None else before / r["total_ms"],
                 "over_first": data["rows"][0]["total_ms"] / r["total_ms"],
                 "launches": r["launches"],
                 "transfers": r["transfers"],
@@ -66,19 +66,23 @@ def _climb(data: Data) -> Section:
     columns = [
         Column("rung", kind="int", digits=0),
         Column("name", kind="text"),
-        Column("total", unit="ms", better="low", doc="all steps, of an image among others that follow each other"),
-        Column("alone", unit="ms", better="low", doc="the same of one image by itself, from the call to the host"),
-        Column("bought", unit="x", better="high", doc="over the rung before"),
+        Column("total", unit="ms", better="low", doc="all steps, per image, images back to back"),
+        Column("alone", unit="ms", better="low", doc="all steps of a single image, from the call to host memory"),
+        Column("speed_up", unit="x", better="high", doc="over the previous rung"),
         Column("over_first", unit="x", better="high"),
-        Column("launches", kind="int", doc="a step"),
-        Column("transfers", kind="int", doc="a step, both ways; rungs 10 and 11 move the image once, at the end"),
+        Column("launches", kind="int", doc="per step"),
+        Column(
+            "transfers",
+            kind="int",
+            doc="per step, both directions; rungs 10 and 11 transfer the image once, at the end",
+        ),
         Column("error", kind="text", doc="relative, against float64"),
         Column("does", kind="text"),
     ]
     notes = [f"{where}: {gain:.1f} x, end to end" for where, gain in data["seeds"]["speedups"].items()]
-    table = Table("What each rung bought", columns, rows, notes=["The reports' own climbs:", *notes])
+    table = Table("Speed-up of each rung", columns, rows, notes=["Speed-ups in the reports:", *notes])
     return Section(
-        id="climb", title="The climb", blocks=[ladder_picture(data), TableBlock(id="climb-table-0", table=table)]
+        id="climb", title="Rungs", blocks=[ladder_picture(data), TableBlock(id="climb-table-0", table=table)]
     )
 
 
@@ -90,17 +94,20 @@ def _components(data: Data) -> Section:
         label = f"rung {r['number']}"
         columns += [Column(label, unit="ms", better="low", digits=3), Column(f"calls {r['number']}", kind="int")]
         for row in rows:
-            found = r["components"].get(row["operation"])
-            row[label] = found and found["seconds"] * 1e3
-            row[f"calls {r['number']}"] = found and found["calls"]
+            entry = r["components"].get(row["operation"])
+            row[label] = entry and entry["seconds"] * 1e3
+            row[f"calls {r['number']}"] = entry and entry["calls"]
     ours = Table("Operations of one step, before and after each rung", columns, rows)
-    seeds = data["seeds"]["components"]
+    published = data["seeds"]["components"]
     theirs = Table(
-        f"The report's, seconds for 100 steps, on {seeds['hardware']}",
-        [Column("operation", kind="text"), *(Column(c, unit="s", better="low", digits=5) for c in seeds["columns"])],
+        f"Published: seconds for 100 steps on {published['hardware']}",
         [
-            {"operation": name, **dict(zip(seeds["columns"], values, strict=True))}
-            for name, values in seeds["rows"].items()
+            Column("operation", kind="text"),
+            *(Column(c, unit="s", better="low", digits=5) for c in published["columns"]),
+        ],
+        [
+            {"operation": name, **dict(zip(published["columns"], values, strict=True))}
+            for name, values in published["rows"].items()
         ],
     )
     blocks = [TableBlock(id="components-table-0", table=ours), TableBlock(id="components-table-1", table=theirs)]
@@ -118,11 +125,11 @@ def _transfers(data: Data) -> Section:
         }
         for r in data["rows"]
     ]
-    seeds = data["seeds"]["transfers"]
-    moved = seeds["up_ms"] + seeds["down_ms"]
-    share = moved / (moved + seeds["kernel_ms"]) * 100
-    theirs = {"up": seeds["up_ms"], "kernel": seeds["kernel_ms"], "down": seeds["down_ms"], "share": share}
-    rows.append({"rung": f"report, one convolution on {seeds['hardware']}", **theirs})
+    published = data["seeds"]["transfers"]
+    moved = published["up_ms"] + published["down_ms"]
+    share = moved / (moved + published["kernel_ms"]) * 100
+    theirs = {"up": published["up_ms"], "kernel": published["kernel_ms"], "down": published["down_ms"], "share": share}
+    rows.append({"rung": f"report, one convolution on {published['hardware']}", **theirs})
     columns = [
         Column("rung", kind="text"),
         *(Column(n, unit="ms", better="low", digits=3) for n in ("up", "kernel", "down")),
@@ -138,39 +145,39 @@ def _end_to_end(data: Data) -> Section:
         {"program": f"rung {r['number']}", **{k: _times(r["end_to_end"][f"{k}_s"], data["steps"]) for k in keys}}
         for r in data["rows"]
     ]
-    seeds = data["seeds"]["end_to_end"]
+    published = data["seeds"]["end_to_end"]
     rows += [
-        {"program": f"report: {name} ({seeds['hardware']})", **dict(zip(keys, values, strict=True))}
-        for name, values in seeds["rows"].items()
+        {"program": f"report: {name} ({published['hardware']})", **dict(zip(keys, values, strict=True))}
+        for name, values in published["rows"].items()
     ]
     columns = [Column("program", kind="text"), *(Column(k, unit="s", better="low", digits=4) for k in keys)]
     notes = [
-        "Ours: the times of one step, times the steps; gaps between launches are in the climb's totals only. Kernels are "
-        "timed by the device; a transfer that the host waits for as the host sees it, but by the device in rungs 10 and 11."
+        "Ours: the times of one step, multiplied by the number of steps; only the totals of the rungs include gaps between "
+        "launches. Kernels are timed on the device; synchronous transfers on the host, in rungs 10 and 11 on the device."
     ]
     table = Table("Convolution, other, transfers: all steps", columns, rows, notes=notes)
     return Section(id="end-to-end", title="End to end", blocks=[TableBlock(id="end-to-end-table-0", table=table)])
 
 
 def _first_step(data: Data) -> Section:
-    found = data["first_step"]
+    first_step = data["first_step"]
     rows = [
         {"form": form, "best": t["best_ms"], "worst": t["worst_ms"], "average": t["average_ms"]}
-        for form, t in found["forms"].items()
+        for form, t in first_step["forms"].items()
     ]
-    seeds = data["seeds"]["first_step"]
+    published = data["seeds"]["first_step"]
     rows += [
-        {"form": f"report: {form} ({seeds['hardware']})", "best": t[0], "worst": t[1], "average": t[2]}
-        for form, t in seeds["rows"].items()
+        {"form": f"report: {form} ({published['hardware']})", "best": t[0], "worst": t[1], "average": t[2]}
+        for form, t in published["rows"].items()
     ]
     columns = [
         Column("form", kind="text"),
         *(Column(n, unit="ms", better="low", digits=3) for n in ("best", "worst", "average")),
     ]
-    table = Table(f"From the first weight to the end of the first step, of {found['runs']} runs", columns, rows)
-    told = Text(text=f"{found['bytes'] / 1e6:.1f} MB of weights. Managed memory: {found['managed']}.")
+    table = Table(f"From the first weight to the end of the first step, of {first_step['runs']} runs", columns, rows)
+    summary = Text(text=f"{first_step['bytes'] / 1e6:.1f} MB of weights.")
     return Section(
-        id="first-step", title="The first step", blocks=[told, TableBlock(id="first-step-table-0", table=table)]
+        id="first-step", title="The first step", blocks=[summary, TableBlock(id="first-step-table-0", table=table)]
     )
 
 
