@@ -111,7 +111,7 @@ def test_half_multiplier_halves_stem_and_head():
     [
         ((1, 1, 16, 16), None, "expected volumes"),
         ((1, 1, 16, 16, 16), None, "3 channels"),
-        ((1, 1, 16, 15, 16), (1, 2, 16, 15, 16), "does not divide by 2"),
+        ((1, 1, 16, 15, 16), (1, 2, 16, 15, 16), "must be a multiple of 2"),
         ((1, 1, 16, 16, 16), (1, 2, 8, 16, 16), "differ"),
     ],
 )
@@ -125,7 +125,7 @@ def test_convnext_takes_any_divisible_size():
     network = build(ConvNeXtConfig(width=8, multipliers=(1, 2, 4)))
     with torch.inference_mode():
         assert network(torch.randn(3, 3, 12, 20), torch.tensor([0, 5, 99])).shape == (3, 3, 12, 20)
-    with pytest.raises(InputError, match="does not divide by 4"):
+    with pytest.raises(InputError, match="must be a multiple of 4"):
         network(torch.randn(1, 3, 10, 8), torch.tensor([0]))
     with pytest.raises(InputError, match="unconditional"):
         network(torch.randn(1, 3, 8, 8), torch.tensor([0]), torch.randn(1, 1, 8, 8))

@@ -40,7 +40,7 @@ def test_every_weight_learns(network):
 
 @pytest.mark.parametrize("shape", [(1, 2, 16, 16, 16), (1, 1, 16, 16, 12), (1, 16, 16, 16)])
 def test_volumes_that_do_not_fit_are_refused(network, shape):
-    with pytest.raises(InputError, match="divide by 8"):
+    with pytest.raises(InputError, match="multiples of 8"):
         network(torch.zeros(shape))
 
 

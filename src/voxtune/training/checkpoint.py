@@ -1,8 +1,8 @@
-"""The state of a training run on disk: one safetensors file a checkpoint, complete, all or nothing.
+"""The state of a training run on disk: one safetensors file per checkpoint, written atomically.
 
 Tensors: `model.*` and `ema.*` (weights), `optimizer.<parameter>.*` (Adam's moments and count), `rng.*` (torch's random
-state). Everything else (step, loader position, loss scale, settings) is JSON in the file's metadata, and a checksum
-over the tensors tells a file that a disk has damaged from a good one.
+state). Everything else (step, loader position, loss scale, settings) is JSON in the file's metadata, with a checksum of
+the tensors that detects damaged files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, kw_only=True)
 class ScalerState:
-    """The loss scale of fp16 training and how many steps it has held."""
+    """The loss scale of fp16 training and the number of steps since it changed."""
 
     scale: float
     growth_tracker: int
@@ -39,10 +39,10 @@ class ScalerState:
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Where a run stands after `step`: the next sample is number `position` of `epoch` over `subjects` subjects.
+    """The state of a run after `step`: the next sample is number `position` of `epoch` over `subjects` subjects.
 
-    `loss_sum` over `loss_count` steps is what the next row of the log begins with; `seconds` the time spent in steps so
-    far, `elapsed` all of the run's time, reading and writing included.
+    `loss_sum` over `loss_count` steps belongs to the next row of the log. `seconds` is the time spent in steps, `elapsed`
+    the total time of the run.
     """
 
     step: int
@@ -57,12 +57,14 @@ class RunState:
 
     def __post_init__(self) -> None:
         if min(self.step, self.epoch, self.position, self.loss_count) < 0 or self.subjects < 1:
-            raise InputError(f"step {self.step}, epoch {self.epoch}, position {self.position}: not a state of a run")
+            raise InputError(
+                f"step {self.step}, epoch {self.epoch}, position {self.position}: not a valid state of a run"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """All that is needed to go on as if the run had not stopped."""
+    """Everything that is needed to resume a run with the same result as without the interruption."""
 
     state: RunState
     config: TrainConfig
@@ -75,7 +77,7 @@ class Checkpoint:
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Writes `folder`/step-N.safetensors; a kill or a full disk leaves every earlier checkpoint as it was."""
+    """Writes `folder`/step-N.safetensors; an interrupted write leaves earlier checkpoints unchanged."""
     tensors = {k: v.detach().cpu().contiguous() for k, v in checkpoint.tensors.items()}
     header = {
         "state": to_mapping(checkpoint.state),
@@ -92,15 +94,15 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 def read_checkpoint(path: Path) -> Checkpoint:
     tensors, metadata = read_safetensors(path)
     if metadata.get("format") != FORMAT:
-        raise InputError(f"{path}: not a training checkpoint of this format ({FORMAT})")
+        raise InputError(f"{path}: not a training checkpoint (expected format {FORMAT})")
     try:
         header = json.loads(metadata.get("run", ""))
     except (ValueError, RecursionError):
         header = None
     if not isinstance(header, dict):
-        raise InputError(f"{path}: damaged checkpoint: its description cannot be read")
+        raise InputError(f"{path}: damaged checkpoint: its metadata cannot be read")
     if header.get("crc32") != checksum(tensors):
-        raise InputError(f"{path}: damaged checkpoint: its contents do not match their checksum")
+        raise InputError(f"{path}: damaged checkpoint: the checksum does not match")
     return Checkpoint(
         state=from_mapping(RunState, header.get("state"), f"{path}: state"),
         config=from_mapping(TrainConfig, header.get("config"), f"{path}: config"),
@@ -111,7 +113,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> int:
-    """CRC-32 over names and bytes: safetensors itself notices a short file, but not a flipped bit."""
+    """CRC-32 over names and bytes: safetensors detects a truncated file, but not a flipped bit."""
     value = 0
     for name in sorted(tensors):
         raw: Any = tensors[name].reshape(-1).view(torch.uint8).numpy()
@@ -120,27 +122,26 @@ def checksum(tensors: Mapping[str, Tensor]) -> int:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Every checkpoint in the folder, oldest first."""
-    found = [(int(m[1]), p) for p in folder.glob("step-*.safetensors") if (m := NAME.fullmatch(p.name))]
-    return [path for _, path in sorted(found)]
+    """All checkpoints in the folder, oldest first."""
+    numbered = [(int(m[1]), p) for p in folder.glob("step-*.safetensors") if (m := NAME.fullmatch(p.name))]
+    return [path for _, path in sorted(numbered)]
 
 
 def newest_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest that can be read. A damaged one is named, renamed out of the way, and the one before it taken."""
+    """The newest readable checkpoint. Damaged ones are reported and renamed to *.damaged."""
     damaged = []
     for path in reversed(checkpoints(folder)):
         try:
-            found = read_checkpoint(path)
+            checkpoint = read_checkpoint(path)
         except InputError as error:
             damaged.append((path, str(error)))
             continue
-        for bad, reason in damaged:
-            # Kept for whoever wants to look, but never again mistaken for progress.
-            bad.replace(bad.with_name(f"{bad.name}.damaged"))
-            warn(f"{reason}; set aside as {bad.name}.damaged, going back to step {found.state.step}")
-        return found
+        for file, reason in damaged:
+            file.replace(file.with_name(f"{file.name}.damaged"))
+            warn(f"{reason}; renamed to {file.name}.damaged, resuming from step {checkpoint.state.step}")
+        return checkpoint
     if damaged:
-        raise InputError(f"{damaged[0][1]}; no other checkpoint in {folder} can be read either")
+        raise InputError(f"{damaged[0][1]}; no other checkpoint in {folder} can be read")
     return None
 
 
@@ -150,21 +151,21 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
 
 
 def load_ema(path: Path) -> Model:
-    """The model that a training checkpoint would be sampled with."""
+    """The model with the EMA weights of a training checkpoint."""
     checkpoint = read_checkpoint(path)
     return Model(checkpoint.model, network_from_state(checkpoint.model.network, checkpoint.part("ema."), str(path)))
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Adam's state by parameter name; empty for a parameter that has not been stepped yet."""
+    """Adam's state by parameter name; nothing for a parameter without an update."""
     return {f"{name}.{key}": value for name, p in named for key, value in optimizer.state.get(p, {}).items()}
 
 
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]], stored: Mapping[str, Tensor], where: str
 ) -> None:
-    """Puts stored moments back, in fresh memory laid out as the parameters are."""
-    known = set()
+    """Restores the stored moments in the memory layout of the parameters."""
+    restored = set()
     for name, p in named:
         if f"{name}.step" not in stored:
             continue
@@ -172,23 +173,23 @@ def restore_optimizer(
         state: dict[str, Any] = {"step": stored[f"{name}.step"].clone()}
         for key, value in moments.items():
             if value is None or value.shape != p.shape:
-                raise InputError(f"{where}: the optimizer's {key} of {name!r} is missing or does not fit")
+                raise InputError(f"{where}: the optimizer's {key} of {name!r} is missing or has the wrong shape")
             state[key] = torch.empty_like(p, requires_grad=False).copy_(value)
         optimizer.state[p] = state
-        known |= {f"{name}.{key}" for key in state}
-    extra = sorted(set(stored) - known)
+        restored |= {f"{name}.{key}" for key in state}
+    extra = sorted(set(stored) - restored)
     if extra:
-        raise InputError(f"{where}: holds optimizer state of an unknown parameter, {extra[0]!r}")
+        raise InputError(f"{where}: optimizer state of an unknown parameter {extra[0]!r}")
 
 
 def restore_network(network: nn.Module, stored: Mapping[str, Tensor], where: str) -> None:
-    """Copies stored weights into the network, which must fit; its own memory and layout stay."""
+    """Copies stored weights into the network and keeps its memory layout."""
     check_state({k: tuple(v.shape) for k, v in network.state_dict().items()}, stored, where)
     network.load_state_dict(dict(stored))
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """torch's random state on the CPU and, where training runs there, on the GPU."""
+    """torch's random state on the CPU and, for training on a GPU, on that GPU."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -201,4 +202,4 @@ def restore_random_state(states: Mapping[str, Tensor], device: torch.device, whe
         if device.type == "cuda" and "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"].clone(), device)
     except (KeyError, RuntimeError, TypeError) as error:
-        raise InputError(f"{where}: the random state does not fit this torch ({error})") from None
+        raise InputError(f"{where}: the random state is not valid for this version of torch ({error})") from None

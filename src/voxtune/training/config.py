@@ -1,4 +1,4 @@
-"""What a training run is: its settings, checked, and read from YAML or JSON."""
+"""Settings of a training run: read from YAML or JSON, and checked."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ from voxtune.workloads import workload as find_workload
 
 RECIPE = WORKLOADS[DEFAULT_WORKLOAD].recipe
 
-# PyYAML follows YAML 1.1, to which 1e-5 is a string.
+# PyYAML implements YAML 1.1, in which 1e-5 is a string.
 NUMBER = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
 
 
 def parse_yaml(text: str) -> Any:
-    """The one document in `text`; InputError, or ValueError of a bad number or date, where it is none."""
+    """The YAML document in `text`. Raises InputError, or ValueError for an invalid number or date."""
     try:
         import yaml
     except ImportError:
-        raise InputError("reading YAML needs PyYAML: install pyyaml, or write the config as .json") from None
+        raise InputError("YAML files require PyYAML: pip install pyyaml, or write the config as .json") from None
     try:
         return yaml.load(text, Loader=_loader())
     except yaml.YAMLError as error:
         raise InputError(f"not valid YAML: {' '.join(str(error).split())[:300]}") from None
     except (KeyError, AttributeError, TypeError, IndexError) as error:
-        # An explicit tag on a value of another kind (!!bool maybe) trips PyYAML's own constructors.
-        raise InputError(f"not valid YAML: a tagged value does not fit its tag ({error})") from None
+        # PyYAML's constructors fail on a tag that does not match its value (!!bool maybe).
+        raise InputError(f"not valid YAML: a value does not match its tag ({error})") from None
 
 
 def parse_value(text: str) -> Any:
-    """The value in an option such as `--set clip=1.0`; without PyYAML as JSON, and what is none is a plain word."""
+    """The value of an option such as `--set clip=1.0`. Without PyYAML: JSON, or else a string."""
     if importlib.util.find_spec("yaml") is not None:
         return parse_yaml(text)
     try:
         return json.loads(text)
     except ValueError:
         if set(text) & set("[]{}\"'"):
-            raise InputError(f"{text[:80]}: not valid JSON, and PyYAML is not installed") from None
+            raise InputError(f"{text[:80]}: not valid JSON, and YAML requires PyYAML (pip install pyyaml)") from None
         return text
 
 
@@ -61,10 +61,10 @@ def _loader() -> Any:
 
     class Loader(yaml.SafeLoader):
         def compose_node(self, parent: Any, index: Any) -> Any:
-            # A few aliases of aliases stand for gigabytes once anything prints or walks them.
+            # Nested aliases can expand to gigabytes.
             if self.check_event(yaml.AliasEvent):
                 mark = self.peek_event().start_mark
-                raise InputError(f"line {mark.line + 1}: aliases (*name) are not taken; write the value out")
+                raise InputError(f"line {mark.line + 1}: aliases (*name) are not supported; repeat the value")
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -87,7 +87,7 @@ MAX_COUNT = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """Where the subjects come from, and what differs from the workload's data contract (None: nothing)."""
+    """The source of the subjects, and values that replace those of the workload's data contract (None: unchanged)."""
 
     images: str | None = None
     masks: str | None = None
@@ -106,7 +106,7 @@ class DataSettings:
     def __post_init__(self) -> None:
         folders = self.images is not None or self.masks is not None
         if folders + (self.cohort is not None) + (self.subjects is not None) > 1:
-            raise InputError("data: give folders (images, masks), a cohort or packed subjects, not both")
+            raise InputError("data: folders (images, masks), cohort and subjects cannot be combined")
         if self.cohort is not None:
             _check_range("cohort", self.cohort, 1, HELD_OUT)
         _check_range("cohort_seed", self.cohort_seed, 0, 2**63 - 1)
@@ -119,7 +119,7 @@ class DataSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """The network: a stored model to go on from (`init`), or a fresh one. None: as `init`, or the workload, has it."""
+    """The network: freshly initialised, or that of a stored model (`init`). None: as in `init` or in the workload."""
 
     workload: str = DEFAULT_WORKLOAD
     init: str | None = None
@@ -135,9 +135,9 @@ class ModelSettings:
         find_workload(self.workload)
         _check_path("model: init", self.init)
         if self.size is not None and len(self.size) != self.dimensions:
-            raise InputError(f"model: size {self.size[:8]}: {self.workload} takes {self.dimensions} sides")
-        if self.size is not None and not all(1 <= side <= 4096 for side in self.size):
-            raise InputError(f"model: size {self.size}: sides must lie in 1 to 4096")
+            raise InputError(f"model: size {self.size[:8]}: {self.workload} requires {self.dimensions} dimensions")
+        if self.size is not None and not all(1 <= n <= 4096 for n in self.size):
+            raise InputError(f"model: size {self.size}: dimensions must be in 1 to 4096")
 
     @property
     def dimensions(self) -> int:
@@ -146,7 +146,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One training run. A step is one update of the weights, made of `accumulation` batches."""
+    """One training run. A step is one update of the weights from `accumulation` batches."""
 
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -186,15 +186,15 @@ class TrainConfig:
         check_seed(self.seed)
         get_sampler(self.sampler)
         if not 0 < self.learning_rate <= 1:
-            raise InputError(f"learning_rate {self.learning_rate}: must lie above 0 and at most at 1")
+            raise InputError(f"learning_rate {self.learning_rate}: must be above 0 and at most 1")
         if self.warmup > self.steps:
-            raise InputError(f"warmup {self.warmup}: longer than the run's {self.steps} steps; give fewer")
+            raise InputError(f"warmup {self.warmup}: exceeds the {self.steps} steps of the run")
         if self.minutes is not None and not 0 < self.minutes <= MAX_COUNT:
-            raise InputError(f"minutes {self.minutes}: must lie above 0; leave it out for no limit")
+            raise InputError(f"minutes {self.minutes}: must be above 0; omit it for no limit")
         if not 0 <= self.ema_decay < 1:
-            raise InputError(f"ema_decay {self.ema_decay}: must lie in [0, 1)")
+            raise InputError(f"ema_decay {self.ema_decay}: must be in [0, 1)")
         if self.clip is not None and not self.clip > 0:
-            raise InputError(f"clip {self.clip}: the largest gradient norm must be above 0; leave it out for none")
+            raise InputError(f"clip {self.clip}: the maximum gradient norm must be above 0; omit it for no clipping")
         if self.model.dimensions == 2:
             check_images(self)
         else:
@@ -205,22 +205,22 @@ class TrainConfig:
         return self.batch * self.accumulation
 
 
-# What may change when a run is continued: none of it reaches the weights of a given step.
+# Settings that may change when a run is resumed, because they do not affect the weights of a given step.
 FREE_TO_CHANGE = frozenset(
     {"steps", "minutes", "workers", "checkpoint_every", "keep", "store", "log_every", "sample_every", "sample_steps"}
     | {"sampler", "tensorboard", "data.images", "data.masks", "data.subjects", "model.init"}
 )
-# But these, where the learning rate decays: they say how fast.
-OF_DECAY = frozenset({"steps", "minutes"})
+# With a decaying learning rate these do: they set how fast it decays.
+DECAY_LENGTH = frozenset({"steps", "minutes"})
 
 
 def check_volumes(config: TrainConfig) -> None:
-    """Raises for settings that do not apply to a network for volumes, which requires masks."""
+    """Raises for settings that do not apply to a network for volumes."""
     data = config.data
     if (data.images is None) != (data.masks is None):
         names = [w.name for w in WORKLOADS.values() if not w.network.mask_channels]
         hint = f"; images alone train --workload {' or '.join(names)}" if data.masks is None else ""
-        raise InputError(f"data: {'masks' if data.masks is None else 'images'} is missing; the two go together{hint}")
+        raise InputError(f"data: {'masks' if data.masks is None else 'images'} is missing; pass both{hint}")
     if data.mirror is not None:
         raise InputError(f"data: mirror applies to images, not to the volumes of {config.model.workload}; omit it")
     _check_network_settings(config.model)
@@ -247,7 +247,7 @@ def _check_network_settings(model: ModelSettings) -> None:
 
 def _check_range(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
-        raise InputError(f"{name} {value}: must lie in {low} to {high}")
+        raise InputError(f"{name} {value}: must be in {low} to {high}")
 
 
 def _check_path(name: str, value: str | None) -> None:
@@ -264,12 +264,12 @@ def _encodable(text: str) -> bool:
 
 
 def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
-    """The settings, as "name: old -> new", that make `new` another run than `old`."""
+    """Changed settings, as "name: old -> new", with which `new` cannot resume `old`."""
     before, after = _flat(to_mapping(old)), _flat(to_mapping(new))
-    held = OF_DECAY if new.decay != "none" else frozenset()
-    why = dict.fromkeys(held, ", over which the learning rate decays")
-    changed = [k for k in before if before[k] != after[k] and (k in held or k not in FREE_TO_CHANGE)]
-    return [f"{k}: {before[k]} -> {after[k]}{why.get(k, '')}" for k in changed]
+    fixed = DECAY_LENGTH if new.decay != "none" else frozenset()
+    reasons = dict.fromkeys(fixed, ", over which the learning rate decays")
+    changed = [k for k in before if before[k] != after[k] and (k in fixed or k not in FREE_TO_CHANGE)]
+    return [f"{k}: {before[k]} -> {after[k]}{reasons.get(k, '')}" for k in changed]
 
 
 def _flat(mapping: Mapping[str, Any]) -> dict[str, Any]:
@@ -283,23 +283,23 @@ def _flat(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
-    """The run that a YAML or JSON file describes; `overrides` maps "steps" or "data.images" to what replaces it.
+    """The settings of a YAML or JSON file; `overrides` maps names such as "steps" or "data.images" to other values.
 
-    Relative paths in the file count from its folder.
+    Paths in the file are relative to its folder.
     """
     data = read_settings(path)
     if not isinstance(data, dict):
-        raise InputError(f"{path}: expected a mapping of settings, found {_kind(data)}")
+        raise InputError(f"{path}: expected a mapping of settings, got {_kind(data)}")
     for section, names in (("data", ("images", "masks", "subjects")), ("model", ("init",))):
-        part = data.get(section)
+        values = data.get(section)
         for name in names:
-            if isinstance(part, dict) and isinstance(part.get(name), str) and part[name].strip():
-                part[name] = str(path.parent.absolute() / part[name])
+            if isinstance(values, dict) and isinstance(values.get(name), str) and values[name].strip():
+                values[name] = str(path.parent.absolute() / values[name])
     return make_config(data, overrides or {}, str(path))
 
 
 def make_config(data: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> TrainConfig:
-    """`data` as read from a file with `overrides` put over it, checked."""
+    """The settings in `data`, replaced by `overrides` where given."""
     merged = {k: dict(v) if isinstance(v, Mapping) else v for k, v in data.items()}
     _override_source(merged, overrides)
     for key, value in overrides.items():
@@ -307,13 +307,13 @@ def make_config(data: Mapping[str, Any], overrides: Mapping[str, Any], where: st
         target = merged.setdefault(section, {}) if section else merged
         if isinstance(target, dict):
             target[name] = value
-    # A section left empty in YAML is null: nothing is set in it.
+    # An empty section in YAML is null.
     settings = {k: v for k, v in merged.items() if not (k in ("data", "model") and v is None)}
     settings = {**_recipe(settings.get("model")), **settings}
     try:
         return from_mapping(TrainConfig, settings, where)
     except OverflowError:
-        raise InputError(f"{where}: holds a number too large for any setting") from None
+        raise InputError(f"{where}: a number is too large for any setting") from None
     except RecursionError:
         raise InputError(f"{where}: nested too deeply for a config") from None
     except InputError as error:
@@ -327,22 +327,22 @@ def _recipe(model: Any) -> dict[str, Any]:
 
 
 def _override_source(merged: dict[Any, Any], overrides: Mapping[str, Any]) -> None:
-    """An option that names the subjects replaces the file's other way of naming them."""
-    part = merged.get("data")
-    if not isinstance(part, dict):
+    """A source of subjects in `overrides` replaces another one in the file."""
+    section = merged.get("data")
+    if not isinstance(section, dict):
         return
-    ways = (("images", "masks"), ("cohort",), ("subjects",))
-    given = [way for way in ways if any(f"data.{name}" in overrides for name in way)]
-    for name in (name for way in ways if given and way not in given for name in way):
-        part.pop(name, None)
+    sources = (("images", "masks"), ("cohort",), ("subjects",))
+    given = [names for names in sources if any(f"data.{name}" in overrides for name in names)]
+    for name in (name for names in sources if given and names not in given for name in names):
+        section.pop(name, None)
 
 
 def read_settings(path: Path) -> Any:
-    """What a YAML or JSON file holds, as plain values; nothing in it can run code or grow."""
+    """The content of a YAML or JSON file as plain values; nothing in it is executed or expanded."""
     with reporting_os_errors(path), path.open("rb") as file:
         raw = file.read(MAX_FILE_BYTES + 1)
     if len(raw) > MAX_FILE_BYTES:
-        raise InputError(f"{path}: larger than any config of a training run; is this the right file?")
+        raise InputError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB, not the config of a training run")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -350,7 +350,6 @@ def read_settings(path: Path) -> Any:
     try:
         if path.suffix.lower() == ".json":
             return json.loads(text, object_pairs_hook=_unique_pairs)
-
         return parse_yaml(text)
     except RecursionError:
         raise InputError(f"{path}: nested too deeply for a config") from None
@@ -359,12 +358,12 @@ def read_settings(path: Path) -> Any:
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    mapping: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in mapping:
             raise InputError(f"setting {key[:80]!r} is given twice")
-        found[key] = value
-    return found
+        mapping[key] = value
+    return mapping
 
 
 def _kind(value: Any) -> str:
@@ -372,9 +371,9 @@ def _kind(value: Any) -> str:
 
 
 def setting_names() -> list[str]:
-    """Every setting of a config file, sections as "data.images"."""
+    """All settings of a config file; those of sections as "data.images"."""
     names: list[str] = []
     for outer in fields(TrainConfig):
-        part = {"data": DataSettings, "model": ModelSettings}.get(outer.name)
-        names += [outer.name] if part is None else [f"{outer.name}.{inner.name}" for inner in fields(part)]
+        section = {"data": DataSettings, "model": ModelSettings}.get(outer.name)
+        names += [outer.name] if section is None else [f"{outer.name}.{inner.name}" for inner in fields(section)]
     return names

@@ -1,4 +1,4 @@
-"""The model of a training run: fresh as its settings say, or that of a model it goes on from."""
+"""The model of a training run: freshly initialised from its settings, or that of a stored model."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from voxtune.workloads import WORKLOADS, NetworkConfig
 
 
 def model_config(config: TrainConfig, start: ModelConfig | None = None) -> ModelConfig:
-    """The model of a run: fresh as its settings say, or that of `start`, the model it goes on from."""
+    """The model of a run: a fresh one of its settings, or that of `start`, the model to fine-tune."""
     settings = config.model
     if start is None:
         template = workload_contract(WORKLOADS[settings.workload])
         return _fresh_images(config) if template is None else _fresh_volumes(config, template)
     if start.family != WORKLOADS[settings.workload].network.family:
-        raise InputError(f"model: init: {settings.init} is a {start.family} model; give --workload {start.family}")
-    own = {"schedule": start.diffusion.schedule, "diffusion_steps": start.diffusion.steps} | start.network.settings
-    for name, found in own.items():
-        if getattr(settings, name) not in (None, found):
-            raise InputError(f"model: {name} is {found} in {settings.init}; leave it out")
+        raise InputError(f"model: init: {settings.init} is a {start.family} model; pass --workload {start.family}")
+    fixed = {"schedule": start.diffusion.schedule, "diffusion_steps": start.diffusion.steps} | start.network.settings
+    for name, value in fixed.items():
+        if getattr(settings, name) not in (None, value):
+            raise InputError(f"model: {name} is {value} in {settings.init} and cannot be changed; omit it")
     size = settings.size or start.size
     contract = None if start.data is None else _contract(config, start.data, _three(size))
     diffusion = replace(start.diffusion, loss=config.loss)
@@ -72,8 +72,7 @@ def _three(size: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def _contract(config: TrainConfig, template: DataContract, size: tuple[int, int, int]) -> DataContract:
-    """The workload's contract, or the packed subjects', with the run's own settings over it; a smaller grid covers the
-    same head."""
+    """`template` on a grid of `size` with the same field of view, with the run's own settings applied."""
     data = config.data
     if data.cohort is not None and data.spacing is None:
         from voxtune.data.cohort import cohort_spacing
@@ -81,12 +80,12 @@ def _contract(config: TrainConfig, template: DataContract, size: tuple[int, int,
         spacing = (cohort_spacing(size),) * 3
     else:
         spacing = data.spacing or template.resized(size).spacing
-    changed: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "labels": data.labels,
         "images": data.modalities,
         "orientation": data.orientation,
         "mask_range": data.mask_range,
         "scaling": data.scaling,
     }
-    given = {k: v for k, v in changed.items() if v is not None}
+    given = {k: v for k, v in settings.items() if v is not None}
     return replace(template, size=size, spacing=spacing, **given)

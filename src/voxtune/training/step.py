@@ -1,4 +1,4 @@
-"""The mechanics of training: one step, and the state that a step changes."""
+"""One training step, and the state that it changes."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from voxtune.training.checkpoint import (
 from voxtune.training.config import TrainConfig
 from voxtune.training.data import Batch, timesteps, training_noise
 
-# Of the rate, where the decay ends.
-LAST_SHARE = 0.01
+# The factor of the learning rate at the end of the decay.
+FINAL_FACTOR = 0.01
 
 
 def learning_rate(config: TrainConfig, step: int, clock: float = 0.0) -> float:
-    """The rate of step `step`; the first is 0. `clock` is the share of the run's minutes that is over.
+    """The learning rate of step `step` (the first is 0). `clock` is the elapsed fraction of the run's time limit.
 
-    Up in a straight line over `warmup` steps, times a cosine from 1 to a hundredth over the run, by its steps or by its
-    minutes, whichever are further along.
+    Linear warm-up over `warmup` steps, times a cosine decay from 1 to a hundredth over the run's steps or minutes,
+    whichever has progressed further.
     """
-    share = min(1.0, (step + 1) / config.warmup) if config.warmup else 1.0
+    factor = min(1.0, (step + 1) / config.warmup) if config.warmup else 1.0
     if config.decay == "cosine":
-        done = min(1.0, max(step / config.steps, clock))
-        share *= LAST_SHARE + (1 - LAST_SHARE) * 0.5 * (1 + math.cos(math.pi * done))
-    return config.learning_rate * share
+        progress = min(1.0, max(step / config.steps, clock))
+        factor *= FINAL_FACTOR + (1 - FINAL_FACTOR) * 0.5 * (1 + math.cos(math.pi * progress))
+    return config.learning_rate * factor
 
 
 class Ema:
-    """Is the weights before step `start`; from there on it moves to them by 1 - decay every `every` steps."""
+    """Moving average of the weights: a copy before step `start`, then updated every `every` steps with `decay`."""
 
     def __init__(self, network: nn.Module, *, decay: float, every: int, start: int):
         self.decay, self.every, self.start = decay, every, start
@@ -52,7 +52,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, network: nn.Module, step: int) -> None:
-        """Takes in the weights after step `step` (the first is 1)."""
+        """Updates the average with the weights after step `step` (the first is 1)."""
         if step >= self.start and step % self.every:
             return
         weight = 1 - self.decay if step >= self.start else 1.0
@@ -65,12 +65,12 @@ class Ema:
 
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# A scaler that has halved its scale this far never found a finite gradient.
+# A smaller loss scale means that no gradient has been finite.
 SMALLEST_SCALE = 2.0**-20
 
 
 class Trainer:
-    """Network, moving average, optimizer and loss scale of one run, between steps."""
+    """Network, moving average, optimizer and loss scale of one run."""
 
     def __init__(self, config: TrainConfig, model: Model, subjects: int, device: torch.device):
         self.config, self.model, self.device, self.subjects = config, model, device, subjects
@@ -80,7 +80,7 @@ class Trainer:
         self.network = network.train()
         self.ema = Ema(network, decay=config.ema_decay, every=config.ema_every, start=config.ema_start)
         self.optimizer = torch.optim.Adam(network.parameters(), lr=config.learning_rate)
-        # bf16 has float32's range, and the CPU has no fp16 kernels that would profit: only fp16 on a GPU is scaled.
+        # Only fp16 on a GPU needs a loss scale: bf16 has the range of float32.
         scaled = config.autocast == "fp16" and device.type == "cuda"
         self.scaler = torch.amp.GradScaler("cuda") if scaled else None
         self._forward: Any = torch.compile(network) if config.compile else network
@@ -91,19 +91,19 @@ class Trainer:
         self.rate = config.learning_rate
 
     def train_step(self, batches: list[Batch], clock: float = 0.0) -> float:
-        """One update of the weights from `accumulation` batches; their mean loss. `clock` is for the learning rate."""
+        """One update of the weights from `accumulation` batches; returns their mean loss. For `clock` see `learning_rate`."""
         self.rate = learning_rate(self.config, self.step, clock)
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self.device)
         for batch in batches:
-            part = self._loss(batch) / len(batches)
-            (part if self.scaler is None else self.scaler.scale(part)).backward()
-            loss += part.detach()
+            batch_loss = self._loss(batch) / len(batches)
+            (batch_loss if self.scaler is None else self.scaler.scale(batch_loss)).backward()
+            loss += batch_loss.detach()
         norm = self._update()
         self.ema.update(self.network, self.step + 1)
-        # The only wait for the GPU in a step, after all of its work has been queued.
+        # The only synchronisation with the GPU in a step, after all of its work has been queued.
         loss_value, norm_value = torch.stack([loss, norm]).tolist()
         self._check(loss_value, norm_value, batches)
         self.step += 1
@@ -143,19 +143,19 @@ class Trainer:
         return norm
 
     def _check(self, loss: float, norm: float, batches: list[Batch]) -> None:
-        """Stops before weights that are no numbers reach a checkpoint. fp16 skips steps that overflow, by design."""
+        """Raises before NaN weights reach a checkpoint. With fp16, steps that overflow are skipped instead."""
         scale = None if self.scaler is None or math.isfinite(norm) else self.scaler.get_scale()
         if math.isfinite(loss) and (math.isfinite(norm) or (scale is not None and scale > SMALLEST_SCALE)):
             return
         subjects = ", ".join(str(i) for batch in batches for i in batch.indices)
-        what = "the loss" if not math.isfinite(loss) else "the gradient"
+        name = "loss" if not math.isfinite(loss) else "gradient"
         raise InputError(
-            f"{what} is not finite at step {self.step + 1} (subjects {subjects}): check these subjects for NaN, "
+            f"the {name} is not finite at step {self.step + 1} (subjects {subjects}): check these subjects for NaN, "
             "lower the learning rate, set clip, or train without autocast"
         )
 
     def take_log_row(self) -> dict[str, float]:
-        """The mean over the steps since the last row."""
+        """A row of the log: means over the steps since the last row."""
         row = {
             "step": self.step,
             "epoch": self.step * self.config.samples_per_step // self.subjects,
@@ -172,14 +172,12 @@ class Trainer:
 
     def checkpoint(self) -> Checkpoint:
         if not all(torch.isfinite(p).all() for p in self.network.parameters()):
-            raise InputError(
-                f"a weight is no longer finite after step {self.step}: lower the learning rate or set clip"
-            )
+            raise InputError(f"a weight is not finite after step {self.step}: lower the learning rate or set clip")
         epoch, position = divmod(self.step * self.config.samples_per_step, self.subjects)
         scaler = None
         if self.scaler is not None:
-            found = self.scaler.state_dict()
-            scaler = ScalerState(scale=float(found["scale"]), growth_tracker=int(found["_growth_tracker"]))
+            values = self.scaler.state_dict()
+            scaler = ScalerState(scale=float(values["scale"]), growth_tracker=int(values["_growth_tracker"]))
         parts = {
             "model": self.network.state_dict(),
             "ema": self.ema.network.state_dict(),
@@ -208,8 +206,8 @@ class Trainer:
         expected = divmod(state.step * self.config.samples_per_step, state.subjects)
         if state.subjects != self.subjects or expected != (state.epoch, state.position):
             raise InputError(
-                f"{where}: stopped at subject {state.position} of {state.subjects} in epoch {state.epoch}, and the "
-                f"data now holds {self.subjects} subjects: bring back the same data, or start another run with --init"
+                f"{where}: stopped at subject {state.position} of {state.subjects} in epoch {state.epoch}, but the "
+                f"data now has {self.subjects} subjects: restore the data, or start another run with --init"
             )
         restore_network(self.network, checkpoint.part("model."), where)
         restore_network(self.ema.network, checkpoint.part("ema."), where)

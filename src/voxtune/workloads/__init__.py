@@ -1,4 +1,4 @@
-"""The networks in plain eager PyTorch: what is computed, with no kernel and no flag."""
+"""The networks in plain eager PyTorch, without custom kernels, and their registry."""
 
 from __future__ import annotations
 

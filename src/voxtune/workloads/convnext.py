@@ -31,15 +31,11 @@ class ConvNeXtConfig:
 
     def __post_init__(self) -> None:
         if self.channels < 1 or not self.multipliers or min(self.multipliers) < 1:
-            raise InputError("channels, the number of multipliers and each multiplier must be at least 1")
+            raise InputError("channels, the number of multipliers and each multiplier must be >= 1")
         if self.width < 4 or self.width % 2:
-            raise InputError(
-                f"width {self.width}: must be even and at least 4 (the time sinusoid has sines and cosines)"
-            )
+            raise InputError(f"width {self.width}: must be even and >= 4 (sines and cosines of the time embedding)")
         if max(self.channels, len(self.multipliers), *self.multipliers) > 64 or self.width > 1024:
-            raise InputError(
-                "more than 64 channels, levels or times the width, or width above 1024, is not a model we know"
-            )
+            raise InputError("channels, levels and multipliers must be <= 64, width <= 1024")
 
     @property
     def in_channels(self) -> int:
@@ -132,8 +128,8 @@ class ConvNextBlock(nn.Module):
         return self.block(h) + self.residual_conv(x)
 
 
-class Gate(nn.Module):
-    """Weighs each pixel of the skip by what decoder and skip say together."""
+class AttentionGate(nn.Module):
+    """Weights each pixel of the skip connection by decoder and skip features together."""
 
     def __init__(self, channels: int, skip_channels: int):
         super().__init__()
@@ -165,7 +161,7 @@ class Up(nn.Module):
 
 
 class ConvNeXtUNet(nn.Module):
-    """Predicts the noise in x_t from x_t and the plain integer step."""
+    """Predicts the noise in x_t from x_t and the integer time step."""
 
     def __init__(self, config: ConvNeXtConfig):
         super().__init__()
@@ -187,7 +183,7 @@ class ConvNeXtUNet(nn.Module):
         for level, (inner, outer) in reversed(list(enumerate(levels))):
             layers: list[nn.Module] = []
             for _ in range(BLOCKS):
-                layers += [Gate(outer, inner), ConvNextBlock(outer + inner, outer, time_width)]
+                layers += [AttentionGate(outer, inner), ConvNextBlock(outer + inner, outer, time_width)]
             layers.append(nn.Conv2d(outer, inner, 3, padding=1) if level == 0 else Up(outer, inner))
             self.ups.append(nn.ModuleList(layers))
         self.final_res_block = ConvNextBlock(2 * width, width, time_width)
@@ -214,11 +210,11 @@ class ConvNeXtUNet(nn.Module):
 
 
 def check_input(config: ConvNeXtConfig, x: Tensor, cond: Tensor | None) -> None:
-    """Raises for an image that the network cannot take, before any arithmetic."""
+    """Raises for an input of the wrong shape."""
     if cond is not None:
-        raise InputError("this network is unconditional: give no mask")
+        raise InputError("this network is unconditional and takes no mask")
     if x.dim() != 4 or x.shape[1] != config.channels:
-        raise InputError(f"expected images as (batch, {config.channels}, height, width), found shape {tuple(x.shape)}")
-    wrong = [side for side in x.shape[2:] if side % config.divisor]
-    if wrong:
-        raise InputError(f"side {wrong[0]} of {tuple(x.shape[2:])} does not divide by {config.divisor}")
+        raise InputError(f"expected images as (batch, {config.channels}, height, width), got shape {tuple(x.shape)}")
+    invalid = [n for n in x.shape[2:] if n % config.divisor]
+    if invalid:
+        raise InputError(f"size {tuple(x.shape[2:])}: every dimension must be a multiple of {config.divisor}")

@@ -1,7 +1,7 @@
 """Med-DDPM's 3D U-Net (Dorjsembe et al., IEEE JBHI 2024) in plain eager PyTorch.
 
-Parameter names and shapes are those of the published checkpoints, so that these load unchanged. Nothing here knows of
-a kernel, a flag or a memory format: this is the reference that every plan is held against.
+Parameter names and shapes are those of the published checkpoints, so that these load unchanged. This is the reference
+with which every plan is compared.
 
 Legend: N batch, C channels, D H W voxels, L = D*H*W, E width of the time embedding.
 """
@@ -33,7 +33,7 @@ PUBLISHED_MULTIPLIERS: Mapping[int, tuple[float, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class MedDDPMConfig:
-    """The architecture. `attention` holds the downsampling factors whose residual blocks are followed by attention."""
+    """The architecture. Residual blocks at the downsampling factors in `attention` are followed by attention."""
 
     family: ClassVar[str] = "med-ddpm"
 
@@ -46,22 +46,24 @@ class MedDDPMConfig:
 
     def __post_init__(self) -> None:
         if min(self.in_channels, self.out_channels, self.base, self.blocks) < 1 or not self.multipliers:
-            raise InputError("in_channels, out_channels, base, blocks and the number of multipliers must be at least 1")
+            raise InputError("in_channels, out_channels, base, blocks and the number of multipliers must be >= 1")
         if self.in_channels < self.out_channels:
-            raise InputError(f"in_channels ({self.in_channels}) holds the image ({self.out_channels}) and the mask")
+            raise InputError(
+                f"in_channels ({self.in_channels}) must include the out_channels ({self.out_channels}) of the image"
+            )
         if max(self.in_channels, self.out_channels, self.blocks, len(self.multipliers)) > 64 or self.base > 1024:
-            raise InputError("more than 64 channels, blocks or levels, or base above 1024, is not a model we know")
+            raise InputError("channels, blocks and levels must be <= 64, base <= 1024")
         for multiplier in self.multipliers:
             width = multiplier * self.base
             if width <= 0 or width != int(width) or int(width) % GROUPS:
                 raise InputError(
                     f"base {self.base} x multiplier {multiplier} = {width:g} channels: must be a multiple of {GROUPS}, "
-                    "the number of groups of every norm"
+                    "the number of groups of GroupNorm"
                 )
         factors = [2**level for level in range(len(self.multipliers))]
         wrong = [a for a in self.attention if a not in factors]
         if wrong:
-            raise InputError(f"attention at downsampling {wrong[0]}: this network has the factors {factors}")
+            raise InputError(f"attention at downsampling factor {wrong[0]}: choose from {factors}")
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -142,7 +144,7 @@ def published_config(image_size: int, *, in_channels: int, out_channels: int, ba
     """The published rules: multipliers by size, attention where the downsampling equals size // 16."""
     if image_size not in PUBLISHED_MULTIPLIERS:
         known = ", ".join(map(str, PUBLISHED_MULTIPLIERS))
-        raise InputError(f"no published multipliers for image size {image_size}; known sizes: {known}")
+        raise InputError(f"no published multipliers for image size {image_size}; choose from {known}")
     multipliers = PUBLISHED_MULTIPLIERS[image_size]
     factors = [2**level for level in range(len(multipliers))]
     return MedDDPMConfig(
@@ -210,7 +212,7 @@ def time_sinusoid(t_N: Tensor, width: int) -> Tensor:
 
 
 class GroupNorm32(nn.GroupNorm):
-    """GroupNorm over 32 groups whose statistics are float32 whatever the storage type."""
+    """GroupNorm with 32 groups and float32 statistics, whatever the storage type."""
 
     def __init__(self, channels: int):
         super().__init__(GROUPS, channels, eps=1e-5)
@@ -218,7 +220,7 @@ class GroupNorm32(nn.GroupNorm):
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float64:
             return torch.group_norm(x, GROUPS, self.weight, self.bias, self.eps)
-        # torch.group_norm, unlike F.group_norm, takes a group of a single value, which a one-voxel level has.
+        # torch.group_norm, unlike F.group_norm, accepts groups of a single value (a level of one voxel).
         return torch.group_norm(x.float(), GROUPS, self.weight.float(), self.bias.float(), self.eps).to(x.dtype)
 
 
@@ -250,7 +252,7 @@ class ResidualBlock(nn.Module):
 
 
 class Attention(nn.Module):
-    """One head over all voxels."""
+    """Self-attention with one head over all voxels."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -288,7 +290,7 @@ class Upsample(nn.Module):
 
 
 class Stage(nn.Sequential):
-    """A sequence in which only residual blocks see the time embedding."""
+    """A sequence that passes the time embedding to its residual blocks only."""
 
     def forward(self, x: Tensor, time_NE: Tensor) -> Tensor:  # type: ignore[override]
         for layer in self:
@@ -297,7 +299,7 @@ class Stage(nn.Sequential):
 
 
 class MedDDPMUNet(nn.Module):
-    """Predicts the noise in x_t from cat([x_t, mask]) and the plain integer step."""
+    """Predicts the noise in x_t from cat([x_t, mask]) and the integer time step."""
 
     def __init__(self, config: MedDDPMConfig):
         super().__init__()
@@ -355,19 +357,19 @@ class MedDDPMUNet(nn.Module):
         return self.out(decode(self.output_blocks, h, skips, time_NE))
 
     def split(self, depth: int) -> tuple[FullStep, ShallowStep]:
-        """The network for steps that keep the deep feature, and what is run of it on steps that are given one.
+        """(full, shallow) for the feature cache: a full step returns the deep feature, a shallow step reuses it.
 
-        `depth` whole levels, the outermost, are run on the latter; with 0 the stem, the last block and the head alone.
+        A shallow step runs the `depth` outermost levels; with 0 only the stem, the last block and the head.
         """
         levels = len(self.config.widths)
         if not 0 <= depth < levels:
-            raise InputError(f"depth {depth}: of this network's {levels} levels, 0 to {levels - 1} can be run alone")
+            raise InputError(f"cache depth {depth}: must be in 0 to {levels - 1} for a network of {levels} levels")
         skips = depth * (self.config.blocks + 1) or 1
         return FullStep(self, skips), ShallowStep(self, skips)
 
 
 class FullStep(nn.Module):
-    """The network, which also gives the deep feature: what enters the decoder blocks of the `skips` outermost skips."""
+    """The whole network; also returns the deep feature: the input of the last `skips` decoder blocks."""
 
     def __init__(self, network: MedDDPMUNet, skips: int):
         super().__init__()
@@ -383,12 +385,12 @@ class FullStep(nn.Module):
         return network.out(decode(network.output_blocks[-self.skips :], deep, skips, time_NE)), deep
 
     def extra_repr(self) -> str:
-        """Tells apart what differs in neither weights nor inputs."""
+        """Distinguishes splits of different depth, which have equal weights and inputs."""
         return f"skips={self.skips}"
 
 
 class ShallowStep(nn.Module):
-    """The outermost part of the network, around a deep feature that an earlier step left. Its modules are the network's."""
+    """The outer levels around a deep feature of an earlier step. Shares its modules with the network."""
 
     def __init__(self, network: MedDDPMUNet, skips: int):
         super().__init__()
@@ -407,14 +409,14 @@ class ShallowStep(nn.Module):
 def begin(
     config: MedDDPMConfig, time_embed: nn.Module, x: Tensor, t_N: Tensor, cond: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What the stages are given: image and mask in one volume, and the time embedding."""
+    """Image and mask as one volume, and the time embedding."""
     check_input(config, x, cond)
     h = x if cond is None else torch.cat([x, cond], dim=1)
     return h, time_embed(time_sinusoid(t_N, config.base).to(h.dtype))
 
 
 def encode(stages: Iterable[nn.Module], h: Tensor, time_NE: Tensor) -> list[Tensor]:
-    """The skips, the outermost first."""
+    """The output of every stage, the outermost first."""
     skips = []
     for stage in stages:
         h = stage(h, time_NE)
@@ -423,24 +425,24 @@ def encode(stages: Iterable[nn.Module], h: Tensor, time_NE: Tensor) -> list[Tens
 
 
 def decode(stages: Iterable[nn.Module], h: Tensor, skips: list[Tensor], time_NE: Tensor) -> Tensor:
-    """Takes from `skips` what it uses."""
+    """Removes the skips that it uses from the end of `skips`."""
     for stage in stages:
         h = stage(torch.cat([h, skips.pop()], dim=1), time_NE)
     return h
 
 
 def check_input(config: MedDDPMConfig, x: Tensor, cond: Tensor | None) -> None:
-    """Raises for a volume or mask that the network cannot take, before any arithmetic."""
+    """Raises for inputs of the wrong shape."""
     if x.dim() != 5:
-        raise InputError(f"expected volumes as (batch, channel, depth, height, width), found shape {tuple(x.shape)}")
+        raise InputError(f"expected volumes as (batch, channel, depth, height, width), got shape {tuple(x.shape)}")
     channels = x.shape[1] + (0 if cond is None else cond.shape[1])
     if channels != config.in_channels:
         raise InputError(
-            f"the network takes {config.in_channels} channels ({config.out_channels} image + {config.mask_channels} "
-            f"mask), found {channels}"
+            f"expected {config.in_channels} channels ({config.out_channels} image + {config.mask_channels} mask), "
+            f"got {channels}"
         )
     if cond is not None and (cond.shape[0] != x.shape[0] or cond.shape[2:] != x.shape[2:]):
         raise InputError(f"mask {tuple(cond.shape)} and volume {tuple(x.shape)} differ in batch or size")
-    wrong = [side for side in x.shape[2:] if side % config.divisor]
-    if wrong:
-        raise InputError(f"side {wrong[0]} of {tuple(x.shape[2:])} does not divide by {config.divisor}")
+    invalid = [n for n in x.shape[2:] if n % config.divisor]
+    if invalid:
+        raise InputError(f"size {tuple(x.shape[2:])}: every dimension must be a multiple of {config.divisor}")

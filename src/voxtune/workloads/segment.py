@@ -1,8 +1,8 @@
-"""A small 3D U-Net that says which structure each voxel belongs to; its bottleneck describes a whole volume.
+"""A small 3D U-Net that assigns a class to each voxel; its pooled bottleneck is a feature vector of the volume.
 
-It judges synthetic volumes: its labels against the mask that was asked for, its features for distances between sets.
-Blocks of 2x2x2 voxels become channels before the first convolution and voxels again after the last: nothing is lost, and
-a CPU, too, trains and runs it.
+It evaluates generated volumes: its labels are compared with the input mask, its features give distances between sets.
+Blocks of 2x2x2 voxels become channels before the first convolution and voxels again after the last. This is lossless and
+makes the network small enough for a CPU.
 
 Legend: N batch, C channels, K classes (0 is background), F features, D H W voxels, d h w = D/2 H/2 W/2.
 """
@@ -23,7 +23,7 @@ BLOCK = 2
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentConfig:
-    """The architecture: level i has `base` * 2^i channels, level 0 at half the resolution. `classes` counts the background."""
+    """The architecture: level i has `base` * 2^i channels; level 0 has half the resolution. `classes` includes the background."""
 
     in_channels: int = 1
     classes: int = 3
@@ -32,10 +32,10 @@ class SegmentConfig:
 
     def __post_init__(self) -> None:
         if not 1 <= self.in_channels <= 64 or not 2 <= self.classes <= 256:
-            raise InputError(f"{self.in_channels} images and {self.classes} classes: need 1 to 64, and 2 to 256")
+            raise InputError(f"{self.in_channels} images, {self.classes} classes: must be in 1 to 64 and in 2 to 256")
         if self.base < GROUPS or self.base % GROUPS or self.base > 128 or not 2 <= self.levels <= 6:
             raise InputError(
-                f"base {self.base}, levels {self.levels}: base is a multiple of {GROUPS} up to 128, levels are 2 to 6"
+                f"base {self.base}, levels {self.levels}: base must be a multiple of {GROUPS} up to 128, levels in 2 to 6"
             )
 
     @property
@@ -44,7 +44,7 @@ class SegmentConfig:
 
     @property
     def divisor(self) -> int:
-        """Every side of a volume must divide by this."""
+        """Every dimension of a volume must be a multiple of this."""
         return BLOCK * 2 ** (self.levels - 1)
 
     @property
@@ -53,7 +53,7 @@ class SegmentConfig:
 
 
 class ConvNormAct(nn.Sequential):
-    """3x3x3 convolution, GroupNorm, SiLU. The norm works on one volume alone, so a batch changes nothing."""
+    """3x3x3 convolution, GroupNorm, SiLU. Results do not depend on the rest of the batch."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1):
         super().__init__(
@@ -64,7 +64,7 @@ class ConvNormAct(nn.Sequential):
 
 
 class SegmentUNet(nn.Module):
-    """Two convolutions a level on the way down, one on the way up."""
+    """A U-Net with two convolutions per encoder level and one per decoder level."""
 
     def __init__(self, config: SegmentConfig):
         super().__init__()
@@ -77,10 +77,10 @@ class SegmentUNet(nn.Module):
         )
         self.narrow = nn.ModuleList(nn.Conv3d(2 * w, w, 1) for w in widths[:-1])
         self.up = nn.ModuleList(ConvNormAct(2 * w, w) for w in widths[:-1])
-        # The head sees each block's own voxels beside the context: few channels alone cannot carry eight voxels' edges.
-        own, wide = config.in_channels * BLOCK**3, 2 * config.classes * BLOCK**3
+        # The head also gets the voxels of each block: few channels cannot represent the edges within eight voxels.
+        voxels, hidden = config.in_channels * BLOCK**3, 2 * config.classes * BLOCK**3
         self.head = nn.Sequential(
-            nn.Conv3d(widths[0] + own, wide, 1), nn.SiLU(), nn.Conv3d(wide, config.classes * BLOCK**3, 1)
+            nn.Conv3d(widths[0] + voxels, hidden, 1), nn.SiLU(), nn.Conv3d(hidden, config.classes * BLOCK**3, 1)
         )
 
     def forward(self, x_NCDHW: Tensor) -> Tensor:
@@ -88,12 +88,12 @@ class SegmentUNet(nn.Module):
         return self.forward_both(x_NCDHW)[0]
 
     def forward_both(self, x_NCDHW: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits (N, K, D, H, W) and features (N, F), for the price of one pass."""
+        """Logits (N, K, D, H, W) and features (N, F) from one forward pass."""
         blocks = self._blocks(x_NCDHW)
         levels = self._encode(blocks)
         x = levels[-1]
         for level in reversed(range(len(levels) - 1)):
-            # Narrowed before it is enlarged: the same result for an eighth of the work.
+            # The 1x1x1 convolution before the upsampling: the same result at an eighth of the cost.
             x = F.interpolate(self.narrow[level](x), scale_factor=2.0, mode="nearest")
             x = self.up[level](torch.cat([x, levels[level]], dim=1))
         return blocks_to_voxels(self.head(torch.cat([x, blocks], dim=1))), _pooled(levels[-1])
@@ -105,8 +105,8 @@ class SegmentUNet(nn.Module):
     def _blocks(self, x: Tensor) -> Tensor:
         if x.dim() != 5 or x.shape[1] != self.config.in_channels or any(s % self.config.divisor for s in x.shape[2:]):
             raise InputError(
-                f"volumes of shape {tuple(x.shape)}: need (batch, {self.config.in_channels}, D, H, W) with sides that "
-                f"divide by {self.config.divisor}"
+                f"volumes of shape {tuple(x.shape)}: expected (batch, {self.config.in_channels}, D, H, W), with D, H, W "
+                f"multiples of {self.config.divisor}"
             )
         return voxels_to_blocks(x)
 
@@ -120,14 +120,14 @@ class SegmentUNet(nn.Module):
 
 def voxels_to_blocks(x_NCDHW: Tensor) -> Tensor:
     """(N, C * 8, d, h, w): each block of 2x2x2 voxels as channels."""
-    n, c, *sides = x_NCDHW.shape
-    depth, height, width = (s // BLOCK for s in sides)
+    n, c, *size = x_NCDHW.shape
+    depth, height, width = (s // BLOCK for s in size)
     x = x_NCDHW.reshape(n, c, depth, BLOCK, height, BLOCK, width, BLOCK)
     return x.permute(0, 1, 3, 5, 7, 2, 4, 6).reshape(n, c * BLOCK**3, depth, height, width)
 
 
 def blocks_to_voxels(x_NCdhw: Tensor) -> Tensor:
-    """(N, C / 8, D, H, W): what `voxels_to_blocks` undoes."""
+    """(N, C / 8, D, H, W): the inverse of `voxels_to_blocks`."""
     n, c, depth, height, width = x_NCdhw.shape
     x = x_NCdhw.reshape(n, c // BLOCK**3, BLOCK, BLOCK, BLOCK, depth, height, width)
     return x.permute(0, 1, 5, 2, 6, 3, 7, 4).reshape(n, c // BLOCK**3, depth * BLOCK, height * BLOCK, width * BLOCK)
