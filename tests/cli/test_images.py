@@ -113,7 +113,7 @@ def test_what_train_refuses(place, tmp_path, capsys):
     assert "data_batch_1.bin" in refused(capsys, *start, "--images", tmp_path)
     assert "convnext has no masks" in refused(capsys, *start, "--images", place / "py", "--masks", place / "py")
     assert "simulated subjects are volumes" in refused(capsys, *start, "--cohort", "2")
-    assert "takes 2 sides" in refused(capsys, *start, "--images", place / "py", "--size", "8,8,8")
+    assert "requires 2 dimensions" in refused(capsys, *start, "--images", place / "py", "--size", "8,8,8")
     assert not (tmp_path / "run").exists(), "nothing is left behind"
 
 

@@ -131,7 +131,7 @@ def test_what_is_refused_says_why(folders, tmp_path, capsys):
     assert "steps -1" in refused(capsys, *out, "--cohort", "2", "--steps", "-1")
     assert "loss: 'l3'" in refused(capsys, *out, "--cohort", "2", "--loss", "l3")
     assert "NAME=VALUE" in refused(capsys, *out, "--cohort", "2", "--set", "speed=1")
-    assert "no training run here" in refused(capsys, "--resume", str(tmp_path))
+    assert "not a training run" in refused(capsys, "--resume", str(tmp_path))
     assert "--resume takes settings" in refused(capsys, "--resume", str(tmp_path), "-c", "x.yaml")
     assert "absent.yaml" in refused(capsys, *out, "-c", str(tmp_path / "absent.yaml"))
     assert "no such model" in refused(capsys, *out, "--cohort", "2", "--init", str(tmp_path / "absent"))

@@ -198,7 +198,7 @@ def test_a_device_that_is_not_there(device):
 
 
 def test_size_needs_every_side():
-    with pytest.raises(InputError, match="3 sides"):
+    with pytest.raises(InputError, match="3 dimensions"):
         published.load_published(CHECKPOINT, size=(32, 32))
 
 

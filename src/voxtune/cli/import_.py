@@ -1,4 +1,4 @@
-"""voxtune import: a published checkpoint becomes a model folder."""
+"""voxtune import: convert a published checkpoint to a model folder."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from voxtune.cli.common import JsonOption, Output, QuietOption, parse_size
 
 
 def command(
-    checkpoint: Annotated[Path, typer.Argument(help="A published .pt checkpoint.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The model folder to write.")],
-    size: Annotated[str | None, typer.Option(help="Volume size, where it differs from the published one.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that is there.")] = False,
+    checkpoint: Annotated[Path, typer.Argument(help="Published .pt checkpoint.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Model folder to write.")],
+    size: Annotated[
+        str | None, typer.Option(help="Size of the volumes as D,H,W. Default: inferred from the network.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing model.")] = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Turn a published checkpoint into safetensors with a config and a model card; nothing in it is executed."""
+    """Convert a published checkpoint to a model folder (safetensors, config, model card). Nothing in it is executed."""
     from voxtune.errors import InputError
     from voxtune.runtime.card import model_card
     from voxtune.runtime.published import load_published
@@ -26,11 +28,9 @@ def command(
 
     output = Output(json=json, quiet=quiet)
     if not checkpoint.is_file():
-        raise InputError(f"{checkpoint}: no such file; give a published .pt checkpoint")
+        raise InputError(f"{checkpoint}: no such file; pass a published .pt checkpoint")
     model = load_published(checkpoint, size=parse_size(size) if size else None)
-    origin = (
-        f"Imported from the published checkpoint `{checkpoint.name}` (its exponential moving average where it has one)."
-    )
+    origin = f"Imported from the published checkpoint `{checkpoint.name}` (the EMA weights, if it has any)."
     save(model, out, card=model_card(model, title=out.name, origin=origin), overwrite=overwrite)
     config = model.config
     parameters = sum(p.numel() for p in model.network.parameters())
@@ -39,8 +39,6 @@ def command(
         f"{config.diffusion.steps} steps, volumes of {'x'.join(map(str, config.size))}"
     )
     if config.data is not None:
-        output.say(
-            f"labels: {config.data.describe_labels()} (edit {out / 'config.json'} if yours are numbered otherwise)"
-        )
+        output.say(f"labels: {config.data.describe_labels()} (to change them, edit {out / 'config.json'})")
     output.say(f"wrote {out}")
     output.result({"model": str(out), "parameters": parameters, "config": config.to_json()})

@@ -1,4 +1,4 @@
-"""voxtune info: what a model is and takes."""
+"""voxtune info: describe a model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from voxtune.cli.common import JsonOption, Output, QuietOption, parse_size
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="A model folder, a published .pt, or a workload's name.")],
-    size: Annotated[str | None, typer.Option(help="Count for another size than the model's own.")] = None,
+    model: Annotated[str, typer.Argument(help="Model folder, published .pt checkpoint, or name of a workload.")],
+    size: Annotated[str | None, typer.Option(help="Size as D,H,W (or H,W). Default: the model's.")] = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Show a model's parameters, FLOPs, and the sizes and masks it takes."""
+    """Show the parameters, FLOPs, sampling settings, input sizes and labels of a model."""
     from voxtune.runtime.describe import describe
     from voxtune.runtime.model import workload_config
     from voxtune.runtime.storage import load
@@ -29,12 +29,12 @@ def command(
     rows = {
         "workload": facts["workload"],
         "parameters": f"{facts['parameters']:,} ({facts['weights_mib']} MiB in float32)",
-        "size": f"{sides} (tensor order); any sides that divide by {facts['divisor']}",
+        "size": f"{sides} (tensor order); dimensions must be multiples of {facts['divisor']}",
         "channels": f"{facts['in_channels']} in, {facts['out_channels']} out",
         "one step": f"{facts['flop_per_step'] / 1e12:.3f} TFLOP",
         "diffusion": f"{facts['diffusion']['schedule']} schedule, {facts['diffusion']['steps']} steps",
         "sampling": f"{facts['sampling']['sampler']}, {facts['sampling']['steps']} steps unless told otherwise",
-        "labels": facts["labels"] or "takes no mask",
+        "labels": facts["labels"] or "none (unconditional)",
         "images": ", ".join(facts["images"]) if facts["images"] else None,
         "grid": _grid(facts),
     }

@@ -1,4 +1,4 @@
-"""Published `.pt` checkpoints: read without running them, their architecture inferred from the state dict."""
+"""Published `.pt` checkpoints: read without executing pickled code; the architecture is inferred from the weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from voxtune.runtime.storage import network_from_state
 from voxtune.workloads import FAMILIES, NetworkConfig, closest_workload, same_channels
 
 PREFIX = "denoise_fn."
-# Buffers of the diffusion that a published state dict carries beside the network.
+# Buffers of the diffusion in a published state dict.
 SCHEDULE_BUFFER = re.compile(r"(betas|\w*alphas_cumprod\w*|posterior_\w+)$")
 
 
@@ -30,7 +30,7 @@ def load_published(path: Path, size: tuple[int, ...] | None = None) -> Model:
     state, betas = split_checkpoint(read_checkpoint(path), str(path))
     network = infer_network(state, str(path))
     if size is not None and len(size) != network.dimensions:
-        raise InputError(f"size {size}: this network takes {network.dimensions} sides, depth first")
+        raise InputError(f"size {size}: this network requires {network.dimensions} dimensions, depth first")
     diffusion = _diffusion(betas, network, str(path))
     size = size or likely_size(network)
     config = ModelConfig(network=network, size=size, diffusion=diffusion, data=_contract(network, size))
@@ -38,57 +38,59 @@ def load_published(path: Path, size: tuple[int, ...] | None = None) -> Model:
 
 
 def read_checkpoint(path: Path) -> Any:
-    """The object in the file, with nothing executed: only tensors and plain containers are let through."""
-    _refuse_foreign(path)
+    """The object in the file. Only tensors and plain containers are accepted; nothing is executed."""
+    _check_file_type(path)
     try:
-        _refuse_compressed(path)
+        _check_uncompressed(path)
         return torch.load(path, map_location="cpu", weights_only=True)
     except InputError:
         raise
     except pickle.UnpicklingError as error:
         reason = " ".join(str(error).split())
         if "weights_only" in reason or "Unsupported" in reason:
-            raise InputError(f"{path}: this pickle asks to run code, which is refused; nothing was executed") from None
+            raise InputError(
+                f"{path}: this pickle would run code, which is not allowed; nothing was executed"
+            ) from None
         raise InputError(f"{path}: not a readable checkpoint ({reason[:200]})") from None
     except Exception as error:
-        # A parser of untrusted bytes fails in many ways (EOFError, RuntimeError, KeyError, UnicodeDecodeError, ...).
+        # Damaged files raise many kinds of errors (EOFError, RuntimeError, KeyError, UnicodeDecodeError, ...).
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{path}: not a readable checkpoint ({type(error).__name__}: {reason})") from None
 
 
-def _refuse_foreign(path: Path) -> None:
-    """Says of a file that is no checkpoint at all what it is, before a parser guesses."""
+def _check_file_type(path: Path) -> None:
+    """Raises a specific error for a file that is not a checkpoint."""
     if path.name.lower().endswith((".nii", ".nii.gz")):
-        raise InputError(f"{path}: this is an image, and a model is needed here; are the arguments swapped?")
+        raise InputError(f"{path}: expected a model, got an image; are the arguments swapped?")
     try:
         with path.open("rb") as file:
             head = file.read(2)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
-    # A zip archive, or a pickle of protocol 2 and up, which is what torch writes.
+    # torch writes a zip archive, or a pickle of protocol 2 or higher.
     if head != b"PK" and head[:1] != b"\x80":
-        raise InputError(f"{path}: not a checkpoint of PyTorch (neither a zip archive nor a pickle)")
+        raise InputError(f"{path}: not a PyTorch checkpoint (neither a zip archive nor a pickle)")
 
 
-def _refuse_compressed(path: Path) -> None:
-    """torch stores its records uncompressed; a compressed one could unpack to any size."""
+def _check_uncompressed(path: Path) -> None:
+    """Raises for compressed records: torch does not write them, and they could expand to any size."""
     if not zipfile.is_zipfile(path):
         return
     with zipfile.ZipFile(path) as archive:
         if any(item.compress_type != zipfile.ZIP_STORED for item in archive.infolist()):
-            raise InputError(f"{path}: holds compressed records, which torch does not write; not a checkpoint")
+            raise InputError(f"{path}: contains compressed records, which torch does not write; not a checkpoint")
 
 
 def split_checkpoint(checkpoint: Any, where: str) -> tuple[dict[str, Tensor], Tensor | None]:
-    """(the network's weights, the betas if stored); takes `ema` rather than `model`, as published sampling does."""
+    """(weights of the network, betas if stored). Prefers `ema` to `model`, as the published sampling code does."""
     if not isinstance(checkpoint, Mapping):
-        raise InputError(f"{where}: expected a dictionary of weights, found {type(checkpoint).__name__}")
+        raise InputError(f"{where}: expected a dictionary of weights, got {type(checkpoint).__name__}")
     state = next(
         (checkpoint[k] for k in ("ema", "model", "state_dict") if isinstance(checkpoint.get(k), Mapping)), checkpoint
     )
     tensors = {k.removeprefix("module."): v for k, v in state.items() if isinstance(k, str) and isinstance(v, Tensor)}
     if not tensors:
-        raise InputError(f"{where}: holds no weights (keys: {', '.join(map(repr, list(checkpoint)[:5]))})")
+        raise InputError(f"{where}: contains no weights (keys: {', '.join(map(repr, list(checkpoint)[:5]))})")
     betas = tensors.get("betas")
     if any(k.startswith(PREFIX) for k in tensors):
         return {k.removeprefix(PREFIX): v for k, v in tensors.items() if k.startswith(PREFIX)}, betas

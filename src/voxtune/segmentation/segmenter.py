@@ -1,4 +1,4 @@
-"""A segmentation network with its label contract: on disk, and applied to volumes on the contract's grid."""
+"""A segmentation network with its data contract: on disk, and applied to volumes on the contract's grid."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ PACKAGE = Path(__file__).parent.parent
 
 @dataclass(frozen=True, kw_only=True)
 class SegmenterConfig:
-    """All that a segmenter is but its weights."""
+    """The configuration of a segmenter."""
 
     network: SegmentConfig = field(default_factory=SegmentConfig)
     data: DataContract
 
     def __post_init__(self) -> None:
         if any(s % self.network.divisor for s in self.data.size):
-            raise InputError(f"size {self.data.size}: every side must divide by {self.network.divisor}")
+            raise InputError(f"size {self.data.size}: every dimension must be a multiple of {self.network.divisor}")
         labels, images = len(self.data.labels), len(self.data.images)
         if (self.network.classes, self.network.in_channels) != (labels + 1, images):
             raise InputError(
-                f"the contract has {labels} labels and {images} images, the network knows "
+                f"the data contract has {labels} labels and {images} images, but the network has "
                 f"{self.network.classes - 1} and {self.network.in_channels}"
             )
 
@@ -47,17 +47,17 @@ class SegmenterConfig:
     @classmethod
     def from_json(cls, data: Any, where: str) -> SegmenterConfig:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            actual = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise InputError(
-                f"{where}: expected a segmenter of format {FORMAT!r}, found {found!r}; train one with --workload segment"
+                f"{where}: expected a segmenter of format {FORMAT!r}, got {actual!r}; train one with --workload segment"
             )
         return from_mapping(cls, {k: v for k, v in data.items() if k != "format"}, where)
 
 
 class Segmenter:
-    """A network that labels volumes (N, C, D, H, W) in [-1, 1], scaled as its contract says, and describes them.
+    """Computes labels and features of volumes (N, C, D, H, W) in [-1, 1], scaled as in its data contract.
 
-    `sha256` is that of the weights' file, None for weights that come from none.
+    `sha256` is the hash of the weights' file, None for weights that are not from a file.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class Segmenter:
         return self._values[logits.argmax(dim=1).cpu()], features.double().cpu()
 
     def identity(self) -> dict[str, Any]:
-        """What a result must say of the network that it rests on."""
+        """Identifies the segmenter in a results file."""
         contract = self.config.data
         return {
-            "file": None if self.path is None else _told(self.path),
+            "file": None if self.path is None else _portable(self.path),
             "sha256": self.sha256,
             "features": self.config.network.features,
             "size": list(contract.size),
@@ -105,8 +105,8 @@ def shipped_segmenter() -> Path:
     return PACKAGE / "models" / "segment"
 
 
-def _told(path: Path) -> str:
-    """A user's file as it was given; a shipped one by its place in the package, which is the same on every machine."""
+def _portable(path: Path) -> str:
+    """A file of the package relative to it, which is the same on every machine; any other path unchanged."""
     return str(Path("voxtune") / path.relative_to(PACKAGE)) if path.is_relative_to(PACKAGE) else str(path)
 
 
@@ -115,7 +115,7 @@ def load_segmenter(path: str | Path, *, device: torch.device | str = "cpu") -> S
     path = Path(path)
     folder = path.parent if path.name == WEIGHTS else path
     if not folder.is_dir():
-        raise InputError(f"{path}: no such segmenter; give a folder with {WEIGHTS} and {CONFIG}")
+        raise InputError(f"{path}: no such segmenter; pass a folder with {WEIGHTS} and {CONFIG}")
     config = SegmenterConfig.from_json(read_json(folder / CONFIG), str(folder / CONFIG))
     weights = folder / WEIGHTS
     state, _ = read_safetensors(weights)
@@ -146,7 +146,7 @@ def save_segmenter(segmenter: Segmenter, folder: str | Path, *, card: str) -> Pa
 
 
 def check_segmenter(segmenter: Segmenter, contract: DataContract) -> None:
-    """Raises where the segmenter cannot label this model's volumes as they are."""
+    """Raises if the segmenter's grid or labels differ from the model's."""
     difference = contract_difference(segmenter.config.data, contract)
     if difference:
         raise InputError(

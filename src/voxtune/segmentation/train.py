@@ -1,4 +1,4 @@
-"""Training of the segmenter, short enough for a CPU."""
+"""Training of the segmenter; takes minutes on a CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WARM_UP = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentTraining:
-    """The recipe: AdamW under a one-cycle rate, cross-entropy plus soft Dice, intensities varied at random."""
+    """The recipe: AdamW, one-cycle learning rate, cross-entropy plus soft Dice, random intensity augmentation."""
 
     steps: int = 700
     batch: int = 4
@@ -38,13 +38,15 @@ class SegmentTraining:
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch < 1 or self.seed < 0:
-            raise InputError(f"steps {self.steps}, batch {self.batch}, seed {self.seed}: 1, 1 and 0 are the least")
+            raise InputError(
+                f"steps {self.steps}, batch {self.batch}, seed {self.seed}: steps and batch must be >= 1, seed >= 0"
+            )
         if not 0 < self.learning_rate < 1:
-            raise InputError(f"learning rate {self.learning_rate}: give a number above 0 and below 1")
+            raise InputError(f"learning_rate {self.learning_rate}: must be above 0 and below 1")
         if self.autocast not in ("none", "bf16"):
-            raise InputError(f"autocast {self.autocast!r}: choose none or bf16")
+            raise InputError(f"unknown autocast {self.autocast!r}; choose from none, bf16")
         if self.minutes is not None and not self.minutes > 0:
-            raise InputError(f"minutes {self.minutes}: give a number above 0")
+            raise InputError(f"minutes {self.minutes}: must be above 0")
 
 
 def train_segmenter(
@@ -56,9 +58,9 @@ def train_segmenter(
     workers: int | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> Segmenter:
-    """A segmenter for `source`'s contract. With `minutes` the rate follows the clock, and training ends when it is up.
+    """A segmenter for the contract of `source`. With `minutes`, training ends after that time, with the decay completed.
 
-    `workers` threads load subjects ahead: by default none on a CPU, where they would take the cores from the network.
+    `workers` threads load subjects in advance; by default none on a CPU, where they would compete with the network.
     """
     contract, device = source.contract, torch.device(device)
     shape = network or SegmentConfig(in_channels=len(contract.images), classes=len(contract.labels) + 1)
@@ -67,8 +69,8 @@ def train_segmenter(
     with torch.random.fork_rng(devices=gpus):
         torch.manual_seed(training.seed)
         model = SegmentUNet(config.network).to(device, memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
-        ahead = (0 if device.type == "cpu" else 4) if workers is None else workers
-        _fit(model, source, training, device, ahead, progress)
+        threads = (0 if device.type == "cpu" else 4) if workers is None else workers
+        _fit(model, source, training, device, threads, progress)
     return Segmenter(config, model.to(memory_format=torch.contiguous_format))
 
 
@@ -83,16 +85,16 @@ def _fit(
     started = time.monotonic()
     try:
         for step, batch in zip(range(training.steps), loader, strict=False):
-            done = step / training.steps
+            fraction = step / training.steps
             if training.minutes is not None:
-                done = max(done, (time.monotonic() - started) / (60 * training.minutes))
-            if done >= 1:
+                fraction = max(fraction, (time.monotonic() - started) / (60 * training.minutes))
+            if fraction >= 1:
                 break
             for group in optimizer.param_groups:
-                group["lr"] = training.learning_rate * one_cycle(done)
+                group["lr"] = training.learning_rate * one_cycle(fraction)
             images, conds = batch.on(device)
             assert conds is not None
-            loss = _step(model, vary(images, random), classes(conds), training, optimizer)
+            loss = _step(model, augment(images, random), classes(conds), training, optimizer)
             if not math.isfinite(loss):
                 raise InputError(f"the loss is not finite at step {step + 1}: lower the learning rate")
             if progress is not None:
@@ -104,8 +106,7 @@ def _fit(
 def _step(
     model: SegmentUNet, images: Tensor, target_NDHW: Tensor, training: SegmentTraining, optimizer: torch.optim.Optimizer
 ) -> float:
-    low = torch.autocast(images.device.type, torch.bfloat16) if training.autocast == "bf16" else nullcontext()
-    with low:
+    with torch.autocast(images.device.type, torch.bfloat16) if training.autocast == "bf16" else nullcontext():
         logits = model(images.contiguous(memory_format=torch.channels_last_3d))
     loss = segmentation_loss(logits.float(), target_NDHW)
     optimizer.zero_grad(set_to_none=True)
@@ -115,11 +116,11 @@ def _step(
     return float(loss.detach())
 
 
-def one_cycle(done: float) -> float:
-    """The rate's share: up in a straight line over the first tenth, then down along a cosine to a hundredth."""
-    if done < WARM_UP:
-        return max(0.01, done / WARM_UP)
-    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP)))
+def one_cycle(fraction: float) -> float:
+    """The factor of the learning rate: linear warm-up over the first tenth, then a cosine decay to a hundredth."""
+    if fraction < WARM_UP:
+        return max(0.01, fraction / WARM_UP)
+    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (fraction - WARM_UP) / (1 - WARM_UP)))
 
 
 def classes(conds_NLDHW: Tensor) -> Tensor:
@@ -129,54 +130,54 @@ def classes(conds_NLDHW: Tensor) -> Tensor:
 
 
 def segmentation_loss(logits_NKDHW: Tensor, target_NDHW: Tensor) -> Tensor:
-    """Cross-entropy plus 1 - soft Dice of the structures, taken over the batch: one volume may lack a structure."""
+    """Cross-entropy plus 1 - soft Dice of each label over the batch, because one volume may lack a label."""
     logs = logits_NKDHW.log_softmax(dim=1)
     entropy = F.nll_loss(logs, target_NDHW)
     scores = []
     for k in range(1, logs.shape[1]):
-        probability, there = logs[:, k].exp(), target_NDHW == k
-        scores.append((2 * (probability * there).sum() + 1) / (probability.sum() + there.sum() + 1))
+        probability, target = logs[:, k].exp(), target_NDHW == k
+        scores.append((2 * (probability * target).sum() + 1) / (probability.sum() + target.sum() + 1))
     return entropy + 1 - torch.stack(scores).mean()
 
 
-def vary(images_NCDHW: Tensor, random: torch.Generator) -> Tensor:
-    """Other contrast, smoothness, offset and noise for each volume: a synthetic image must not fail for its style."""
+def augment(images_NCDHW: Tensor, random: torch.Generator) -> Tensor:
+    """Random contrast, smoothness, offset and noise for each volume, so that the style of a volume matters less."""
     n, device = images_NCDHW.shape[0], images_NCDHW.device
 
-    def draw(low: float, high: float) -> Tensor:
+    def uniform(low: float, high: float) -> Tensor:
         return (low + (high - low) * torch.rand(n, generator=random)).view(n, 1, 1, 1, 1).to(device)
 
     unit = (images_NCDHW + 1) / 2
-    unit = unit.clamp(min=0) ** draw(0.7, 1.4)
+    unit = unit.clamp(min=0) ** uniform(0.7, 1.4)
     smooth = F.avg_pool3d(F.pad(unit, (1,) * 6, mode="replicate"), 3, stride=1)
-    unit = torch.lerp(unit, smooth, draw(-0.5, 1.0).clamp(min=0))
-    unit = unit * draw(0.85, 1.1) + draw(-0.1, 0.08).clamp(min=0) * (1 - unit)
+    unit = torch.lerp(unit, smooth, uniform(-0.5, 1.0).clamp(min=0))
+    unit = unit * uniform(0.85, 1.1) + uniform(-0.1, 0.08).clamp(min=0) * (1 - unit)
     seed = int(torch.randint(2**31, (1,), generator=random))
     noise = torch.randn(unit.shape, device=device, generator=torch.Generator(device).manual_seed(seed))
-    return (unit + noise * draw(-0.02, 0.06).clamp(min=0)) * 2 - 1
+    return (unit + noise * uniform(-0.02, 0.06).clamp(min=0)) * 2 - 1
 
 
 def held_out_dice(segmenter: Segmenter, source: Source) -> list[dict[str, float]]:
-    """For each subject, the Dice of each label by name; a label that neither side has is left out."""
+    """The Dice of each label by name, for each subject; without labels that neither volume has."""
     rows = []
     labels = segmenter.config.data.labels
     for index in range(len(source)):
         image, cond = read_item(source, index)
         assert cond is not None
-        found_DHW = segmenter.describe(image[None])[0][0]
+        labels_DHW = segmenter.describe(image[None])[0][0]
         row = {}
         for label in labels:
-            asked, found = cond[label.channel] > 0, found_DHW == label.value
-            total = int(asked.sum() + found.sum())
+            target, predicted = cond[label.channel] > 0, labels_DHW == label.value
+            total = int(target.sum() + predicted.sum())
             if total:
-                row[label.name] = 2 * int((asked & found).sum()) / total
+                row[label.name] = 2 * int((target & predicted).sum()) / total
         rows.append(row)
     return rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentResult:
-    """`dice` holds mean, least and count over held-out subjects, by label."""
+    """`dice` holds mean, minimum ("least") and number of held-out subjects for each label."""
 
     folder: Path
     seconds: float
@@ -199,23 +200,24 @@ def run_segment(
     device: str = "cpu",
     progress: Callable[[int, float], None] | None = None,
 ) -> SegmentResult:
-    """Trains on `train`, measures on `held_out`, writes the folder `out`; `data` says in words what it was trained on."""
+    """Trains on `train`, measures on `held_out`, writes the folder `out`; `data` describes the data in the model card."""
     out = Path(out)
     if (out / "config.json").exists():
-        raise InputError(f"{out}: holds a model already; choose another folder")
-    contract, started, taken = train.contract, time.perf_counter(), [0]
+        raise InputError(f"{out}: already contains a model; choose another folder")
+    contract, started, steps = train.contract, time.perf_counter(), 0
 
-    def told(step: int, loss: float) -> None:
-        taken[0] = step
+    def count(step: int, loss: float) -> None:
+        nonlocal steps
+        steps = step
         if progress is not None:
             progress(step, loss)
 
     network = SegmentConfig(in_channels=len(contract.images), classes=len(contract.labels) + 1, base=base or 16)
-    segmenter = train_segmenter(train, training, network=network, device=device, progress=told)
+    segmenter = train_segmenter(train, training, network=network, device=device, progress=count)
     seconds = time.perf_counter() - started
     dice = summary(held_out_dice(segmenter, held_out))
-    save_segmenter(segmenter, out, card=card(segmenter, training, taken[0], seconds, data, command, dice))
-    return SegmentResult(folder=out, seconds=round(seconds, 1), steps=taken[0], dice=dice)
+    save_segmenter(segmenter, out, card=card(segmenter, training, steps, seconds, data, command, dice))
+    return SegmentResult(folder=out, seconds=round(seconds, 1), steps=steps, dice=dice)
 
 
 def summary(rows: list[dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -233,12 +235,12 @@ def card(
     command: str,
     dice: dict[str, dict[str, float]],
 ) -> str:
-    """The model card: what it is, how it was made, how good it is, what it is not for."""
+    """The model card: network, data, recipe, accuracy, limits."""
     contract, network = segmenter.config.data, segmenter.config.network
     parameters = sum(p.numel() for p in segmenter.network.parameters())
     size, spacing = " x ".join(map(str, contract.size)), " x ".join(f"{s:g}" for s in contract.spacing)
     device = "CPU" if segmenter.device.type == "cpu" else torch.cuda.get_device_name(segmenter.device)
-    low = f", {training.autocast.upper()} autocast" if training.autocast != "none" else ""
+    autocast = f", {training.autocast.upper()} autocast" if training.autocast != "none" else ""
     lines = [
         "---",
         "library_name: voxtune",
@@ -247,20 +249,20 @@ def card(
         "---",
         "# The segmenter",
         "",
-        "Labels the structures of a volume, and describes it by the means of its bottleneck. `voxtune evaluate` judges mask",
-        "adherence by its labels, and FID, MMD and nearest neighbours by its features.",
+        "Assigns a label to each voxel of a volume; the means of its bottleneck channels are features of the volume.",
+        "`voxtune evaluate` compares its labels with masks, and computes FID, MMD and nearest neighbours on its features.",
         "",
         f"- Network: 3D U-Net, {parameters:,} parameters (base {network.base}, {network.levels} levels), "
         f"{network.features} features.",
-        f"- Takes: {', '.join(contract.images)} on {size} voxels of {spacing} mm, {contract.orientation}, intensities to "
-        "[-1, 1] by the volume's extremes.",
+        f"- Input: {', '.join(contract.images)} on {size} voxels of {spacing} mm, {contract.orientation}, intensities scaled "
+        "to [-1, 1] by minimum and maximum of the volume.",
         f"- Labels: {contract.describe_labels()}.",
         f"- Data: {data}.",
-        f"- Recipe: AdamW, one-cycle rate up to {training.learning_rate:g}, cross-entropy + soft Dice, batch "
-        f"{training.batch}, {steps} steps{low}, intensities varied, seed {training.seed}; {seconds / 60:.1f} minutes on "
+        f"- Recipe: AdamW, one-cycle learning rate up to {training.learning_rate:g}, cross-entropy + soft Dice, batch "
+        f"{training.batch}, {steps} steps{autocast}, random intensities, seed {training.seed}; {seconds / 60:.1f} minutes on "
         f"{device}.",
         "",
-        "| label | Dice on held-out subjects, mean | least | subjects |",
+        "| label | Dice on held-out subjects, mean | minimum | subjects |",
         "|---|---:|---:|---:|",
         *(f"| {name} | {d['mean']:.4f} | {d['least']:.4f} | {d['subjects']} |" for name, d in dice.items()),
         "",
@@ -269,8 +271,8 @@ def card(
         "```",
         "",
         "## Limits",
-        "It knows what it was trained on: other anatomy, contrast or scanners need a segmenter of their own. Figures over its",
-        "features are comparable only between results that name the same file hash. For research: not a medical device, not",
+        "Valid for data like its training data: other anatomy, contrasts or scanners require another segmenter. Metrics on",
+        "its features are comparable only between results with the same file hash. For research: not a medical device, not",
         "for diagnosis, treatment or any clinical decision.",
         "",
     ]

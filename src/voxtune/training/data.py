@@ -1,7 +1,7 @@
-"""The order in which training sees its subjects, and the batches made of them ahead of time.
+"""The source of a training run, the order of its subjects, and batches loaded in advance.
 
-Sample n of a run is fixed by the seed and n: an epoch is a permutation, epochs follow each other without a gap, and a
-batch may span two. So the position of a run is one number, whatever was loaded ahead when it stopped.
+Sample n of a run depends on the seed and n alone: each epoch is a permutation of the subjects, and a batch may span two
+epochs. The position of a run is therefore one number, whatever had been loaded in advance when it stopped.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from voxtune.runtime.model import ModelConfig
 from voxtune.training.config import TrainConfig
 
 _MASK = 0xFFFFFFFF
-# Counters of their own, far from the draws of a sampler, so that no training noise is ever a sampling noise.
+# Counters that samplers never use, so that training noise and sampling noise are independent.
 _ORDER, _TIMESTEP, _NOISE = 0xFFFFFFFD, 0xFFFFFFFE, 0xFFFFFFFF
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """`indices` are the subjects, `numbers` the samples of the run they are seen as; `images` and `masks` as they travel."""
+    """`indices` are the subjects, `numbers` the sample numbers of the run; `images` and `masks` as stored by the source."""
 
     numbers: tuple[int, ...]
     indices: tuple[int, ...]
@@ -52,7 +52,7 @@ class Batch:
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> list[int]:
-    """The permutation of `count` subjects in an epoch: sorted by a 63-bit random key, the same on every machine."""
+    """The permutation of `count` subjects in an epoch, sorted by a 63-bit random key; the same on every machine."""
     index = torch.arange(count, dtype=torch.int64)
     counter = [index, *(torch.full_like(index, n) for n in (_ORDER, epoch & _MASK, epoch >> 32))]
     high, low, _, _ = philox(counter, _key(seed))
@@ -75,7 +75,7 @@ def _key(seed: int) -> tuple[int, int]:
 
 
 class Loader:
-    """Batches from sample number `start` on, made by `workers` threads ahead of their use, in order."""
+    """Batches in order, starting at sample number `start`, loaded in advance by `workers` threads."""
 
     def __init__(self, source: Source, *, seed: int, batch: int, start: int, workers: int, pin: bool):
         self.source, self.seed, self.batch, self.pin = source, seed, batch, pin
@@ -100,7 +100,7 @@ class Loader:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def position(self, number: int) -> tuple[int, int]:
-        """(epoch, place in it) of a sample number."""
+        """(epoch, position in the epoch) of a sample number."""
         return divmod(number, self.count)
 
     def _take(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -109,10 +109,10 @@ class Loader:
         return numbers, tuple(self._index(number) for number in numbers)
 
     def _index(self, number: int) -> int:
-        epoch, place = self.position(number)
+        epoch, position = self.position(number)
         if self._order[0] != epoch:
             self._order = (epoch, epoch_order(self.seed, epoch, self.count))
-        return self._order[1][place]
+        return self._order[1][position]
 
     def _load(self, numbers: tuple[int, ...], indices: tuple[int, ...]) -> Batch:
         unfold = None
@@ -133,7 +133,7 @@ def _stacked(items: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor 
 
 
 def read_item(source: Source, index: int) -> tuple[Tensor, Tensor | None]:
-    """Subject `index` as tensors; a file that went away or broke is the user's to mend."""
+    """Subject `index` as tensors; a missing or damaged file is an InputError."""
     try:
         image, cond = source[index]
     except OSError as error:
@@ -149,12 +149,12 @@ Warn = Callable[[str], None]
 
 
 def open_source(config: TrainConfig, model: ModelConfig, warn: Warn, *, check: bool) -> Source:
-    """What `config.data` names, on the model's grid; `check` looks into every file before any work."""
+    """The source in `config.data` on the model's grid; `check` validates every file first."""
     if model.network.dimensions == 2:
         return _open_images(config, model, warn)
     data, contract = config.data, model.data
     if contract is None:
-        raise InputError("this model takes no mask, and the data gives some: train it from Python")
+        raise InputError("this model takes no mask, but the data has masks; train it from Python")
     if data.subjects is not None:
         return PackedSource(data.subjects, contract)
     from voxtune.data.dataset import CohortSource, PairedFolders
@@ -166,8 +166,8 @@ def open_source(config: TrainConfig, model: ModelConfig, warn: Warn, *, check: b
         return cohort
     if data.images is None or data.masks is None:
         raise InputError(
-            "no data: give folders (--images DIR --masks DIR), packed subjects (--subjects FILE) or the embedded cohort "
-            "(--cohort 64)"
+            "no data: pass folders (--images DIR --masks DIR), packed subjects (--subjects FILE) or a number of "
+            "simulated subjects (--cohort 64)"
         )
     source = PairedFolders(contract, data.images, data.masks, mode=data.fit)
     if check:
@@ -180,46 +180,46 @@ def _open_images(config: TrainConfig, model: ModelConfig, warn: Warn) -> Source:
 
     folder = config.data.images
     if folder is None:
-        raise InputError("no data: give the folder of the CIFAR-10 batches (--images DIR)")
+        raise InputError("no data: pass the folder of the CIFAR-10 batches (--images DIR)")
     height, width = model.size
     source = Cifar10(folder, size=(height, width), mirror=config.data.mirror is not False)
     if source.missing:
         missing = ", ".join(f"data_batch_{n}" for n in source.missing)
-        warn(f"{folder}: training on {len(source.files)} of CIFAR-10's batches; {missing} not found")
+        warn(f"{folder}: training on {len(source.files)} of the CIFAR-10 batches; {missing} not found")
     return source
 
 
 def check_items(source: Source, model: ModelConfig) -> None:
-    """The first subject against the model, so that a wrong shape is told before any work."""
+    """Raises if the shape of the first subject does not match the model."""
     if len(source) < 1:
-        raise InputError("the data holds no subjects")
+        raise InputError("the data has no subjects")
     image, cond = read_item(source, 0)
     network = model.network
-    wanted = [
+    expected = [
         (network.out_channels, *model.size),
         (network.mask_channels, *model.size) if network.mask_channels else None,
     ]
-    found = [tuple(image.shape), None if cond is None else tuple(cond.shape)]
-    for what, want, have in zip(("image", "mask"), wanted, found, strict=True):
-        if want != have:
-            raise InputError(f"the data's {what} has shape {have}, the model takes {want}")
+    shapes = [tuple(image.shape), None if cond is None else tuple(cond.shape)]
+    for name, shape, required in zip(("image", "mask"), shapes, expected, strict=True):
+        if shape != required:
+            raise InputError(f"the {name} of the first subject has shape {shape}, but the model requires {required}")
 
 
 def describe_source(config: TrainConfig, source: Source) -> str:
-    """The data of a run in words, for the model card."""
+    """The data of a run in one sentence, for the model card."""
     data, subjects = config.data, len(source)
     if isinstance(source, PackedSource):
         return f"{subjects} subjects packed in `{source.name}`: {source.origin or f'{source.held_out} more held out'}"
     if config.model.dimensions == 2:
         mirrored = " and their mirror images" if data.mirror is not False else ""
-        return f"CIFAR-10's training images of `{data.images}`{mirrored}, {subjects} in all; class labels are not used"
+        return f"CIFAR-10 training images of `{data.images}`{mirrored}, {subjects} in total; class labels are not used"
     if data.cohort is not None:
-        return f"{subjects} subjects of the embedded cohort, seed {data.cohort_seed}"
+        return f"{subjects} simulated subjects of the embedded cohort, seed {data.cohort_seed}"
     return f"{subjects} subjects: images of `{data.images}`, masks of `{data.masks}`"
 
 
 class PackedSource(Packed):
-    """The subjects to learn from of a file that `voxtune pack` wrote; never its held-out ones."""
+    """The training subjects of a file that `voxtune pack` wrote, without its held-out subjects."""
 
     def __init__(self, path: str | Path, contract: DataContract):
         packed, held_out = unpack(path)
@@ -229,7 +229,7 @@ class PackedSource(Packed):
 
 
 def packed_contract(path: str | Path) -> DataContract:
-    """What a packed file says of itself; its subjects are not read."""
+    """The data contract of a packed file; its subjects are not read."""
     try:
         with np.load(path, allow_pickle=False) as file:
             contract = json.loads(str(file["header"]))["contract"]
@@ -239,12 +239,12 @@ def packed_contract(path: str | Path) -> DataContract:
     return from_mapping(DataContract, contract, f"{path}: contract")
 
 
-def _check_contract(path: str | Path, found: DataContract, wanted: DataContract) -> None:
-    difference = contract_difference(found, wanted)
-    if difference is None and [name.lower() for name in found.images] != [name.lower() for name in wanted.images]:
-        difference = f"images {', '.join(found.images)} differ from the model's {', '.join(wanted.images)}"
-    if difference is None and found.scaling != wanted.scaling:
-        difference = f"scaling by {found.scaling} differs from the model's, by {wanted.scaling}"
+def _check_contract(path: str | Path, packed: DataContract, model: DataContract) -> None:
+    difference = contract_difference(packed, model)
+    if difference is None and [name.lower() for name in packed.images] != [name.lower() for name in model.images]:
+        difference = f"images {', '.join(packed.images)} differ from the model's {', '.join(model.images)}"
+    if difference is None and packed.scaling != model.scaling:
+        difference = f"scaling by {packed.scaling} differs from the model's, by {model.scaling}"
     if difference is not None:
         raise InputError(
             f"{path}: {difference}; pack subjects for this model, or do not set size, spacing, labels or other settings "

@@ -1,4 +1,4 @@
-"""What a run leaves to look at: rows of numbers, TensorBoard curves, pictures of samples."""
+"""The log of a run: metrics.jsonl, TensorBoard curves, pictures of samples."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from voxtune.files import replacing
 
 METRICS, TENSORBOARD, SAMPLES = "metrics.jsonl", "tensorboard", "samples"
 CELL_PIXELS = 128
-# Background, then labels in channel order; further labels start again after the background.
+# Background, then labels in channel order; further labels repeat the colours of the labels.
 PALETTE = ((0, 0, 0), (105, 130, 170), (230, 90, 70), (240, 190, 70), (110, 180, 110), (170, 110, 190))
 
 
 class TrainLog:
-    """Rows, curves and pictures of one run. Opened at `step`, it forgets what a stopped run had logged after it."""
+    """The log of one run. Opening it at `step` deletes the rows that an interrupted run logged after that step."""
 
     def __init__(self, folder: Path, *, step: int, tensorboard: bool, warn: Callable[[str], None]):
         self.folder, self.warn = folder, warn
@@ -42,10 +42,10 @@ class TrainLog:
                 if name not in ("step", "epoch"):
                     self._writer.add_scalar(f"train/{name}", value, step)
 
-    def takes_pictures(self) -> bool:
-        """Whether a picture would be kept anywhere; says once why none are written."""
+    def accepts_pictures(self) -> bool:
+        """Whether a picture would be written anywhere; warns once if Pillow is missing."""
         if self._pictures and importlib.util.find_spec("PIL") is None:
-            self.warn("Pillow is not installed: sample pictures are not written")
+            self.warn("Pillow is not installed (pip install pillow): sample pictures are not written")
             self._pictures = False
         return self._pictures or self._writer is not None
 
@@ -61,14 +61,14 @@ class TrainLog:
             Image.fromarray(pixels_HW3).save(part, format="PNG")
 
     def sync(self) -> None:
-        """On disk before the checkpoint is: a resumed run never finds its log shorter than its state."""
+        """Flushes to disk. Called before a checkpoint is written, so that the log is never behind the checkpoint."""
         self._rows.flush()
         os.fsync(self._rows.fileno())
         if self._writer is not None:
             self._writer.flush()
 
     def close(self) -> None:
-        # On a full disk the last flush fails as the write before it did, and that one has been reported.
+        # On a full disk this fails like the write before it, which has been reported.
         with contextlib.suppress(OSError):
             self._rows.close()
         with contextlib.suppress(OSError):
@@ -80,13 +80,15 @@ def _summary_writer(folder: Path, step: int, warn: Callable[[str], None]) -> Any
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        warn("TensorBoard is not installed (pip install tensorboard): no curves; metrics.jsonl has the numbers")
+        warn(
+            "TensorBoard is not installed (pip install tensorboard): no curves are written; the values are in metrics.jsonl"
+        )
         return None
     return SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a run's log; a line that a kill cut short, and what follows it, is left out."""
+    """The rows of a run's log, up to the first line that is not valid (cut off by a kill)."""
     rows = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
@@ -100,27 +102,27 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def truncate_metrics(path: Path, step: int) -> None:
-    """Leaves the rows up to `step`."""
+    """Deletes the rows after `step`."""
     if not path.exists():
         return
-    kept = [row for row in read_metrics(path) if row["step"] <= step]
+    rows = [row for row in read_metrics(path) if row["step"] <= step]
     with replacing(path) as part:
-        part.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        part.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def image_picture(samples_NCHW: np.ndarray) -> np.ndarray:
-    """All samples on one page."""
+    """All samples on one sheet."""
     return sheet(np.stack([to_pixels(image_CHW) for image_CHW in samples_NCHW]))
 
 
 def sample_picture(
-    cond: np.ndarray | None, sample: np.ndarray, real: np.ndarray, contract: DataContract | None = None
+    cond: np.ndarray | None, sample: np.ndarray, image: np.ndarray, contract: DataContract | None = None
 ) -> np.ndarray:
-    """Middle slices of (channel, *size) volumes: mask, sample and real side by side, one row a plane.
+    """Middle slices of (channel, *size) volumes: mask, sample and training image side by side, one row per plane.
 
-    `contract` tells their orientation and spacing; without it they are in RAS, with voxels as wide as high.
+    Without `contract`, volumes are in RAS with isotropic voxels.
     """
-    columns = [_grey(sample[0]), _grey(real[0])]
+    columns = [_grey(sample[0]), _grey(image[0])]
     if cond is not None:
         columns.insert(0, _coloured(cond))
     spacing = (1.0, 1.0, 1.0)
@@ -137,7 +139,7 @@ def sample_picture(
 
 
 def _grey(image: np.ndarray) -> np.ndarray:
-    """[-1, 1] to grey levels, with a last axis of colours."""
+    """[-1, 1] to grey levels, RGB in the last axis."""
     pixels = np.clip((np.nan_to_num(image) + 1) * 127.5, 0, 255).astype(np.uint8)
     return np.repeat(pixels[..., None], 3, axis=-1)
 

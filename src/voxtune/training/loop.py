@@ -1,4 +1,4 @@
-"""The training run: a folder, a loop, and what stops it."""
+"""The training run: its folder, its loop, and its model card."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from voxtune.training.model import model_config
 from voxtune.training.step import Trainer
 from voxtune.versions import __version__
 
-CONFIG, CHECKPOINTS, MODEL, LOCK = "train.json", "checkpoints", "model", ".lock"
-# On the page of images that is drawn while training.
+CONFIG, COMMANDS, CHECKPOINTS, MODEL, LOCK = "train.json", "commands.json", "checkpoints", "model", ".lock"
+# Number of sampled images on a picture during training.
 PICTURE_IMAGES = 16
 
 Progress = Callable[[int, int, float], None]
@@ -38,7 +38,7 @@ Progress = Callable[[int, int, float], None]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """Where a run stands when `train` returns: done after its `steps` or its `minutes`, or `stopped` early on request."""
+    """The state of a run when `train` returns: complete after its `steps` or `minutes`, or `stopped` on request."""
 
     out: Path
     step: int
@@ -68,41 +68,40 @@ def train(
     stop: Callable[[], bool] | None = None,
     warn: Warn | None = None,
 ) -> TrainResult:
-    """Trains into the run folder `out` and returns when done, or after the step in which `stop()` became true.
+    """Trains into the run folder `out` until the run is complete or `stop()` returns true after a step.
 
-    Done is after `config.steps`, or when `config.minutes` are up: counted from here on, and in earlier parts of the run.
+    A run is complete after `config.steps` steps or `config.minutes` minutes, including those before a resume.
 
-    `source` None opens what `config.data` names. `model` starts from a model at hand, of any network; without it the
-    config says which. `resume` goes on from the newest checkpoint in `out`, if there is one. `progress(step, steps,
-    loss)` is called after every step. torch's global random state is the caller's own again afterwards.
+    `source` None opens the source in `config.data`. `model` is the model to start from, by default the one in `config`.
+    `resume` continues from the newest checkpoint in `out`, if any. `progress(step, steps, loss)` is called after every
+    step. torch's global random state is restored afterwards.
     """
-    out, device, warn, began = Path(out), torch.device(device), warn or (lambda text: None), time.monotonic()
+    out, device, warn, started = Path(out), torch.device(device), warn or (lambda text: None), time.monotonic()
     with reporting_os_errors(out), locked(out), _own_random_state(device), _fastest_convolutions(device):
-        found = _find_checkpoint(out, resume, warn)
+        checkpoint = _find_checkpoint(out, resume, warn)
         torch.manual_seed(config.seed)
-        model = _starting_model(config, model, found)
+        model = _starting_model(config, model, checkpoint)
         from_python = source is not None
         if source is None:
-            source = open_source(config, model.config, warn, check=found is None)
+            source = open_source(config, model.config, warn, check=checkpoint is None)
         check_items(source, model.config)
-        if found is not None and config.steps < found.state.step:
-            raise InputError(
-                f"{out}: stands at step {found.state.step} already; give --steps {found.state.step} or more"
-            )
+        if checkpoint is not None and config.steps < checkpoint.state.step:
+            step = checkpoint.state.step
+            raise InputError(f"{out}: already at step {step}; pass --steps {step} or more")
         trainer = Trainer(config, model, len(source), device)
-        if found is not None:
-            trainer.restore(found)
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
         with replacing(out / CONFIG) as part:
             part.write_text(json.dumps(to_mapping(config), indent=2) + "\n")
-        origin = f"{len(source)} subjects given from Python" if from_python else describe_source(config, source)
-        card = partial(training_card, config, model, origin=origin, command=command)
-        last = None if found is None else found.path
-        run = Run(trainer, source, out, warn=warn, card=card, last=last, began=began)
-        return run.loop(progress, stop, None if found is None else found.state.step)
+        origin = f"{len(source)} subjects from Python" if from_python else describe_source(config, source)
+        card = partial(training_card, config, model, origin=origin, commands=_add_command(out, command))
+        last = None if checkpoint is None else checkpoint.path
+        run = Run(trainer, source, out, warn=warn, card=card, last=last, started=started)
+        return run.loop(progress, stop, None if checkpoint is None else checkpoint.state.step)
 
 
 class Run:
-    """One pass of the loop over a run folder."""
+    """The training loop of one call of `train`."""
 
     def __init__(
         self,
@@ -113,12 +112,12 @@ class Run:
         warn: Warn,
         card: Callable[[int, float], str],
         last: Path | None,
-        began: float,
+        started: float,
     ):
         self.trainer, self.config, self.source, self.out = trainer, trainer.config, source, out
         self.card, self.last = card, last
-        # As if earlier parts of the run had ended just now.
-        self.began = began - trainer.elapsed
+        # Time before a resume counts as if it had passed just now.
+        self.started = started - trainer.elapsed
         self.log = TrainLog(out, step=trainer.step, tensorboard=self.config.tensorboard, warn=warn)
 
     def loop(self, progress: Progress | None, stop: Callable[[], bool] | None, resumed: int | None) -> TrainResult:
@@ -132,10 +131,10 @@ class Run:
             pin=trainer.device.type == "cuda",
         )
         loss, stopped = None, False
-        # A fresh run takes one step at least, so that there is something to keep.
+        # A fresh run takes at least one step, so that there is a checkpoint.
         over = resumed is not None and self._clock() >= 1
         try:
-            with self._saying_how_to_resume():
+            with self._resume_hint():
                 batches = iter(loader)
                 while trainer.step < config.steps and not stopped and not over:
                     loss = self._step(batches)
@@ -163,21 +162,21 @@ class Run:
         )
 
     def _step(self, batches: Iterator[Any]) -> float:
-        began = time.perf_counter()
+        started = time.perf_counter()
         try:
-            wanted = [next(batches) for _ in range(self.config.accumulation)]
+            step_batches = [next(batches) for _ in range(self.config.accumulation)]
         except InputError:
-            # The weights are those of the last full step: keep the work since the last checkpoint.
+            # The weights are those of the last complete step: save the work since the last checkpoint.
             if self.trainer.step:
                 self._save()
             raise
-        loss = self.trainer.train_step(wanted, self._clock())
-        self.trainer.seconds += time.perf_counter() - began
+        loss = self.trainer.train_step(step_batches, self._clock())
+        self.trainer.seconds += time.perf_counter() - started
         return loss
 
     def _clock(self) -> float:
-        """The share of the run's minutes that is over."""
-        self.trainer.elapsed = time.monotonic() - self.began
+        """The elapsed fraction of the run's time limit; 0 without one."""
+        self.trainer.elapsed = time.monotonic() - self.started
         limit = self.config.minutes
         return 0.0 if limit is None else self.trainer.elapsed / (60 * limit)
 
@@ -185,13 +184,13 @@ class Run:
         step, config = self.trainer.step, self.config
         if step % config.log_every == 0:
             self.log.row(self.trainer.take_log_row())
-        if config.sample_every and step % config.sample_every == 0 and self.log.takes_pictures():
+        if config.sample_every and step % config.sample_every == 0 and self.log.accepts_pictures():
             self._picture()
         if last or step % config.checkpoint_every == 0:
             self._save()
 
     def _save(self) -> None:
-        """Log, then checkpoint, then model, each durable before the next: a kill between them loses nothing."""
+        """Log, then checkpoint, then model, each on disk before the next: a kill between them loses nothing."""
         self.log.sync()
         self.last = disk.write_checkpoint(self.out / CHECKPOINTS, self.trainer.checkpoint())
         self._save_model()
@@ -205,8 +204,7 @@ class Run:
         return Model(self.trainer.model.config, self.trainer.ema.network)
 
     def _picture(self) -> None:
-        """A sample for the first subject's mask, or a page of images. Noise has no state: training goes on as if it had
-        not been drawn."""
+        """Writes a sample for the first subject's mask, or a page of images. Does not change the random state."""
         image, cond = read_item(self.source, 0)
         flat = self.trainer.model.config.network.dimensions == 2
         with self.trainer.autocast():
@@ -217,14 +215,14 @@ class Run:
                 seed=self.config.seed,
                 indices=range(PICTURE_IMAGES if flat else 1),
             )
-        drawn = samples.float().cpu().numpy()
+        volumes = samples.float().cpu().numpy()
         mask = None if cond is None else cond.numpy()
         contract = self.trainer.model.config.data
-        pixels = image_picture(drawn) if flat else sample_picture(mask, drawn[0], image.numpy(), contract)
+        pixels = image_picture(volumes) if flat else sample_picture(mask, volumes[0], image.numpy(), contract)
         self.log.picture(self.trainer.step, pixels)
 
     @contextmanager
-    def _saying_how_to_resume(self) -> Iterator[None]:
+    def _resume_hint(self) -> Iterator[None]:
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -236,50 +234,50 @@ class Run:
         except InputError as error:
             raise InputError(f"{error}; {self._how_to_resume()}") from error
         except Exception as error:
-            # The compiler's errors have no common public class; what it cannot build here is no fault of the loop.
+            # Errors of torch.compile have no common public class.
             if not self.config.compile or not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise
             reason = " ".join(str(error).split())[:200]
             raise InputError(
-                f"torch.compile cannot build this network here ({reason}): set compile to false"
+                f"torch.compile cannot compile this network on this machine ({reason}): set compile to false"
             ) from error
 
     def _how_to_resume(self) -> str:
         stopped = f"stopped after step {self.trainer.step}"
         if self.last is None:
-            return f"{stopped}, before the first checkpoint; mend this and start again"
+            return f"{stopped}, before the first checkpoint; fix this and start again"
         return (
-            f"{stopped}; the last good checkpoint is {self.last.name}; mend this, then go on with: "
+            f"{stopped}; the last checkpoint is {self.last.name}; fix this, then resume with: "
             f"voxtune train --resume {self.out}"
         )
 
 
 def read_run(out: Path, overrides: dict[str, Any] | None = None) -> TrainConfig:
-    """The config of a run folder, with `overrides` over it."""
+    """The settings of a run folder, replaced by `overrides` where given."""
     if not (out / CONFIG).is_file():
-        raise InputError(f"{out}: no training run here ({CONFIG} is missing); start one with -o {out}")
+        raise InputError(f"{out}: not a training run ({CONFIG} is missing); start one with -o {out}")
     return read_config(out / CONFIG, overrides)
 
 
 def load_init(path: str) -> Model:
-    """The model to go on from: a model folder, a run folder, a training checkpoint or a published `.pt`."""
-    place = Path(path)
-    if disk.NAME.fullmatch(place.name):
-        return disk.load_ema(place)
-    return load(place / MODEL if (place / MODEL / "config.json").is_file() else place)
+    """The model to fine-tune: a model folder, a run folder, a training checkpoint or a published `.pt`."""
+    location = Path(path)
+    if disk.NAME.fullmatch(location.name):
+        return disk.load_ema(location)
+    return load(location / MODEL if (location / MODEL / "config.json").is_file() else location)
 
 
-def _starting_model(config: TrainConfig, model: Model | None, found: Checkpoint | None) -> Model:
-    if found is not None:
-        changed = differences(found.config, config)
-        if model is not None and replace(found.model, sampling=model.config.sampling) != model.config:
-            changed.append("the model's own config")
+def _starting_model(config: TrainConfig, model: Model | None, checkpoint: Checkpoint | None) -> Model:
+    if checkpoint is not None:
+        changed = differences(checkpoint.config, config)
+        if model is not None and replace(checkpoint.model, sampling=model.config.sampling) != model.config:
+            changed.append("the config of the model")
         if changed:
             raise InputError(
-                f"{found.path}: was trained with other settings ({'; '.join(changed)}): resume without changing them, "
-                "or start another run with --init"
+                f"{checkpoint.path}: was trained with other settings ({'; '.join(changed)}): resume without changing "
+                "them, or start another run with --init"
             )
-        return Model(found.model)
+        return Model(checkpoint.model)
     if model is not None:
         return model
     if config.model.init is None:
@@ -292,13 +290,13 @@ def _find_checkpoint(out: Path, resume: bool, warn: Warn) -> Checkpoint | None:
     if resume:
         return disk.newest_checkpoint(out / CHECKPOINTS, warn)
     if disk.checkpoints(out / CHECKPOINTS):
-        raise InputError(f"{out}: holds a run already; continue it with --resume {out}, or choose another folder")
+        raise InputError(f"{out}: already contains a run; continue it with --resume {out}, or choose another folder")
     return None
 
 
 @contextmanager
 def _fastest_convolutions(device: torch.device) -> Iterator[None]:
-    """Lets cuDNN try its kernels on the run's one shape: worth a third of a step, for seconds at the start."""
+    """Lets cuDNN select the fastest kernel for the run's input shape: about a third of the time of a step."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = before or device.type == "cuda"
     try:
@@ -316,8 +314,8 @@ def _own_random_state(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Makes the folder and holds it against a second run; clears what a killed run left half-written."""
-    made = not out.exists()
+    """Creates the folder, locks it, and deletes partly written files of a killed run."""
+    created = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     try:
         with _flock(out):
@@ -325,8 +323,8 @@ def locked(out: Path) -> Iterator[None]:
                 part.unlink(missing_ok=True)
             yield
     finally:
-        # A run that was refused before it wrote anything leaves no folder behind.
-        if made and [p.name for p in out.iterdir()] == [LOCK]:
+        # A run that failed before it wrote anything leaves no folder behind.
+        if created and [p.name for p in out.iterdir()] == [LOCK]:
             (out / LOCK).unlink()
             out.rmdir()
 
@@ -339,16 +337,33 @@ def _flock(out: Path) -> Iterator[None]:
 
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(f"{out}: another process is training here; wait for it or choose another folder") from None
+            raise InputError(
+                f"{out}: in use by another training process; wait for it or choose another folder"
+            ) from None
         except (ImportError, OSError):
-            pass  # Windows and some cluster file systems have no flock: two runs in one folder are the user's to avoid.
+            pass  # Windows and some cluster file systems have no flock; there, the folder is not locked.
         yield
 
 
+def _add_command(out: Path, command: str | None) -> list[str]:
+    """The commands that started and resumed the run, this one included; stored in the run folder."""
+    path = out / COMMANDS
+    try:
+        stored = json.loads(path.read_text()) if path.exists() else []
+    except ValueError:
+        stored = []
+    commands = [line for line in stored if isinstance(line, str)] if isinstance(stored, list) else []
+    if command is None or commands[-1:] == [command]:
+        return commands
+    with replacing(path) as part:
+        part.write_text(json.dumps([*commands, command], indent=2) + "\n")
+    return [*commands, command]
+
+
 def training_card(
-    config: TrainConfig, model: Model, step: int, seconds: float, *, origin: str, command: str | None
+    config: TrainConfig, model: Model, step: int, seconds: float, *, origin: str, commands: list[str]
 ) -> str:
-    """The card of a run's model after `step`: the data, the recipe and the command."""
+    """The model card after `step`, with data, recipe and commands."""
     start = "" if config.model.init is None else f", from the weights of `{config.model.init}`"
     device = "a CPU" if model.device.type == "cpu" else torch.cuda.get_device_name(model.device)
     stored = ", stored in BF16" if config.store == "bf16" else ""
@@ -361,8 +376,8 @@ def training_card(
         f"accumulated, EMA {config.ema_decay:g} every {config.ema_every} steps from step {config.ema_start}, autocast "
         f"{config.autocast}, gradient clip {config.clip or 'none'}, seed {config.seed}",
     ]
-    if command:
-        lines += ["", "```", command, "```"]
+    if commands:
+        lines += ["", "```", *commands, "```"]
     return model_card(model, title="A model trained with voxtune", origin="\n".join(lines))
 
 
@@ -370,6 +385,6 @@ def _describe_rate(config: TrainConfig) -> str:
     warm = f", warmed up over {config.warmup} steps" if config.warmup else ""
     length = f"{config.steps} steps"
     if config.minutes is not None:
-        length += f" or {config.minutes:g} minutes, whichever were further along"
+        length += f" or {config.minutes:g} minutes, whichever progressed further"
     decay = f", decaying along a cosine to a hundredth over {length}" if config.decay == "cosine" else ""
     return f"learning rate {config.learning_rate:g}{warm}{decay}"

@@ -94,7 +94,7 @@ def test_damaged_newest_falls_back(copy, damage):
     assert result.resumed_from == 9
     assert len(told) == 1
     assert str(newest) in told[0]
-    assert "going back to step 9" in told[0]
+    assert "resuming from step 9" in told[0]
     assert (weights(copy), rows(copy)) == before
     assert newest.with_name(f"{newest.name}.damaged").exists()
 

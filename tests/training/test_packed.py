@@ -217,7 +217,7 @@ def test_values_of_options_without_yaml(monkeypatch):
     with_yaml = [parse_value(text) for text in ("1.5", "true", "[8]", "ddim", "null")]
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert [parse_value(text) for text in ("1.5", "true", "[8]", "ddim", "null")] == with_yaml
-    with pytest.raises(InputError, match="not valid JSON, and PyYAML is not installed"):
+    with pytest.raises(InputError, match="not valid JSON, and YAML requires PyYAML"):
         parse_value("[1,")
 
 

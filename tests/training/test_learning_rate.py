@@ -121,9 +121,9 @@ def test_weights_stored_in_bf16_are_the_average_rounded(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"warmup": 13}, "warmup 13: longer than the run's 12 steps"),
+        ({"warmup": 13}, "warmup 13: exceeds the 12 steps of the run"),
         ({"warmup": -1}, "warmup -1"),
-        ({"minutes": 0.0}, "minutes 0.0: must lie above 0"),
+        ({"minutes": 0.0}, "minutes 0.0: must be above 0"),
         ({"minutes": math.nan}, "minutes nan"),
     ],
 )

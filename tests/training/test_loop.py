@@ -52,7 +52,7 @@ def test_the_model_folder_is_usable(tmp_path):
     sample = model.sample(torch.from_numpy(Blobs()[0][1])[None], sampler="ddim", steps=2)
     assert sample.shape == (1, 1, *SIZE)
     card = (tmp_path / "run" / "model" / "README.md").read_text()
-    for fact in ("voxtune train --steps 3", "5 subjects given from Python", "learning rate 0.001", "3 of 3 steps"):
+    for fact in ("voxtune train --steps 3", "5 subjects from Python", "learning rate 0.001", "3 of 3 steps"):
         assert fact in card
 
 
@@ -241,23 +241,23 @@ def test_an_unwritable_folder(tmp_path, place):
 
 def test_a_run_is_not_written_over(tmp_path):
     train(tiny_config(steps=1), Blobs(), tmp_path / "run")
-    with pytest.raises(InputError, match="holds a run already; continue it with --resume"):
+    with pytest.raises(InputError, match="already contains a run; continue it with --resume"):
         train(tiny_config(steps=1), Blobs(), tmp_path / "run")
-    with pytest.raises(InputError, match="no training run here"):
+    with pytest.raises(InputError, match="not a training run"):
         read_run(tmp_path / "nothing")
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
     pytest.importorskip("fcntl")
-    with locked(tmp_path / "run"), pytest.raises(InputError, match="another process is training here"):
+    with locked(tmp_path / "run"), pytest.raises(InputError, match="in use by another training process"):
         train(tiny_config(steps=1), Blobs(), tmp_path / "run")
 
 
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (Blobs(3, size=(4, 4, 8)), r"image has shape \(1, 4, 4, 8\)"),
-        (Blobs(3, masks=False), "mask has shape None"),
+        (Blobs(3, size=(4, 4, 8)), r"image of the first subject has shape \(1, 4, 4, 8\)"),
+        (Blobs(3, masks=False), "mask of the first subject has shape None"),
         (Blobs(0), "no subjects"),
     ],
 )

@@ -166,7 +166,7 @@ def test_weights_written_by_hand_are_what_the_library_reads(tmp_path):
 
 def test_variation_keeps_the_anatomy_and_changes_the_rest():
     x = torch.from_numpy(Balls(1)[0][0])[None]
-    one, again, other = (segmenttrain.vary(x, torch.Generator().manual_seed(s)) for s in (0, 0, 1))
+    one, again, other = (segmenttrain.augment(x, torch.Generator().manual_seed(s)) for s in (0, 0, 1))
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
     assert np.corrcoef(one.flatten(), x.flatten())[0, 1] > 0.85

@@ -36,7 +36,7 @@ def test_width_and_levels_as_asked():
     assert (config.diffusion.schedule, config.diffusion.steps) == ("cosine", 7)
     with pytest.raises(InputError, match="whole numbers"):
         images(multipliers=(1, 1.5))
-    with pytest.raises(InputError, match="takes 2 sides"):
+    with pytest.raises(InputError, match="requires 2 dimensions"):
         images(size=(8, 8, 8))
     with pytest.raises(InputError, match="divide by 8"):
         images(size=(20, 20), multipliers=(1, 2, 4, 8))
@@ -51,9 +51,9 @@ def test_a_stored_model_goes_on_as_it_is():
     assert model_config(smaller, start).size == (32, 32)
     with pytest.raises(InputError, match="base is 8 in m"):
         model_config(TrainConfig(model=ModelSettings(workload="convnext", init="m", base=16)), start)
-    with pytest.raises(InputError, match="m is a convnext model; give --workload convnext"):
+    with pytest.raises(InputError, match="m is a convnext model; pass --workload convnext"):
         model_config(TrainConfig(model=ModelSettings(init="m")), start)
-    with pytest.raises(InputError, match="give --workload med-ddpm"):
+    with pytest.raises(InputError, match="pass --workload med-ddpm"):
         model_config(config, workload_config("med-ddpm"))
 
 
@@ -76,7 +76,7 @@ def test_settings_of_volumes_are_refused_for_images(data, model, said):
 def test_settings_of_images_are_refused_for_volumes():
     with pytest.raises(InputError, match="mirror applies to images"):
         TrainConfig(data=DataSettings(mirror=True))
-    with pytest.raises(InputError, match="takes 3 sides"):
+    with pytest.raises(InputError, match="requires 3 dimensions"):
         ModelSettings(size=(32, 32))
     with pytest.raises(InputError, match="images alone train --workload convnext"):
         TrainConfig(data=DataSettings(images="a"))
