@@ -1,4 +1,4 @@
-"""voxtune train as a user runs it: from folders, from a config, stopped, resumed, refused."""
+"""voxtune train: from folders, from a config file, stopped, resumed, with invalid options."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def refused(capsys, *arguments: str) -> str:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_folders_to_a_model_that_samples(folders, tmp_path, capsys):
+def test_trains_from_folders_and_samples(folders, tmp_path, capsys):
     assert main(from_folders(folders, tmp_path / "run", "--steps", "4", "--sample-every", "4")) == 0
     out = capsys.readouterr().out
     assert "Trained 4 steps" in out
@@ -97,7 +97,7 @@ def test_folders_to_a_model_that_samples(folders, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_config_file_with_options_over_it(folders, tmp_path, capsys):
+def test_options_override_the_config_file(folders, tmp_path, capsys):
     (tmp_path / "train.yaml").write_text(GOOD.replace("images: images", f"images: {folders}/images"))
     arguments = ["-c", str(tmp_path / "train.yaml"), "-o", str(tmp_path / "run"), "--device", "cpu", "--json"]
     options = ["--masks", str(folders / "masks"), "--steps", "3", "--set", "data.orientation=RAS", "--set", "clip=null"]
@@ -115,15 +115,17 @@ def test_config_file_with_options_over_it(folders, tmp_path, capsys):
 def test_cohort(tmp_path):
     pytest.importorskip("nilearn")
     assert main(["train", "--cohort", "1", "-o", str(tmp_path / "run"), *TINY, "--steps", "1", "--quiet"]) == 0
-    assert "1 subjects of the embedded cohort, seed 0" in (tmp_path / "run" / "model" / "README.md").read_text()
+    assert (
+        "1 simulated subjects of the embedded cohort, seed 0" in (tmp_path / "run" / "model" / "README.md").read_text()
+    )
 
 
-def test_what_is_refused_says_why(folders, tmp_path, capsys):
+def test_invalid_options_are_errors(folders, tmp_path, capsys):
     out = ["-o", str(tmp_path / "run")]
-    assert "where to?" in refused(capsys, "--cohort", "2")
+    assert "missing output folder" in refused(capsys, "--cohort", "2")
     assert "no data" in refused(capsys, *out, *TINY)
     assert "convnext" in refused(capsys, *out, "--workload", "convnext", "--cohort", "2")
-    assert "not both" in refused(capsys, *out, "--cohort", "2", "--images", "a", "--masks", "b")
+    assert "cannot be combined" in refused(capsys, *out, "--cohort", "2", "--images", "a", "--masks", "b")
     assert "masks is missing" in refused(capsys, *out, "--images", "a")
     assert "--size" in refused(capsys, *out, "--cohort", "2", "--size", "8,8,x")
     assert "--labels" in refused(capsys, *out, "--cohort", "2", "--labels", "brain")
@@ -132,12 +134,12 @@ def test_what_is_refused_says_why(folders, tmp_path, capsys):
     assert "loss: 'l3'" in refused(capsys, *out, "--cohort", "2", "--loss", "l3")
     assert "NAME=VALUE" in refused(capsys, *out, "--cohort", "2", "--set", "speed=1")
     assert "not a training run" in refused(capsys, "--resume", str(tmp_path))
-    assert "--resume takes settings" in refused(capsys, "--resume", str(tmp_path), "-c", "x.yaml")
+    assert "--resume cannot be combined with --config" in refused(capsys, "--resume", str(tmp_path), "-c", "x.yaml")
     assert "absent.yaml" in refused(capsys, *out, "-c", str(tmp_path / "absent.yaml"))
     assert "no such model" in refused(capsys, *out, "--cohort", "2", "--init", str(tmp_path / "absent"))
     unknown = from_folders(folders, tmp_path / "run", "--labels", "brain=1")
     assert "unknown label 2" in refused(capsys, *unknown[1:])
-    assert not (tmp_path / "run").exists(), "nothing is left behind"
+    assert not (tmp_path / "run").exists(), "no folder is left behind"
 
 
 def start(arguments: list[str]) -> subprocess.Popen:
@@ -156,24 +158,29 @@ def wait_for_rows(process: subprocess.Popen, out: Path, count: int) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
 def test_killed_stopped_and_resumed_by_the_command(folders, tmp_path):
-    """SIGKILL, then SIGTERM, then to the end: the same bits as in one go."""
-    rhythm = ["--steps", "16", "--checkpoint-every", "3", "--sample-every", "0", "--set", "log_every=1"]
-    process = start(from_folders(folders, tmp_path / "run", *rhythm))
+    """SIGKILL, then SIGTERM, then to the end: the same bits as an uninterrupted run."""
+    intervals = ["--steps", "16", "--checkpoint-every", "3", "--sample-every", "0", "--set", "log_every=1"]
+    process = start(from_folders(folders, tmp_path / "run", *intervals))
     wait_for_rows(process, tmp_path / "run", 4)
     process.kill()
     assert process.wait(300) == -signal.SIGKILL
     process = start(["train", "--resume", str(tmp_path / "run"), "--device", "cpu"])
     wait_for_rows(process, tmp_path / "run", 7)
     process.terminate()
-    said, _ = process.communicate(timeout=300)
+    stdout, _ = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM
-    assert f"voxtune train --resume {tmp_path / 'run'}" in said
-    last, whole = ["train", "--resume", str(tmp_path / "run")], from_folders(folders, tmp_path / "whole", *rhythm)
-    both = [start([*last, "--device", "cpu"]), start(whole)]
+    assert f"voxtune train --resume {tmp_path / 'run'}" in stdout
+    last, uninterrupted = (
+        ["train", "--resume", str(tmp_path / "run")],
+        from_folders(folders, tmp_path / "uninterrupted", *intervals),
+    )
+    both = [start([*last, "--device", "cpu"]), start(uninterrupted)]
     assert [p.communicate(timeout=300) and p.returncode for p in both] == [0, 0]
-    stored = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("run", "whole")]
+    stored = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("run", "uninterrupted")]
     assert stored[0] == stored[1]
-    steps = [[row["step"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("run", "whole")]
+    steps = [
+        [row["step"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("run", "uninterrupted")
+    ]
     assert steps[0] == steps[1] == list(range(1, 17))
 
 
@@ -193,7 +200,7 @@ def outcome(path: Path) -> bool:
     return True
 
 
-def test_the_good_config_is_good(tmp_path):
+def test_the_valid_config_is_valid(tmp_path):
     (tmp_path / "train.yaml").write_text(GOOD)
     config = read_config(tmp_path / "train.yaml")
     assert config.data.images == str(tmp_path / "images")
@@ -224,7 +231,7 @@ def damaged(raw: bytes, seed: int) -> bytes:
 
 
 @pytest.mark.parametrize("ending", ["yaml", "json"])
-def test_damaged_configs_are_taken_or_refused(tmp_path, ending):
+def test_damaged_configs_are_read_or_input_errors(tmp_path, ending):
     yaml = pytest.importorskip("yaml")
     good = GOOD if ending == "yaml" else json.dumps({**yaml.safe_load(GOOD), "learning_rate": 1e-3}, indent=1)
     path = tmp_path / f"train.{ending}"
@@ -251,7 +258,7 @@ def test_hostile_values_of_every_setting(tmp_path, name):
         outcome(path)
 
 
-def test_a_file_too_large_or_of_aliases_is_refused_at_once(tmp_path):
+def test_large_files_and_aliases_are_errors(tmp_path):
     path = tmp_path / "train.yaml"
     path.write_bytes(b"#" * (2**20 + 1))
     assert not outcome(path)
@@ -270,7 +277,7 @@ def test_a_file_too_large_or_of_aliases_is_refused_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("zero", ["model.base=0", "model.blocks=0", "model.multipliers=[]", "model.diffusion_steps=0"])
-def test_zero_is_not_taken_for_nothing_said(tmp_path, capsys, zero):
+def test_zero_is_not_the_default(tmp_path, capsys, zero):
     arguments = [
         "train",
         "--cohort",
@@ -288,10 +295,10 @@ def test_zero_is_not_taken_for_nothing_said(tmp_path, capsys, zero):
     assert capsys.readouterr().err.startswith("voxtune: error: ")
 
 
-def test_a_run_is_not_resumed_to_before_where_it_stands(tmp_path, capsys):
+def test_a_run_cannot_be_resumed_with_fewer_steps_than_done(tmp_path, capsys):
     run = tmp_path / "run"
     arguments = ["--sample-every", "0", "--checkpoint-every", "1", "--quiet", "-o", str(run)]
-    # A grid that covers a brain, since the cohort is drawn on it.
+    # The grid must cover a brain of the cohort.
     assert main(["train", "--cohort", "2", *TINY, "--set", "data.spacing=[24,24,24]", "--steps", "3", *arguments]) == 0
     before = (run / "train.json").read_bytes()
     assert main(["train", "--resume", str(run), "--steps", "2"]) == 2

@@ -1,4 +1,4 @@
-"""The segmenter: it learns, it is written and read back, its data travels in one file, and what is damaged is refused."""
+"""The segmenter: training, storage, packed subjects, damaged files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONTRACT = generic_contract(2, 1, (16, 16, 16))
 
 
 class Balls:
-    """A bright ball in a grey one at random places: what a segmenter must be able to learn in seconds."""
+    """A bright ball in a grey one at random positions, which a segmenter learns in seconds."""
 
     contract = CONTRACT
 
@@ -54,7 +54,7 @@ def learned(tmp_path_factory):
     return folder, result
 
 
-def test_it_learns_what_can_be_learned(learned):
+def test_learns_separable_structures(learned):
     folder, result = learned
     assert result.steps == 40
     assert result.dice["label1"]["mean"] > 0.8
@@ -67,7 +67,7 @@ def test_it_learns_what_can_be_learned(learned):
     assert "not a medical device" in (folder / "README.md").read_text()
 
 
-def test_written_and_read_back_it_is_the_same(learned):
+def test_round_trip_through_a_folder(learned):
     folder, _ = learned
     segmenter = load_segmenter(folder)
     labels, features = segmenter.describe(torch.from_numpy(Balls(1)[0][0])[None])
@@ -91,7 +91,7 @@ def test_the_same_seed_gives_the_same_weights():
     assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
 
 
-def test_a_second_run_does_not_replace_the_first(learned):
+def test_an_existing_model_is_not_overwritten(learned):
     with pytest.raises(InputError, match="holds a model already"):
         run_segment(Balls(2), Balls(1), segmenttrain.SegmentTraining(steps=1), learned[0], data="", command="")
 
@@ -106,7 +106,7 @@ def test_a_second_run_does_not_replace_the_first(learned):
         ("model.safetensors", None, "missing"),
     ],
 )
-def test_damaged_folders_are_refused(learned, tmp_path, file, content, word):
+def test_damaged_folders_are_errors(learned, tmp_path, file, content, word):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((learned[0] / name).read_bytes())
     (tmp_path / file).unlink()
@@ -116,7 +116,7 @@ def test_damaged_folders_are_refused(learned, tmp_path, file, content, word):
         load_segmenter(tmp_path)
 
 
-def test_a_config_that_contradicts_itself_is_refused(learned, tmp_path):
+def test_an_inconsistent_config_is_an_error(learned, tmp_path):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((learned[0] / name).read_bytes())
     config = json.loads((tmp_path / "config.json").read_text())
@@ -128,19 +128,19 @@ def test_a_config_that_contradicts_itself_is_refused(learned, tmp_path):
         load_segmenter(tmp_path / "nowhere")
 
 
-def test_subjects_travel_in_one_file(tmp_path):
+def test_packed_subjects_round_trip(tmp_path):
     path = subjects.pack(Balls(3), Balls(2, 50), tmp_path / "s.npz", origin="balls")
     train, held_out = subjects.unpack(path)
     assert (len(train), len(held_out), train.contract, train.origin) == (3, 2, CONTRACT, "balls")
-    for there, here in ((train[1], Balls(3)[1]), (held_out[1], Balls(2, 50)[1])):
-        np.testing.assert_allclose(there[0], np.clip(here[0], -1, 1), atol=1.01 / subjects.STEPS)
-        np.testing.assert_array_equal(there[1], here[1])
+    for packed, original in ((train[1], Balls(3)[1]), (held_out[1], Balls(2, 50)[1])):
+        np.testing.assert_allclose(packed[0], np.clip(original[0], -1, 1), atol=1.01 / subjects.STEPS)
+        np.testing.assert_array_equal(packed[1], original[1])
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(InputError, match="packed subjects"):
         subjects.unpack(path)
 
 
-def test_training_from_one_file_where_little_is_installed(tmp_path, capsys):
+def test_training_from_packed_subjects_with_only_the_core_dependencies(tmp_path, capsys):
     subjects.pack(Balls(2), Balls(1), tmp_path / "s.npz", origin="balls")
     command = ["train", "--workload", "segment", "--subjects", str(tmp_path / "s.npz"), "-o", str(tmp_path / "out")]
     command += ["--steps", "1", "--minutes", "5", "--batch", "2", "--base", "4", "--device", "cpu"]
@@ -156,15 +156,15 @@ def test_training_from_one_file_where_little_is_installed(tmp_path, capsys):
         assert "the file has them" in capsys.readouterr().err
 
 
-def test_weights_written_by_hand_are_what_the_library_reads(tmp_path):
+def test_weights_written_without_safetensors_are_read_by_it(tmp_path):
     tensors = {"a": torch.randn(3, 2), "b": torch.arange(5), "c": torch.randn(4).bfloat16(), "d": torch.zeros(0)}
     storage._write_plainly(tmp_path / "x.safetensors", tensors, {"k": "v"})
-    found, metadata = storage.read_safetensors(tmp_path / "x.safetensors")
+    stored, metadata = storage.read_safetensors(tmp_path / "x.safetensors")
     assert metadata == {"k": "v"}
-    assert all(torch.equal(found[k], tensors[k]) for k in tensors)
+    assert all(torch.equal(stored[k], tensors[k]) for k in tensors)
 
 
-def test_variation_keeps_the_anatomy_and_changes_the_rest():
+def test_augmentation_changes_intensities_only():
     x = torch.from_numpy(Balls(1)[0][0])[None]
     one, again, other = (segmenttrain.augment(x, torch.Generator().manual_seed(s)) for s in (0, 0, 1))
     assert torch.equal(one, again)
@@ -173,19 +173,19 @@ def test_variation_keeps_the_anatomy_and_changes_the_rest():
 
 
 @pytest.mark.parametrize("wrong", [{"steps": 0}, {"learning_rate": 2.0}, {"autocast": "fp8"}, {"minutes": 0.0}])
-def test_recipes_that_cannot_be_meant_are_refused(wrong):
+def test_invalid_recipes_are_errors(wrong):
     with pytest.raises(InputError):
         segmenttrain.SegmentTraining(**wrong)
 
 
-def test_save_reports_a_folder_that_cannot_be(tmp_path):
+def test_save_to_an_invalid_folder_is_an_error(tmp_path):
     (tmp_path / "file").write_text("x")
     segmenter = Segmenter(SegmenterConfig(network=SegmentConfig(base=4), data=CONTRACT))
     with pytest.raises(InputError, match="file"):
         save_segmenter(segmenter, tmp_path / "file" / "deeper", card="")
 
 
-def test_the_shipped_one_finds_what_it_never_saw():
+def test_the_shipped_segmenter_labels_held_out_subjects():
     shipped = load_segmenter(shipped_segmenter())
     source = CohortSource(shipped.config.data, 0, 100_200, healthy_fraction=0.0)
     rows = segmenttrain.held_out_dice(

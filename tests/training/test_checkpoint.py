@@ -1,4 +1,4 @@
-"""Checkpoints: complete, checked when read, and a damaged one never in the way."""
+"""Checkpoints: complete, checked when read; damaged ones are skipped."""
 
 from __future__ import annotations
 
@@ -51,23 +51,28 @@ def small_checkpoint(**state) -> Checkpoint:
 
 def test_round_trip_is_exact(tmp_path):
     written = small_checkpoint(loss_sum=0.1 + 0.2, loss_count=2, scaler=ScalerState(scale=65536.0, growth_tracker=7))
-    found = read_checkpoint(write_checkpoint(tmp_path, written))
-    assert (found.state, found.config, found.model) == (written.state, written.config, written.model)
-    assert all(torch.equal(found.tensors[k], v) for k, v in written.tensors.items())
+    checkpoint = read_checkpoint(write_checkpoint(tmp_path, written))
+    assert (checkpoint.state, checkpoint.config, checkpoint.model) == (written.state, written.config, written.model)
+    assert all(torch.equal(checkpoint.tensors[k], v) for k, v in written.tensors.items())
 
 
-def test_holds_everything(run):
-    found = read_checkpoint(checkpoints(run / "checkpoints")[-1])
-    names = {name.split(".")[0] for name in found.tensors}
+def test_contains_the_complete_state(run):
+    checkpoint = read_checkpoint(checkpoints(run / "checkpoints")[-1])
+    names = {name.split(".")[0] for name in checkpoint.tensors}
     assert names == {"model", "ema", "optimizer", "rng"}
-    parameters = set(found.part("model."))
-    assert {k.rsplit(".", 1)[0] for k in found.part("optimizer.")} == parameters
-    assert {k.rsplit(".", 1)[1] for k in found.part("optimizer.")} == {"exp_avg", "exp_avg_sq", "step"}
-    assert (found.state.step, found.state.epoch, found.state.position, found.state.subjects) == (12, 4, 4, 5)
-    assert found.config == tiny_config()
+    parameters = set(checkpoint.part("model."))
+    assert {k.rsplit(".", 1)[0] for k in checkpoint.part("optimizer.")} == parameters
+    assert {k.rsplit(".", 1)[1] for k in checkpoint.part("optimizer.")} == {"exp_avg", "exp_avg_sq", "step"}
+    assert (checkpoint.state.step, checkpoint.state.epoch, checkpoint.state.position, checkpoint.state.subjects) == (
+        12,
+        4,
+        4,
+        5,
+    )
+    assert checkpoint.config == tiny_config()
 
 
-def test_keeps_the_last_ones(run):
+def test_old_checkpoints_are_deleted(run):
     assert [p.name for p in checkpoints(run / "checkpoints")] == [
         "step-00000009.safetensors",
         "step-00000012.safetensors",
@@ -89,12 +94,12 @@ def test_damaged_newest_falls_back(copy, damage):
     newest.write_bytes(raw)
     if damage == "other file":
         write_safetensors(newest, {"x": torch.zeros(2)}, {"format": "pt"})
-    told, before = [], (weights(copy), rows(copy))
-    result = train(tiny_config(), Blobs(), copy, resume=True, warn=told.append)
+    warnings, before = [], (weights(copy), rows(copy))
+    result = train(tiny_config(), Blobs(), copy, resume=True, warn=warnings.append)
     assert result.resumed_from == 9
-    assert len(told) == 1
-    assert str(newest) in told[0]
-    assert "resuming from step 9" in told[0]
+    assert len(warnings) == 1
+    assert str(newest) in warnings[0]
+    assert "resuming from step 9" in warnings[0]
     assert (weights(copy), rows(copy)) == before
     assert newest.with_name(f"{newest.name}.damaged").exists()
 
@@ -106,7 +111,7 @@ def test_every_checkpoint_damaged(copy):
         train(tiny_config(), Blobs(), copy, resume=True)
 
 
-def test_no_mutation_of_a_checkpoint_gives_another_error(tmp_path):
+def test_every_mutation_of_a_checkpoint_is_an_input_error(tmp_path):
     """Bits flipped and pieces cut anywhere: read as it was, or refused."""
     path = write_checkpoint(tmp_path, small_checkpoint())
     good, chance = path.read_bytes(), random.Random(3)
@@ -160,11 +165,11 @@ def test_wrong_tensors_are_named(copy):
         train(tiny_config(steps=14), Blobs(), copy, resume=True)
 
 
-def test_an_empty_folder_has_none(tmp_path):
+def test_an_empty_folder_has_no_checkpoint(tmp_path):
     assert newest_checkpoint(tmp_path / "nowhere", print) is None
 
 
-def test_a_checkpoint_or_a_run_can_be_gone_on_from(run):
+def test_a_checkpoint_or_a_run_can_be_fine_tuned(run):
     sampled = load_init(str(run)).network.state_dict()
     from_file = load_init(str(checkpoints(run / "checkpoints")[-1])).network.state_dict()
     stored, _ = read_safetensors(run / "model" / "model.safetensors")
@@ -172,7 +177,7 @@ def test_a_checkpoint_or_a_run_can_be_gone_on_from(run):
     assert load_init(str(run)).config.size == SIZE
 
 
-def test_metrics_are_cut_to_the_checkpoint(tmp_path):
+def test_metrics_after_the_checkpoint_are_deleted(tmp_path):
     path = tmp_path / METRICS
     lines = [json.dumps({"step": n, "loss": 0.5}) for n in (2, 4, 6)]
     path.write_text("\n".join([*lines, '{"step": 8, "lo']))

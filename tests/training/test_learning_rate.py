@@ -1,4 +1,4 @@
-"""The learning rate over a run, the clock that may end it, and what is written then."""
+"""The learning rate over a run, the time limit, and the stored weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 DECAYING = {"warmup": 3, "decay": "cosine"}
 
 
-def test_the_rate_rises_in_a_line_and_falls_along_a_cosine():
+def test_linear_warmup_and_cosine_decay():
     plain = tiny_config(steps=100)
     assert {learning_rate(plain, step) for step in range(100)} == {1e-3}
     warm = tiny_config(steps=100, warmup=4)
@@ -31,27 +31,27 @@ def test_the_rate_rises_in_a_line_and_falls_along_a_cosine():
     assert falling == sorted(falling, reverse=True)
 
 
-def test_the_clock_hurries_the_decay_and_never_delays_it():
+def test_the_clock_can_only_speed_up_the_decay():
     config = tiny_config(steps=100, decay="cosine", minutes=1.0)
     assert learning_rate(config, 10, clock=0.05) == learning_rate(config, 10)
     assert learning_rate(config, 10, clock=0.5) == learning_rate(config, 50)
     assert learning_rate(config, 10, clock=7.0) == pytest.approx(1e-5)
 
 
-def test_a_decaying_run_that_was_stopped_ends_with_the_same_bits(tmp_path):
+def test_a_stopped_run_with_decay_ends_with_the_same_bits(tmp_path):
     config = tiny_config(**DECAYING, log_every=1)
-    train(config, Blobs(), tmp_path / "whole")
+    train(config, Blobs(), tmp_path / "uninterrupted")
     seen = []
     train(config, Blobs(), tmp_path / "run", lambda *a: seen.append(a), stop=lambda: len(seen) >= 4)
     train(config, Blobs(), tmp_path / "run", resume=True)
-    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
-    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+    assert weights(tmp_path / "run") == weights(tmp_path / "uninterrupted")
+    assert rows(tmp_path / "run") == rows(tmp_path / "uninterrupted")
     assert [row["learning_rate"] for row in rows(tmp_path / "run")] == [learning_rate(config, s) for s in range(12)]
     train(tiny_config(log_every=1), Blobs(), tmp_path / "even")
-    assert weights(tmp_path / "even") != weights(tmp_path / "whole")
+    assert weights(tmp_path / "even") != weights(tmp_path / "uninterrupted")
 
 
-def test_where_the_rate_decays_the_length_is_not_free_to_change(tmp_path):
+def test_with_decay_the_length_of_a_run_is_fixed(tmp_path):
     train(tiny_config(steps=2, decay="cosine"), Blobs(), tmp_path / "run")
     with pytest.raises(InputError, match=r"steps: 2 -> 4, over which the learning rate decays.*start another run"):
         train(tiny_config(steps=4, decay="cosine"), Blobs(), tmp_path / "run", resume=True)
@@ -73,7 +73,7 @@ class Clock:
         return self.now
 
 
-def test_minutes_end_a_run_with_a_model_and_more_minutes_go_on(tmp_path, monkeypatch):
+def test_the_time_limit_ends_a_run_and_can_be_extended(tmp_path, monkeypatch):
     monkeypatch.setattr(train_module, "time", Clock(5.0))
     config = tiny_config(minutes=1.0, decay="cosine", log_every=1)
     result = train(config, Blobs(), tmp_path / "run")
@@ -92,21 +92,21 @@ def test_minutes_end_a_run_with_a_model_and_more_minutes_go_on(tmp_path, monkeyp
         train(tiny_config(minutes=9.0, decay="cosine", log_every=1), Blobs(), tmp_path / "run", resume=True)
 
 
-def test_without_decay_more_minutes_finish_the_run_with_the_same_bits(tmp_path, monkeypatch):
-    train(tiny_config(), Blobs(), tmp_path / "whole")
+def test_without_decay_a_longer_time_limit_finishes_the_run_with_the_same_bits(tmp_path, monkeypatch):
+    train(tiny_config(), Blobs(), tmp_path / "uninterrupted")
     monkeypatch.setattr(train_module, "time", Clock(5.0))
     assert train(tiny_config(minutes=0.5), Blobs(), tmp_path / "run").ended == "minutes"
     assert train(tiny_config(minutes=90.0), Blobs(), tmp_path / "run", resume=True).ended == "steps"
-    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    assert weights(tmp_path / "run") == weights(tmp_path / "uninterrupted")
 
 
-def test_a_run_takes_one_step_however_short_its_minutes(tmp_path):
+def test_a_run_takes_at_least_one_step(tmp_path):
     result = train(tiny_config(minutes=1e-9), Blobs(), tmp_path / "run")
     assert (result.step, result.ended) == (1, "minutes")
     assert load(result.model)
 
 
-def test_weights_stored_in_bf16_are_the_average_rounded(tmp_path):
+def test_weights_stored_in_bf16_are_the_rounded_average(tmp_path):
     result = train(tiny_config(steps=3), Blobs(), tmp_path / "run")
     full = load(result.model).network.state_dict()
     size = (result.model / "model.safetensors").stat().st_size
@@ -119,7 +119,7 @@ def test_weights_stored_in_bf16_are_the_average_rounded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("settings", "message"),
     [
         ({"warmup": 13}, "warmup 13: exceeds the 12 steps of the run"),
         ({"warmup": -1}, "warmup -1"),
@@ -127,6 +127,6 @@ def test_weights_stored_in_bf16_are_the_average_rounded(tmp_path):
         ({"minutes": math.nan}, "minutes nan"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(wrong, said):
-    with pytest.raises(InputError, match=said):
-        tiny_config(**wrong)
+def test_invalid_settings_are_errors(settings, message):
+    with pytest.raises(InputError, match=message):
+        tiny_config(**settings)

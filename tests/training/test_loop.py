@@ -1,4 +1,4 @@
-"""The loop: learns, averages, accumulates, stops with a word when it must."""
+"""The training loop: learning, EMA, accumulation, data order, errors, log and pictures."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_ema_is_the_weights_then_their_average():
     assert not ema.network.weight.requires_grad
 
 
-def test_ema_is_what_is_stored_as_the_model(tmp_path):
+def test_the_stored_model_has_the_ema_weights(tmp_path):
     train(tiny_config(), Blobs(), tmp_path / "run")
     stored = load(tmp_path / "run" / "model").network.state_dict()
     average, last = tensors(tmp_path / "run", "ema."), tensors(tmp_path / "run")
@@ -80,7 +80,7 @@ def test_ema_is_what_is_stored_as_the_model(tmp_path):
     assert any(not torch.equal(stored[k], v) for k, v in last.items())
 
 
-def test_accumulation_equals_a_bigger_batch(tmp_path):
+def test_accumulation_equals_a_larger_batch(tmp_path):
     for name, batch, accumulation in (("batch", 4, 1), ("parts", 1, 4)):
         config = tiny_config(steps=1, batch=batch, accumulation=accumulation)
         model = Model(model_config(config))
@@ -96,7 +96,7 @@ def test_accumulation_equals_a_bigger_batch(tmp_path):
         torch.testing.assert_close(many[name], value, rtol=1e-4, atol=1e-6 * largest)
 
 
-def test_every_subject_once_an_epoch_and_epochs_differ():
+def test_every_subject_once_per_epoch_in_a_different_order():
     orders = [epoch_order(3, epoch, 50) for epoch in range(4)]
     assert all(sorted(order) == list(range(50)) for order in orders)
     assert len({tuple(order) for order in orders}) == 4
@@ -104,7 +104,7 @@ def test_every_subject_once_an_epoch_and_epochs_differ():
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_the_loader_gives_the_same_batches_whoever_loads(workers):
+def test_the_loader_returns_the_same_batches_with_any_number_of_workers(workers):
     loader = Loader(Blobs(5), seed=1, batch=3, start=4, workers=workers, pin=False)
     batches = iter(loader)
     got = [next(batches) for _ in range(4)]
@@ -143,7 +143,7 @@ def test_clip_and_channels_last_and_l2(tmp_path):
     assert load(tmp_path / "plain" / "model").config.diffusion.loss == "l2"
 
 
-def test_global_random_state_is_left_alone(tmp_path):
+def test_the_global_random_state_is_restored(tmp_path):
     torch.manual_seed(99)
     before = torch.get_rng_state()
     train(tiny_config(steps=1), Blobs(), tmp_path / "run")
@@ -159,7 +159,7 @@ def test_a_network_without_masks_trains_from_python(tmp_path):
     assert (tmp_path / "run" / "samples" / "step-00000002.png").exists()
 
 
-def test_fine_tuning_goes_on_from_a_model(tmp_path):
+def test_fine_tuning_starts_from_a_model(tmp_path):
     train(tiny_config(steps=3), Blobs(), tmp_path / "first")
     start = str(tmp_path / "first" / "model")
     config = tiny_config(steps=1, learning_rate=1e-12, model=ModelSettings(init=start))
@@ -188,25 +188,25 @@ class Failing(Blobs):
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (InputError("sub-03.nii.gz: no such file"), "sub-03.nii.gz: no such file"),
         (FileNotFoundError(2, "No such file or directory", "/data/sub-03.nii"), "/data/sub-03.nii: No such file"),
     ],
 )
-def test_a_vanished_file_stops_with_the_work_kept(tmp_path, error, said):
-    """The look at subject 0, then 2 a step: step 5 is the first that cannot be made; steps 1 to 4 are kept."""
+def test_a_missing_file_stops_after_a_checkpoint(tmp_path, error, message):
+    """Subject 0 is checked first, then 2 are read per step: step 5 fails, steps 1 to 4 are in the checkpoint."""
     with pytest.raises(InputError, match="stopped after step 4") as stopped:
         train(tiny_config(workers=0), Failing(9, error), tmp_path / "run")
-    assert said in str(stopped.value)
+    assert message in str(stopped.value)
     assert "step-00000004" in str(stopped.value)
     assert f"voxtune train --resume {tmp_path / 'run'}" in str(stopped.value)
     train(tiny_config(), Blobs(), tmp_path / "run", resume=True)
-    train(tiny_config(), Blobs(), tmp_path / "whole")
-    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    train(tiny_config(), Blobs(), tmp_path / "uninterrupted")
+    assert weights(tmp_path / "run") == weights(tmp_path / "uninterrupted")
 
 
-def test_a_nan_loss_stops_with_the_last_good_checkpoint(tmp_path):
+def test_a_nan_loss_stops_the_run_and_keeps_the_last_checkpoint(tmp_path):
     with pytest.raises(InputError, match="the loss is not finite at step 5") as stopped:
         train(tiny_config(workers=0), Failing(9, None), tmp_path / "run")
     assert "step-00000003" in str(stopped.value)
@@ -239,7 +239,7 @@ def test_an_unwritable_folder(tmp_path, place):
         train(tiny_config(), Blobs(), tmp_path / place)
 
 
-def test_a_run_is_not_written_over(tmp_path):
+def test_a_run_is_not_overwritten(tmp_path):
     train(tiny_config(steps=1), Blobs(), tmp_path / "run")
     with pytest.raises(InputError, match="already contains a run; continue it with --resume"):
         train(tiny_config(steps=1), Blobs(), tmp_path / "run")
@@ -254,15 +254,15 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         (Blobs(3, size=(4, 4, 8)), r"image of the first subject has shape \(1, 4, 4, 8\)"),
         (Blobs(3, masks=False), "mask of the first subject has shape None"),
         (Blobs(0), "no subjects"),
     ],
 )
-def test_data_that_does_not_fit_is_named(tmp_path, source, said):
-    with pytest.raises(InputError, match=said):
+def test_data_of_the_wrong_shape_is_an_error(tmp_path, source, message):
+    with pytest.raises(InputError, match=message):
         train(tiny_config(), source, tmp_path / "run")
 
 
@@ -279,15 +279,15 @@ def test_tensorboard_curves_and_pictures(tmp_path):
     assert [e.step for e in events.Images("sample")] == [4, 8]
 
 
-def test_without_tensorboard_it_says_so_once(tmp_path, monkeypatch):
+def test_without_tensorboard_it_warns_once(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
-    told = []
-    train(tiny_config(steps=2, tensorboard=True), Blobs(), tmp_path / "run", warn=told.append)
-    assert [t for t in told if "TensorBoard is not installed" in t] == told
-    assert len(told) == 1
+    warnings = []
+    train(tiny_config(steps=2, tensorboard=True), Blobs(), tmp_path / "run", warn=warnings.append)
+    assert [w for w in warnings if "TensorBoard is not installed" in w] == warnings
+    assert len(warnings) == 1
 
 
-def test_the_picture_shows_mask_sample_and_real():
+def test_the_picture_shows_mask_sample_and_image():
     cond = -np.ones((2, 4, 6, 8), np.float32)
     cond[1, 2, 3, 4] = 1
     sample, real = np.full((1, 4, 6, 8), -1, np.float32), np.ones((1, 4, 6, 8), np.float32)
@@ -317,16 +317,16 @@ def test_the_picture_is_upright_in_any_orientation(orientation):
     size, spacing = (5, 7, 9), (3.0, 1.0, 2.0)
     image = np.random.default_rng(0).uniform(-1, 1, size).astype(np.float32)
     image[4, 3, :], image[2, 6, 4] = 1, 1
-    wanted = sample_picture(image[None], image[None], -image[None], generic_contract(1, 1, size, spacing=spacing))
+    expected = sample_picture(image[None], image[None], -image[None], generic_contract(1, 1, size, spacing=spacing))
     turned, axes = on_axes(orientation, image)
     contract = generic_contract(
         1, 1, turned.shape, spacing=tuple(spacing[::-1][a] for a in axes)[::-1], orientation=orientation
     )
     picture = sample_picture(turned[None], turned[None], -turned[None], contract)
-    np.testing.assert_array_equal(picture, wanted)
+    np.testing.assert_array_equal(picture, expected)
 
 
-def test_the_picture_has_superior_up_and_true_sides():
+def test_the_picture_has_superior_up_and_isotropic_pixels():
     image = np.full((5, 7, 9), 0.0, np.float32)
     image[4] = 1  # the topmost slice
     picture = sample_picture(None, image[None], image[None], generic_contract(1, 1, (5, 7, 9), spacing=(3, 1, 2)))

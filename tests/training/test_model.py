@@ -1,4 +1,4 @@
-"""The model that follows from a run's settings, where it draws images; tests of volumes stand in test_train.py."""
+"""The model of a run for images; for volumes see test_loop.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def images(**settings) -> ModelConfig:
     return model_config(TrainConfig(model=ModelSettings(workload="convnext", **settings)))
 
 
-def test_the_published_network_at_the_datas_own_size():
+def test_the_published_network_at_the_size_of_the_data():
     config = images()
     assert config.network == workload("convnext").network
     assert config.size == (32, 32)
@@ -30,7 +30,7 @@ def test_as_many_levels_as_the_size_allows(size, multipliers):
     assert (config.size, config.network.multipliers) == (size, multipliers)
 
 
-def test_width_and_levels_as_asked():
+def test_width_and_levels_from_the_settings():
     config = images(base=8, multipliers=(1.0, 3.0), schedule="cosine", diffusion_steps=7)
     assert config.network == ConvNeXtConfig(width=8, multipliers=(1, 3))
     assert (config.diffusion.schedule, config.diffusion.steps) == ("cosine", 7)
@@ -42,11 +42,11 @@ def test_width_and_levels_as_asked():
         images(size=(20, 20), multipliers=(1, 2, 4, 8))
 
 
-def test_a_stored_model_goes_on_as_it_is():
+def test_a_stored_model_keeps_its_network():
     start = Model(ModelConfig(network=ConvNeXtConfig(width=8, multipliers=(1, 2)), size=(64, 64))).config
     config = TrainConfig(model=ModelSettings(workload="convnext", init="m"), loss="l2")
-    found = model_config(config, start)
-    assert (found.network, found.size, found.diffusion.loss) == (start.network, (64, 64), "l2")
+    tuned = model_config(config, start)
+    assert (tuned.network, tuned.size, tuned.diffusion.loss) == (start.network, (64, 64), "l2")
     smaller = TrainConfig(model=ModelSettings(workload="convnext", init="m", size=(32, 32), base=8, multipliers=(1, 2)))
     assert model_config(smaller, start).size == (32, 32)
     with pytest.raises(InputError, match="base is 8 in m"):
@@ -58,7 +58,7 @@ def test_a_stored_model_goes_on_as_it_is():
 
 
 @pytest.mark.parametrize(
-    ("data", "model", "said"),
+    ("data", "model", "message"),
     [
         ({"images": "a", "masks": "b"}, {}, "convnext has no masks"),
         ({"cohort": 2}, {}, "the simulated subjects are volumes"),
@@ -68,12 +68,12 @@ def test_a_stored_model_goes_on_as_it_is():
         ({}, {"blocks": 1}, "convnext has no blocks"),
     ],
 )
-def test_settings_of_volumes_are_refused_for_images(data, model, said):
-    with pytest.raises(InputError, match=said):
+def test_settings_of_volumes_are_errors_for_images(data, model, message):
+    with pytest.raises(InputError, match=message):
         TrainConfig(data=DataSettings(**data), model=ModelSettings(workload="convnext", **model))
 
 
-def test_settings_of_images_are_refused_for_volumes():
+def test_settings_of_images_are_errors_for_volumes():
     with pytest.raises(InputError, match="mirror applies to images"):
         TrainConfig(data=DataSettings(mirror=True))
     with pytest.raises(InputError, match="requires 3 dimensions"):
@@ -82,7 +82,7 @@ def test_settings_of_images_are_refused_for_volumes():
         TrainConfig(data=DataSettings(images="a"))
 
 
-def test_the_usual_recipe_unless_told_otherwise():
+def test_the_recipe_of_the_workload_is_the_default():
     plain = make_config({}, {"model.workload": "convnext", "batch": 64}, "options")
     assert (plain.batch, plain.accumulation, plain.learning_rate, plain.loss) == (64, 1, 2e-4, "l2")
     volumes = make_config({}, {}, "options")

@@ -1,4 +1,4 @@
-"""Training from one file of packed subjects, also where little is installed."""
+"""Training from a file of packed subjects, also with only the core dependencies."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def file(tmp_path_factory):
     return pack(Made(range(6)), Made([90, 91]), path, origin="made of numbers")
 
 
-def test_subjects_are_those_that_were_packed_and_no_held_out_one(file):
+def test_training_subjects_exclude_the_held_out_ones(file):
     source = PackedSource(file, CONTRACT)
     assert (len(source), source.held_out, source.origin) == (6, 2, "made of numbers")
     for index in range(6):
@@ -69,7 +69,7 @@ def test_subjects_are_those_that_were_packed_and_no_held_out_one(file):
 
 
 @pytest.mark.parametrize("mask_range", ["signed", "unit"])
-def test_a_batch_as_it_travels_unfolds_to_the_subjects_bit_for_bit(file, mask_range):
+def test_a_compact_batch_unfolds_to_exactly_the_subjects(file, mask_range):
     source = PackedSource(file, replace(CONTRACT, mask_range=mask_range))
     images, masks = source.stored((4, 1, 4))
     assert (images.element_size(), masks.element_size()) == (2, 1), "six times fewer bytes than float32 of both labels"
@@ -81,18 +81,18 @@ def test_a_batch_as_it_travels_unfolds_to_the_subjects_bit_for_bit(file, mask_ra
     loader = Loader(source, seed=0, batch=3, start=0, workers=1, pin=False)
     batch = next(iter(loader))
     loader.close()
-    for (found, conds), wanted in (
+    for (unfolded, conds), indices in (
         (source.unfold(images, masks), (4, 1, 4)),
         (volumes.unfold(*volumes.stored((4, 1, 4))), (4, 1, 4)),
         (batch.on(torch.device("cpu")), batch.indices),
     ):
-        assert found.dtype == conds.dtype == torch.float32
-        for row, index in enumerate(wanted):
-            np.testing.assert_array_equal(found[row].numpy(), source[index][0])
+        assert unfolded.dtype == conds.dtype == torch.float32
+        for row, index in enumerate(indices):
+            np.testing.assert_array_equal(unfolded[row].numpy(), source[index][0])
             np.testing.assert_array_equal(conds[row].numpy(), source[index][1])
 
 
-def test_training_on_packed_subjects_is_training_on_these_subjects(file, tmp_path):
+def test_training_on_packed_subjects_equals_training_on_the_subjects(file, tmp_path):
     class Plain:
         """The same subjects, one by one."""
 
@@ -121,19 +121,19 @@ def test_training_on_packed_subjects_is_training_on_these_subjects(file, tmp_pat
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def test_the_condition_is_in_the_models_own_range(file):
+def test_the_condition_is_in_the_range_of_the_model(file):
     unit = PackedSource(file, replace(CONTRACT, mask_range="unit"))
     signed = PackedSource(file, CONTRACT)
     np.testing.assert_array_equal(unit[0][1], (signed[0][1] + 1) / 2)
 
 
-def test_a_fresh_model_takes_the_files_contract(file):
+def test_a_fresh_model_has_the_contract_of_the_file(file):
     config = TrainConfig(data=DataSettings(subjects=str(file)), model=ModelSettings(base=32, multipliers=(1,)))
     assert model_config(config).data == packed_contract(file) == CONTRACT
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"size": (8, 8, 16)}, r"size \(8, 8, 8\) differs from the model\'s \(8, 8, 16\)"),
         ({"spacing": (24.0, 24.0, 20.0)}, "spacing .* differs"),
@@ -143,13 +143,13 @@ def test_a_fresh_model_takes_the_files_contract(file):
         ({"scaling": "slice"}, "scaling by volume differs"),
     ],
 )
-def test_a_model_of_another_contract_is_refused(file, change, said):
-    with pytest.raises(InputError, match=said) as refused:
+def test_a_model_of_another_contract_is_an_error(file, change, message):
+    with pytest.raises(InputError, match=message) as refused:
         PackedSource(file, replace(CONTRACT, **change))
     assert "do not set size, spacing" in str(refused.value)
 
 
-def test_a_file_that_is_none_is_named(tmp_path, file):
+def test_invalid_files_are_errors(tmp_path, file):
     (tmp_path / "text.npz").write_text("no")
     np.savez(tmp_path / "other.npz", a=np.zeros(3))
     np.savez(tmp_path / "deep.npz", header="[" * 100_000)
@@ -161,18 +161,18 @@ def test_a_file_that_is_none_is_named(tmp_path, file):
         parts = {**good, "labels": good["labels"] + 7}
         bright = {**good, "images": good["images"] + np.uint16(9000)}
         wide = {**good, "images": good["images"].astype(np.float32)}
-    for name, broken, said in (
+    for name, broken, message in (
         ("labels.npz", parts, "labels that its own contract does not name"),
         ("bright.npz", bright, "not whole numbers from 0 to 4095"),
         ("wide.npz", wide, "not whole numbers from 0 to 4095"),
     ):
         np.savez(tmp_path / name, **broken)
         for read in (unpack, lambda path: PackedSource(path, CONTRACT)):
-            with pytest.raises(InputError, match=said):
+            with pytest.raises(InputError, match=message):
                 read(tmp_path / name)
 
 
-def test_one_way_of_naming_the_data_goes_over_the_others_of_a_file():
+def test_a_data_source_in_the_options_replaces_that_of_the_file():
     for old in ({"cohort": 3}, {"images": "i", "masks": "m"}, {"subjects": "old.npz"}):
         data = make_config({"data": old}, {"data.subjects": "new.npz"}, "here").data
         assert (data.subjects, data.cohort, data.images, data.masks) == ("new.npz", None, None, None)
@@ -184,7 +184,7 @@ def test_one_way_of_naming_the_data_goes_over_the_others_of_a_file():
         make_config({}, {"data.subjects": "new.npz", "model.workload": "convnext"}, "here")
 
 
-def test_refused_by_the_command_in_one_line(file, tmp_path, capsys):
+def test_errors_of_the_command_are_one_line(file, tmp_path, capsys):
     out = ["-o", str(tmp_path / "run")]
     wrong = ["train", "--subjects", str(file), "--size", "16,16,16", *TINY, *out, "--quiet"]
     assert main(wrong) == 2
@@ -194,7 +194,7 @@ def test_refused_by_the_command_in_one_line(file, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_command_where_little_is_installed(file, tmp_path):
+def test_the_command_with_only_the_core_dependencies(file, tmp_path):
     recipe = ["--steps", "2", "--minutes", "9", "--warmup", "1", "--decay", "cosine", "--autocast", "bf16"]
     settings = ["clip=1.0", "channels_last=true", "store=bf16", "ema_start=1", "sampler=ddim", "sample_every=2"]
     command = ["train", "--subjects", str(file), *TINY, *recipe, "-o", str(tmp_path / "run")]
@@ -202,8 +202,8 @@ def test_the_command_where_little_is_installed(file, tmp_path):
     done = voxtune_bare(*command)
     assert done.returncode == 0, done.stderr
     assert "Trained 2 steps" in done.stdout
-    for said in ("TensorBoard is not installed", "Pillow is not installed", "training 2/2"):
-        assert done.stderr.count(said) == 1, done.stderr
+    for message in ("TensorBoard is not installed", "Pillow is not installed", "training 2/2"):
+        assert done.stderr.count(message) == 1, done.stderr
     assert load(tmp_path / "run").config.data == CONTRACT
     card = (tmp_path / "run" / "model" / "README.md").read_text()
     assert "6 subjects packed in `subjects.npz`: made of numbers" in card
@@ -221,17 +221,17 @@ def test_values_of_options_without_yaml(monkeypatch):
         parse_value("[1,")
 
 
-def test_packed_by_the_command_from_a_cohort_and_from_folders(tmp_path, capsys):
+def test_the_pack_command_with_simulated_subjects_and_folders(tmp_path, capsys):
     from voxtune.data.bids import write_cohort
 
     file = tmp_path / "cohort.npz"
-    told = ["pack", "--size", "16,16,16", "-o", str(file), "--json"]
-    assert main([*told, "--cohort", "3", "--held-out", "2"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["subjects"], found["held_out"]) == (3, 2) and "subjects 0 to 2" in found["origin"]
+    command = ["pack", "--size", "16,16,16", "-o", str(file), "--json"]
+    assert main([*command, "--cohort", "3", "--held-out", "2"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["subjects"], result["held_out"]) == (3, 2) and "subjects 0 to 2" in result["origin"]
     learn, last = unpack(file)
     assert (len(learn), len(last), learn.contract.size) == (3, 2, (16, 16, 16))
-    assert main([*told, "--cohort", "3"]) == 2
+    assert main([*command, "--cohort", "3"]) == 2
     assert "--overwrite" in capsys.readouterr().err
 
     write_cohort(tmp_path / "bids", 4, 0, (16, 16, 16))
@@ -240,7 +240,7 @@ def test_packed_by_the_command_from_a_cohort_and_from_folders(tmp_path, capsys):
         (tmp_path / kind).mkdir(exist_ok=True)
         path.rename(tmp_path / kind / path.name)
     folders = ["--images", str(tmp_path / "images"), "--masks", str(tmp_path / "masks"), "--overwrite"]
-    assert main([*told, *folders, "--held-out", "1", "--labels", "brain=1,tumour=2"]) == 0
+    assert main([*command, *folders, "--held-out", "1", "--labels", "brain=1,tumour=2"]) == 0
     assert json.loads(capsys.readouterr().out)["subjects"] == 3
     assert [label.name for label in unpack(file)[0].contract.labels] == ["brain", "tumour"]
     for wrong, word in (
@@ -249,8 +249,8 @@ def test_packed_by_the_command_from_a_cohort_and_from_folders(tmp_path, capsys):
         (["--labels", "brain=1,tumour=2,other=300"], "up to 255"),
         (["--seed", "0"], "a seed is the cohort's"),
     ):
-        assert main([*told, *folders, *wrong]) == 2
+        assert main([*command, *folders, *wrong]) == 2
         assert word in capsys.readouterr().err
-    assert main([*told, "--cohort", "3", "--labels", "brain=1", "--overwrite"]) == 2
+    assert main([*command, "--cohort", "3", "--labels", "brain=1", "--overwrite"]) == 2
     assert "leave them away with --cohort" in capsys.readouterr().err
     assert len(unpack(file)[0]) == 3

@@ -1,4 +1,4 @@
-"""A run killed at any moment and resumed ends with the same bits as one that was not."""
+"""A run that is killed at any time and resumed ends with the same bits as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def uninterrupted(tmp_path_factory):
     """The run that nothing interrupts."""
-    out = tmp_path_factory.mktemp("whole") / "run"
+    out = tmp_path_factory.mktemp("uninterrupted") / "run"
     assert finish(run_tiny, str(out), {}) == 0
     return out
 
 
-def check_same(out: Path, whole: Path) -> None:
-    assert weights(out) == weights(whole)
-    assert rows(out) == rows(whole)
+def check_same(out: Path, uninterrupted: Path) -> None:
+    assert weights(out) == weights(uninterrupted)
+    assert rows(out) == rows(uninterrupted)
     assert not list(out.rglob("*.part"))
-    last = [checkpoints(folder / "checkpoints")[-1] for folder in (out, whole)]
+    last = [checkpoints(folder / "checkpoints")[-1] for folder in (out, uninterrupted)]
     assert last[0].name == last[1].name
 
 
-def test_killed_at_every_fsync_of_its_writes(tmp_path, whole):
+def test_killed_at_every_fsync_of_its_writes(tmp_path, uninterrupted):
     """One run, killed before its 1st, 2nd, 3rd ... fsync: in log, checkpoint, model and card, around each rename."""
     out = tmp_path / "run"
     deaths = 0
@@ -63,20 +63,20 @@ def test_killed_at_every_fsync_of_its_writes(tmp_path, whole):
         assert code == KILLED
         deaths += 1
     assert deaths >= 10
-    check_same(out, whole)
+    check_same(out, uninterrupted)
 
 
 @pytest.mark.parametrize("call", [1, 2, 3, 5])
-def test_killed_with_half_a_file_written(tmp_path, whole, call):
+def test_killed_with_half_a_file_written(tmp_path, uninterrupted, call):
     """Odd calls write a checkpoint, even ones the model folder's weights."""
     out = tmp_path / "run"
     assert finish(run_dying_in_write, str(out), {}, call) == KILLED
-    assert list(out.rglob("*.part")), "the half file is there, under its temporary name"
+    assert list(out.rglob("*.part")), "the partly written file has a temporary name"
     assert finish(run_tiny, str(out), {}) == 0
-    check_same(out, whole)
+    check_same(out, uninterrupted)
 
 
-def test_killed_from_outside_at_random_moments(tmp_path, whole):
+def test_killed_from_outside_at_random_moments(tmp_path, uninterrupted):
     chance = random.Random(7)
     out = tmp_path / "run"
     deaths = 0
@@ -94,19 +94,19 @@ def test_killed_from_outside_at_random_moments(tmp_path, whole):
         deaths += 1
     assert deaths >= 2
     assert process.exitcode == 0
-    check_same(out, whole)
+    check_same(out, uninterrupted)
 
 
-def test_pictures_workers_and_checkpoint_rhythm_do_not_reach_the_weights(tmp_path, whole):
+def test_pictures_workers_and_checkpoint_intervals_do_not_change_the_weights(tmp_path, uninterrupted):
     changes = {"sample_every": 2, "workers": 0, "checkpoint_every": 5, "tensorboard": True, "log_every": 3}
     assert finish(run_tiny, str(tmp_path / "run"), changes) == 0
-    assert weights(tmp_path / "run") == weights(whole)
+    assert weights(tmp_path / "run") == weights(uninterrupted)
     assert len(list((tmp_path / "run" / "samples").glob("*.png"))) == 6
 
 
 def test_stop_and_resume_in_the_middle_of_an_epoch(tmp_path):
     """5 subjects in batches of 2: step 4 ends at sample 8, place 3 of epoch 1."""
-    train(tiny_config(), Blobs(), tmp_path / "whole")
+    train(tiny_config(), Blobs(), tmp_path / "uninterrupted")
     steps = []
     result = train(
         tiny_config(), Blobs(), tmp_path / "run", lambda *a: steps.append(a[0]), stop=lambda: len(steps) >= 3
@@ -123,20 +123,20 @@ def test_stop_and_resume_in_the_middle_of_an_epoch(tmp_path):
     assert (resumed.step, resumed.resumed_from, resumed.stopped) == (12, 4, False)
     order = [i for epoch in range(5) for i in epoch_order(0, epoch, 5)]
     assert seen[1:] == order[8:24], "after the look at subject 0, exactly the samples that were left"
-    check_same(tmp_path / "run", tmp_path / "whole")
+    check_same(tmp_path / "run", tmp_path / "uninterrupted")
 
 
-def test_a_longer_run_goes_on_where_a_shorter_one_ended(tmp_path):
-    train(tiny_config(), Blobs(), tmp_path / "whole")
+def test_more_steps_continue_a_completed_run(tmp_path):
+    train(tiny_config(), Blobs(), tmp_path / "uninterrupted")
     train(tiny_config(steps=6), Blobs(), tmp_path / "run")
     train(tiny_config(steps=12), Blobs(), tmp_path / "run", resume=True)
-    check_same(tmp_path / "run", tmp_path / "whole")
+    check_same(tmp_path / "run", tmp_path / "uninterrupted")
     again = train(tiny_config(steps=12), Blobs(), tmp_path / "run", resume=True)
     assert (again.step, again.resumed_from, again.stopped) == (12, 12, False)
-    check_same(tmp_path / "run", tmp_path / "whole")
+    check_same(tmp_path / "run", tmp_path / "uninterrupted")
 
 
-def test_file_size_limit_leaves_the_last_checkpoint(tmp_path, whole):
+def test_file_size_limit_leaves_the_last_checkpoint(tmp_path, uninterrupted):
     """EFBIG from the system, as a quota or a full disk gives it."""
     out, report = tmp_path / "run", tmp_path / "error.json"
     assert finish(run_limited, str(out), {}, 4, str(report)) == 0
@@ -146,7 +146,7 @@ def test_file_size_limit_leaves_the_last_checkpoint(tmp_path, whole):
     assert f"--resume {out}" in message
     assert not list(out.rglob("*.part"))
     assert finish(run_tiny, str(out), {}) == 0
-    check_same(out, whole)
+    check_same(out, uninterrupted)
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(place)], check=False)
 
 
-def test_full_disk_stops_with_a_word_and_resumes(small_disk, whole):
+def test_full_disk_is_an_error_and_resumes(small_disk, uninterrupted):
     out = small_disk / "run"
     with pytest.raises(InputError, match=r"No space left on device.*step-0000000\d.*voxtune train --resume") as stopped:
         train(tiny_config(), Blobs(), out)
@@ -169,4 +169,4 @@ def test_full_disk_stops_with_a_word_and_resumes(small_disk, whole):
     assert not list(out.rglob("*.part"))
     subprocess.run(["mount", "-o", "remount,size=100m", str(small_disk)], check=True)
     assert finish(run_tiny, str(out), {}) == 0
-    check_same(out, whole)
+    check_same(out, uninterrupted)

@@ -1,4 +1,4 @@
-"""Both networks against the golden tensors and the published names; sizes, batches and channels of all kinds."""
+"""Both networks: golden tensors, published parameter names, sizes, batches and channels."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_parameters_are_named_and_shaped_as_published(name, file, key):
 
 @settings(max_examples=12, deadline=None)
 @given(
-    sides=st.tuples(*[st.integers(1, 3)] * 3),
+    levels=st.tuples(*[st.integers(1, 3)] * 3),
     batch=st.integers(1, 2),
     images=st.integers(1, 3),
     labels=st.integers(0, 5),
@@ -71,7 +71,7 @@ def test_parameters_are_named_and_shaped_as_published(name, file, key):
     blocks=st.integers(1, 2),
     attend=st.booleans(),
 )
-def test_any_size_batch_and_channels(sides, batch, images, labels, multipliers, blocks, attend):
+def test_any_size_batch_and_channels(levels, batch, images, labels, multipliers, blocks, attend):
     divisor = 2 ** (len(multipliers) - 1)
     config = MedDDPMConfig(
         in_channels=images + labels,
@@ -82,7 +82,7 @@ def test_any_size_batch_and_channels(sides, batch, images, labels, multipliers, 
         attention=(divisor,) if attend else (),
     )
     network = build(config)
-    size = [s * divisor for s in sides]
+    size = [s * divisor for s in levels]
     x = torch.randn(batch, images, *size)
     cond = torch.randn(batch, labels, *size) if labels else None
     with torch.inference_mode():
@@ -91,7 +91,7 @@ def test_any_size_batch_and_channels(sides, batch, images, labels, multipliers, 
     assert torch.equal(y, torch.zeros_like(y)), "the head starts at zero"
 
 
-def test_a_sample_does_not_see_its_batch(golden):
+def test_a_sample_does_not_depend_on_its_batch(golden):
     network, g = golden
     with torch.inference_mode():
         together = network(g["x_t"], g["t"], g["cond"])
@@ -115,13 +115,13 @@ def test_half_multiplier_halves_stem_and_head():
         ((1, 1, 16, 16, 16), (1, 2, 8, 16, 16), "differ"),
     ],
 )
-def test_wrong_inputs_are_named(golden, shape, cond_shape, message):
+def test_wrong_inputs_are_errors(golden, shape, cond_shape, message):
     cond = None if cond_shape is None else torch.zeros(cond_shape)
     with pytest.raises(InputError, match=message):
         golden[0](torch.zeros(shape), torch.zeros(1, dtype=torch.int64), cond)
 
 
-def test_convnext_takes_any_divisible_size():
+def test_convnext_accepts_multiples_of_its_divisor():
     network = build(ConvNeXtConfig(width=8, multipliers=(1, 2, 4)))
     with torch.inference_mode():
         assert network(torch.randn(3, 3, 12, 20), torch.tensor([0, 5, 99])).shape == (3, 3, 12, 20)
@@ -134,12 +134,12 @@ def test_convnext_takes_any_divisible_size():
 @pytest.mark.parametrize(
     "bad", [{"base": 20}, {"multipliers": ()}, {"attention": (3,)}, {"in_channels": 0}, {"out_channels": 4}]
 )
-def test_config_is_checked_when_made(bad):
+def test_config_is_checked_when_constructed(bad):
     with pytest.raises(InputError):
         MedDDPMConfig(**bad)
 
 
-def test_unknown_workload_offers_the_nearest():
+def test_unknown_workload_suggests_the_closest():
     with pytest.raises(InputError, match="did you mean 'med-ddpm'"):
         workload("med-dpm")
     assert list(WORKLOADS) == ["med-ddpm", "med-ddpm-brats", "convnext"]

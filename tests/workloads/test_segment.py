@@ -1,4 +1,4 @@
-"""The segmentation network: shapes, exact blocks, volumes that do not touch each other, refusals."""
+"""The segmentation network: shapes, lossless blocks, independence of the batch, errors."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def test_shapes_and_features(network):
         torch.testing.assert_close(network(x[1:])[0], logits[1], rtol=1e-4, atol=1e-5)
 
 
-def test_every_weight_learns(network):
+def test_every_weight_has_a_gradient(network):
     network(torch.randn(1, 1, 16, 16, 16)).square().mean().backward()
     assert all(p.grad is not None and p.grad.any() for p in network.parameters())
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 16, 16, 16), (1, 1, 16, 16, 12), (1, 16, 16, 16)])
-def test_volumes_that_do_not_fit_are_refused(network, shape):
+def test_wrong_shapes_are_errors(network, shape):
     with pytest.raises(InputError, match="multiples of 8"):
         network(torch.zeros(shape))
 
 
 @pytest.mark.parametrize("wrong", [{"base": 6}, {"base": 0}, {"levels": 1}, {"classes": 1}, {"in_channels": 0}])
-def test_configs_that_make_no_network_are_refused(wrong):
+def test_invalid_configs_are_errors(wrong):
     with pytest.raises(InputError):
         SegmentConfig(**wrong)

@@ -1,4 +1,4 @@
-"""The network in two parts: a full step that also gives the deep feature, and the outer levels around a given one."""
+"""The two parts of a network for the feature cache: full steps and shallow steps."""
 
 from __future__ import annotations
 
@@ -28,45 +28,45 @@ def inputs():
 
 @pytest.mark.parametrize(("depth", "deep_shape"), [(0, (32, 8)), (1, (32, 8)), (2, (64, 4))])
 @torch.no_grad()
-def test_both_parts_are_the_network_bit_for_bit(network, inputs, depth, deep_shape):
+def test_both_parts_equal_the_network_exactly(network, inputs, depth, deep_shape):
     full, shallow = split(network, depth)
     expected = network(*inputs)
-    found, deep = full(*inputs)
-    assert torch.equal(found, expected)
+    output, deep = full(*inputs)
+    assert torch.equal(output, expected)
     assert torch.equal(shallow(*inputs, deep), expected)
     assert deep.shape[1:] == (deep_shape[0], *[deep_shape[1]] * 3)
 
 
 @pytest.mark.parametrize(("depth", "skips"), [(0, 1), (1, 3), (2, 6)])
-def test_the_shallow_part_holds_the_outer_blocks_alone(network, depth, skips):
+def test_the_shallow_part_has_only_the_outer_blocks(network, depth, skips):
     full, shallow = split(network, depth)
     assert list(shallow.input_blocks) == list(network.input_blocks[:skips])
     assert list(shallow.output_blocks) == list(network.output_blocks[-skips:])
-    ours = {id(p) for p in network.parameters()}
-    assert {id(p) for p in shallow.parameters()} < ours, "shared, not copied"
-    assert {id(p) for p in full.parameters()} == ours
+    parameters = {id(p) for p in network.parameters()}
+    assert {id(p) for p in shallow.parameters()} < parameters, "shared, not copied"
+    assert {id(p) for p in full.parameters()} == parameters
     assert not full.training and not shallow.training
 
 
 @torch.no_grad()
-def test_another_deep_feature_gives_another_answer(network, inputs):
+def test_the_output_depends_on_the_deep_feature(network, inputs):
     full, shallow = split(network, 1)
     expected, deep = full(*inputs)
     assert not torch.equal(shallow(*inputs, deep * 2), expected)
 
 
-def test_parts_of_another_depth_are_another_network_to_a_plan(network):
+def test_parts_of_each_depth_have_their_own_hash(network):
     from voxtune.plan.cache import network_hash
 
     assert len({network_hash(part) for depth in (0, 1, 2) for part in split(network, depth)}) == 6
 
 
 @pytest.mark.parametrize("depth", [-1, 3])
-def test_depths_that_the_network_has_not(network, depth):
+def test_invalid_depths_are_errors(network, depth):
     with pytest.raises(InputError, match="0 to 2"):
         split(network, depth)
 
 
-def test_networks_without_outer_levels_are_refused():
+def test_networks_without_split_are_errors():
     with pytest.raises(InputError, match="ConvNeXtUNet"):
         split(build(ConvNeXtConfig(width=8, multipliers=(1, 2))), 1)

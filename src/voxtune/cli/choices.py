@@ -2,13 +2,14 @@
 
 The values come from registries, and most of those import torch. They are read only when a value is checked or the help
 of a command is printed, so that `voxtune --help` stays fast. In a help text, `{sampler}` stands for the names of the
-samplers, and likewise for every other key of REGISTRIES.
+samplers, and likewise for every other key of REGISTRIES and DEFAULTS.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from typing import Any, get_args, get_type_hints
 
 import typer
@@ -55,6 +56,33 @@ def _training(setting: str) -> Callable[[], Iterable[str]]:
     return values
 
 
+def _training_default(setting: str) -> Callable[[], Iterable[str]]:
+    """The default of a training setting, with the workloads whose recipe differs."""
+
+    def values() -> Iterable[str]:
+        from voxtune.segmentation.train import SegmentTraining
+        from voxtune.training.config import TrainConfig
+        from voxtune.workloads import WORKLOADS
+
+        default = next(f.default for f in fields(TrainConfig) if f.name == setting)
+        others = {w.name: getattr(w.recipe, setting, default) for w in WORKLOADS.values()}
+        others["segment"] = getattr(SegmentTraining, setting, default)
+        different = [f"{name}: {_plain(value)}" for name, value in others.items() if value != default]
+        return (_plain(default) + (f" ({', '.join(different)})" if different else ""),)
+
+    return values
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _default_workload() -> Iterable[str]:
+    from voxtune.workloads import DEFAULT_WORKLOAD
+
+    return (DEFAULT_WORKLOAD,)
+
+
 def _step_configs() -> Iterable[str]:
     from voxtune.profile.configs import BASELINE, PARTS
 
@@ -99,6 +127,17 @@ REGISTRIES: dict[str, Callable[[], Iterable[str]]] = {
     "study": _studies,
 }
 
+DEFAULTS: dict[str, Callable[[], Iterable[str]]] = {
+    "default_workload": _default_workload,
+    **{
+        f"default_{setting}": _training_default(setting)
+        for setting in (
+            *("steps", "batch", "accumulation", "learning_rate", "warmup", "decay", "loss", "autocast", "seed"),
+            *("checkpoint_every", "sample_every"),
+        )
+    },
+}
+
 
 def one_of(kind: str, *, word: str | None = None, old: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Keywords for typer.Option or typer.Argument: the value must be in the registry `kind`.
@@ -137,7 +176,7 @@ class Command(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         for param in self.params:
             text = getattr(param, "help", None) or ""
-            for kind, names in REGISTRIES.items():
+            for kind, names in (REGISTRIES | DEFAULTS).items():
                 if f"{{{kind}}}" in text:
                     text = text.replace(f"{{{kind}}}", ", ".join(names()))
                     param.help = text  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""voxtune train: teaches a model to draw volumes for masks, or images."""
+"""voxtune train: train a model that generates volumes from masks, or images."""
 
 from __future__ import annotations
 
@@ -26,39 +26,59 @@ def _option(*names: str, help: str) -> Any:
 
 
 def command(
-    config: Annotated[Path | None, _option("--config", "-c", help="A YAML or JSON file; options go over it.")] = None,
-    resume: Annotated[Path | None, _option(help="Go on with the run in this folder.")] = None,
-    out: Annotated[Path | None, _option("--out", "-o", help="The run folder to write.")] = None,
-    images: Annotated[str | None, _option(help="Folder of NIfTI images; with convnext of CIFAR-10 batches.")] = None,
-    masks: Annotated[str | None, _option(help="Folder of NIfTI masks, paired with the images by name.")] = None,
-    labels: Annotated[str | None, _option(help="The masks' labels, as brain=1,tumour=2.")] = None,
-    subjects: Annotated[str | None, _option(help="One file of packed subjects; its held-out ones are left.")] = None,
-    cohort: Annotated[int | None, _option(help="Train on this many subjects of the embedded cohort.")] = None,
-    workload: Annotated[str | None, _option(help="Workload: {trainable}. Default: med-ddpm.")] = None,
-    init: Annotated[str | None, _option(help="Fine-tune: a model or run folder, or a checkpoint.")] = None,
-    size: Annotated[str | None, _option(help="Voxels, depth first, as 64,64,64; or pixels, as 32,32.")] = None,
-    base: Annotated[int | None, _option(help="Channels at full resolution.")] = None,
-    multipliers: Annotated[str | None, _option(help="Channels of each level in units of base, as 1,2,3,4.")] = None,
-    steps: Annotated[int | None, _option(help="Updates of the weights (default 100000).")] = None,
-    minutes: Annotated[float | None, _option(help="End in this time, with fewer steps if need be.")] = None,
-    batch: Annotated[int | None, _option(help="Subjects computed at once (default 1; convnext 128).")] = None,
-    accumulation: Annotated[int | None, _option(help="Batches to one update (default 2; convnext 1).")] = None,
-    learning_rate: Annotated[
-        float | None, _option("--learning-rate", "--lr", help="Adam's (default 1e-5; convnext 2e-4).")
+    config: Annotated[
+        Path | None, _option("--config", "-c", help="YAML or JSON file of settings; options override it.")
     ] = None,
-    warmup: Annotated[int | None, _option(help="Steps over which the learning rate rises (default 0).")] = None,
-    decay: Annotated[str | None, _option(help="Decay of the learning rate: {decay}. Default: none.")] = None,
-    loss: Annotated[str | None, _option(help="Loss: {loss}. Default: l1 (convnext: l2).")] = None,
-    autocast: Annotated[str | None, _option(help="Autocast: {autocast}. Default: none.")] = None,
-    seed: Annotated[int | None, _option(help="Fixes order, noise and first weights (default 0).")] = None,
-    checkpoint_every: Annotated[int | None, _option(help="Steps between checkpoints (default 1000).")] = None,
-    sample_every: Annotated[int | None, _option(help="Steps between sample pictures; 0 for none.")] = None,
-    settings: Annotated[list[str] | None, _option("--set", help="Any other setting, as ema_decay=0.999.")] = None,
+    resume: Annotated[Path | None, _option(help="Resume the run in this folder.")] = None,
+    out: Annotated[Path | None, _option("--out", "-o", help="Run folder to write.")] = None,
+    images: Annotated[
+        str | None, _option(help="Folder of NIfTI images, or of CIFAR-10 batches for a network for images.")
+    ] = None,
+    masks: Annotated[str | None, _option(help="Folder of NIfTI masks, paired with the images by name.")] = None,
+    labels: Annotated[str | None, _option(help="Labels of the masks, such as brain=1,tumour=2.")] = None,
+    subjects: Annotated[
+        str | None, _option(help="File of packed subjects. Its held-out subjects are not trained on.")
+    ] = None,
+    cohort: Annotated[int | None, _option(help="Train on this many simulated subjects of the embedded cohort.")] = None,
+    workload: Annotated[str | None, _option(help="Workload: {trainable}. Default: {default_workload}.")] = None,
+    init: Annotated[str | None, _option(help="Model folder, run folder or checkpoint to fine-tune.")] = None,
+    size: Annotated[
+        str | None, _option(help="Size as D,H,W (or H,W). Default: that of the workload or of the data.")
+    ] = None,
+    base: Annotated[int | None, _option(help="Channels at full resolution. Default: the workload's.")] = None,
+    multipliers: Annotated[
+        str | None, _option(help="Channels of each level as multiples of --base, such as 1,2,3,4. Default: by size.")
+    ] = None,
+    steps: Annotated[int | None, _option(help="Updates of the weights. Default: {default_steps}.")] = None,
+    minutes: Annotated[float | None, _option(help="Time limit in minutes; may end the run before --steps.")] = None,
+    batch: Annotated[int | None, _option(help="Batch size. Default: {default_batch}.")] = None,
+    accumulation: Annotated[int | None, _option(help="Batches per update. Default: {default_accumulation}.")] = None,
+    learning_rate: Annotated[
+        float | None, _option("--learning-rate", "--lr", help="Learning rate. Default: {default_learning_rate}.")
+    ] = None,
+    warmup: Annotated[
+        int | None, _option(help="Steps of linear learning-rate warm-up. Default: {default_warmup}.")
+    ] = None,
+    decay: Annotated[str | None, _option(help="Decay of the learning rate: {decay}. Default: {default_decay}.")] = None,
+    loss: Annotated[str | None, _option(help="Loss: {loss}. Default: {default_loss}.")] = None,
+    autocast: Annotated[str | None, _option(help="Autocast: {autocast}. Default: {default_autocast}.")] = None,
+    seed: Annotated[
+        int | None, _option(help="Random seed of initial weights, order and noise. Default: {default_seed}.")
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, _option(help="Steps between checkpoints. Default: {default_checkpoint_every}.")
+    ] = None,
+    sample_every: Annotated[
+        int | None, _option(help="Steps between sample pictures, 0 for none. Default: {default_sample_every}.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, _option("--set", help="Any other setting as NAME=VALUE, such as ema_decay=0.999.")
+    ] = None,
     device: DeviceOption = "auto",
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Train a model on your folders, the embedded cohort or CIFAR-10; it can be stopped and resumed at any moment."""
+    """Train a model on your own scans, simulated subjects or CIFAR-10. A run can be stopped and resumed at any time."""
     output = Output(json=json, quiet=quiet)
     plain: dict[str, Any] = {"data.images": _absolute(images), "data.masks": _absolute(masks), "data.cohort": cohort}
     plain |= {"data.subjects": _absolute(subjects)}
@@ -72,7 +92,7 @@ def command(
     overrides = {k: v for k, v in plain.items() if v is not None} | _assignments(settings or [])
     if workload == "segment":
         if config is not None or resume is not None:
-            raise InputError("a segmenter trains in one go from options: leave --config and --resume away")
+            raise InputError("--workload segment cannot be combined with --config or --resume")
         train_segment(overrides, out, choose_device(device), output)
         return
     _finish(_train(config, resume, out, overrides, choose_device(device), output), output)
@@ -81,15 +101,15 @@ def command(
 def _train(
     file: Path | None, resume: Path | None, out: Path | None, overrides: dict[str, Any], device: str, output: Output
 ) -> tuple[TrainResult, int]:
-    """The result, and the number of the signal that stopped it (0 for none)."""
+    """The result, and the number of the signal that stopped the run (0 for none)."""
     from voxtune.training.config import make_config, read_config
     from voxtune.training.loop import read_run, train
 
     if resume is not None and (file is not None or (out is not None and out != resume)):
-        raise InputError("--resume takes settings and folder from the run; leave --config and --out away")
+        raise InputError("--resume cannot be combined with --config or --out; the run folder holds the settings")
     folder = resume or out
     if folder is None:
-        raise InputError("where to? give a run folder with -o RUN, or continue one with --resume RUN")
+        raise InputError("missing output folder: pass -o RUN, or --resume RUN to continue a run")
     if resume is not None:
         config = read_run(folder, overrides)
     else:
@@ -109,17 +129,19 @@ def _train(
     return result, caught[0] if caught and result.stopped else 0
 
 
-def _finish(done: tuple[TrainResult, int], output: Output) -> None:
-    result, signal_number = done
+def _finish(outcome: tuple[TrainResult, int], output: Output) -> None:
+    result, signal_number = outcome
     output.result(result.to_json())
-    again = f"voxtune train --resume {shlex.quote(str(result.out))}"
+    resume = f"voxtune train --resume {shlex.quote(str(result.out))}"
     if result.stopped:
-        output.say(f"Stopped after step {result.step} of {result.steps}; everything is saved. Go on with: {again}")
-        # What a shell expects of a process that a signal ended, so that `train && next` does not go on.
+        output.say(
+            f"Stopped after step {result.step} of {result.steps}; a checkpoint was written. Resume with: {resume}"
+        )
+        # The exit code of a process that was ended by a signal, so that `voxtune train && next` stops here.
         raise typer.Exit(128 + signal_number)
     if result.resumed_from == result.step:
-        more = "--minutes M" if result.ended == "minutes" else "--steps N"
-        output.say(f"This run is complete at step {result.step}; for more, add {more}. Model: {result.model}")
+        option = "--minutes M" if result.ended == "minutes" else "--steps N"
+        output.say(f"The run is complete at step {result.step}; to extend it, pass {option}. Model: {result.model}")
         return
     loss = "" if result.loss is None else f", last loss {result.loss:.4f}"
     planned = f" of {result.steps}" if result.ended == "minutes" else ""
@@ -128,7 +150,7 @@ def _finish(done: tuple[TrainResult, int], output: Output) -> None:
 
 @contextmanager
 def stopping_on_signals(output: Output) -> Iterator[list[int]]:
-    """Gives a list that the first SIGINT or SIGTERM is put into; the second one acts as if this were not here."""
+    """Yields a list to which the first SIGINT or SIGTERM is appended; a second signal is handled as usual."""
     caught: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -137,8 +159,8 @@ def stopping_on_signals(output: Output) -> Iterator[list[int]]:
         for each, handler in before.items():
             signal.signal(each, handler)
         if not output.quiet:
-            # Not print: the signal may have come in the middle of one.
-            os.write(2, b"Finishing this step and writing a checkpoint; once more stops at once.\n")
+            # Not print(), which the signal may have interrupted.
+            os.write(2, b"Finishing this step and writing a checkpoint; interrupt again to stop immediately.\n")
 
     for number in before:
         signal.signal(number, handle)
@@ -159,48 +181,46 @@ def _numbers(text: str | None) -> list[float] | None:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise InputError(f"--multipliers {text}: give numbers, such as 1,2,3,4") from None
+        raise InputError(f"--multipliers {text}: must be numbers, such as 1,2,3,4") from None
 
 
 def _assignments(texts: list[str]) -> dict[str, Any]:
     from voxtune.training.config import parse_value, setting_names
 
-    found = {}
+    values = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or name not in setting_names():
-            raise InputError(f"--set {text}: give NAME=VALUE with one of {', '.join(setting_names())}")
+            raise InputError(f"--set {text}: must be NAME=VALUE; choose NAME from {', '.join(setting_names())}")
         try:
-            found[name] = parse_value(value)
+            values[name] = parse_value(value)
         except ValueError as error:
             raise InputError(f"--set {text}: {error}") from None
-    return found
+    return values
 
 
-SIDE = 64
-TAKES = {
+SEGMENTER_SIZE = (64, 64, 64)
+SEGMENTER_SETTINGS = {
     *("data.images", "data.masks", "data.cohort", "data.cohort_seed", "data.labels", "data.subjects"),
     *("model.workload", "model.base", "model.size", "steps", "batch", "learning_rate", "autocast", "seed", "minutes"),
 }
 
 
 def train_segment(settings: dict[str, Any], out: Path | None, device: str, output: Output) -> None:
-    """Trains in one go, in minutes, so there is nothing to resume; prints Dice on held-out subjects."""
+    """Trains a segmenter in minutes, without checkpoints, and prints its Dice on held-out subjects."""
     from voxtune.segmentation.train import SegmentTraining, run_segment
 
-    unused = sorted(set(settings) - TAKES)
+    unused = sorted(set(settings) - SEGMENTER_SETTINGS)
     if unused:
-        raise InputError(f"{unused[0]}: training a segmenter has no such setting; leave it away")
+        raise InputError(f"{unused[0]}: does not apply to --workload segment; omit it")
     if out is None:
-        raise InputError("where to? give a folder with -o DIR; a segmenter trains in one go, without --resume")
+        raise InputError("missing output folder: pass -o DIR")
     if (out / "config.json").exists():
-        raise InputError(f"{out}: holds a model already; choose another folder")
-    plain = {
-        k: settings[k] for k in ("steps", "batch", "learning_rate", "autocast", "seed", "minutes") if k in settings
-    }
-    training = SegmentTraining(**plain)
+        raise InputError(f"{out}: already contains a model; choose another folder")
+    names = ("steps", "batch", "learning_rate", "autocast", "seed", "minutes")
+    training = SegmentTraining(**{name: settings[name] for name in names if name in settings})
     train, held_out, data = _sources(settings)
-    output.say(f"{len(train)} subjects to learn from, {len(held_out)} held out, on {device}")
+    output.say(f"{len(train)} training subjects, {len(held_out)} held-out subjects, on {device}")
     with output.progress("training", training.steps) as update:
         result = run_segment(
             train,
@@ -215,7 +235,7 @@ def train_segment(settings: dict[str, Any], out: Path | None, device: str, outpu
         )
     for name, dice in result.dice.items():
         output.say(
-            f"Dice {name}: {dice['mean']:.4f} (least {dice['least']:.4f}) on {dice['subjects']} held-out subjects"
+            f"Dice {name}: {dice['mean']:.4f} (minimum {dice['least']:.4f}) on {dice['subjects']} held-out subjects"
         )
     output.say(f"Trained {result.steps} steps in {result.seconds:.0f} s. Segmenter: {result.folder}")
     output.result(result.to_json())
@@ -230,8 +250,8 @@ def _sources(settings: dict[str, Any]) -> tuple[Any, Any, str]:
     if subjects is not None:
         if any(value is not None for value in (*given.values(), labels, size, seed)):
             raise InputError(
-                "--subjects: leave --cohort and its seed, --images, --masks, --labels and --size away, the file has them"
+                "--subjects cannot be combined with --cohort, --images, --masks, --labels, --size or data.cohort_seed"
             )
         train, held_out = unpack(subjects)
-        return train, held_out, train.origin or f"{len(train)} packed subjects, {len(held_out)} more held out"
-    return open_sources(tuple(size or (SIDE,) * 3), **given, seed=seed, labels=labels)
+        return train, held_out, train.origin or f"{len(train)} packed subjects, {len(held_out)} held-out subjects"
+    return open_sources(tuple(size or SEGMENTER_SIZE), **given, seed=seed, labels=labels)
