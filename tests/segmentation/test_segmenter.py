@@ -92,7 +92,7 @@ def test_the_same_seed_gives_the_same_weights():
 
 
 def test_an_existing_model_is_not_overwritten(learned):
-    with pytest.raises(InputError, match="holds a model already"):
+    with pytest.raises(InputError, match="already contains a model"):
         run_segment(Balls(2), Balls(1), segmenttrain.SegmentTraining(steps=1), learned[0], data="", command="")
 
 
@@ -150,7 +150,7 @@ def test_training_from_packed_subjects_with_only_the_core_dependencies(tmp_path,
     card = (tmp_path / "out" / "README.md").read_text()
     assert "- Data: balls." in card and "voxtune train --workload segment --subjects" in card
     assert main(command) == 2
-    assert "holds a model already" in capsys.readouterr().err
+    assert "already contains a model" in capsys.readouterr().err
     for more in (["--cohort", "3"], ["--set", "data.cohort_seed=1"]):
         assert main([*command[:-6], *more, "-o", str(tmp_path / "other")]) == 2
         assert "the file has them" in capsys.readouterr().err

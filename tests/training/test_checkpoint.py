@@ -144,7 +144,7 @@ def test_changed_settings_are_named(run, change, named):
 
 
 def test_another_number_of_subjects_is_named(run):
-    with pytest.raises(InputError, match="data now holds 6 subjects"):
+    with pytest.raises(InputError, match="data now has 6 subjects"):
         train(tiny_config(steps=20), Blobs(6), run, resume=True)
 
 

@@ -85,7 +85,7 @@ def test_the_time_limit_ends_a_run_and_can_be_extended(tmp_path, monkeypatch):
     assert rates[-1] < 0.1 * rates[0], "the decay has followed the clock"
     card = (result.model / "README.md").read_text()
     assert f"{result.step} of 12 steps" in card
-    assert "over 12 steps or 1 minutes, whichever were further along" in card
+    assert "over 12 steps or 1 minutes, whichever progressed further" in card
     again = train(config, Blobs(), tmp_path / "run", resume=True)
     assert (again.step, again.ended, again.resumed_from) == (result.step, "minutes", result.step)
     with pytest.raises(InputError, match=r"minutes: 1.0 -> 9.0, over which"):

@@ -56,6 +56,14 @@ def test_the_model_folder_is_usable(tmp_path):
         assert fact in card
 
 
+def test_the_card_lists_every_command_of_a_run(tmp_path):
+    run = tmp_path / "run"
+    train(tiny_config(steps=1), Blobs(), run, command="voxtune train -o run --steps 1")
+    train(tiny_config(steps=2), Blobs(), run, resume=True, command="voxtune train --resume run --steps 2")
+    commands = "```\nvoxtune train -o run --steps 1\nvoxtune train --resume run --steps 2\n```"
+    assert commands in (run / "model" / "README.md").read_text()
+
+
 def test_ema_is_the_weights_then_their_average():
     network = torch.nn.Linear(1, 1, bias=False)
     ema = Ema(network, decay=0.9, every=2, start=4)

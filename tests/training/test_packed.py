@@ -178,9 +178,9 @@ def test_a_data_source_in_the_options_replaces_that_of_the_file():
         assert (data.subjects, data.cohort, data.images, data.masks) == ("new.npz", None, None, None)
     assert make_config({"data": {"subjects": "old.npz"}}, {"data.cohort": 3}, "here").data.subjects is None
     for other in ({"data.cohort": 3}, {"data.images": "i", "data.masks": "m"}):
-        with pytest.raises(InputError, match="not both"):
+        with pytest.raises(InputError, match="cannot be combined"):
             make_config({}, {"data.subjects": "new.npz", **other}, "here")
-    with pytest.raises(InputError, match="convnext learns from images"):
+    with pytest.raises(InputError, match="convnext trains on images"):
         make_config({}, {"data.subjects": "new.npz", "model.workload": "convnext"}, "here")
 
 
@@ -245,7 +245,7 @@ def test_the_pack_command_with_simulated_subjects_and_folders(tmp_path, capsys):
     assert [label.name for label in unpack(file)[0].contract.labels] == ["brain", "tumour"]
     for wrong, word in (
         (["--held-out", "4"], "both sides"),
-        (["--cohort", "3"], "not both"),
+        (["--cohort", "3"], "cannot be combined"),
         (["--labels", "brain=1,tumour=2,other=300"], "up to 255"),
         (["--seed", "0"], "a seed is the cohort's"),
     ):

@@ -36,7 +36,7 @@ def command(
     parameters = sum(p.numel() for p in model.network.parameters())
     output.say(
         f"{config.family}, {parameters / 1e6:.1f} M parameters, {config.diffusion.schedule} schedule of "
-        f"{config.diffusion.steps} steps, volumes of {'x'.join(map(str, config.size))}"
+        f"{config.diffusion.steps} steps, size {'x'.join(map(str, config.size))}"
     )
     if config.data is not None:
         output.say(f"labels: {config.data.describe_labels()} (to change them, edit {out / 'config.json'})")

@@ -106,15 +106,15 @@ class DataSettings:
     def __post_init__(self) -> None:
         folders = self.images is not None or self.masks is not None
         if folders + (self.cohort is not None) + (self.subjects is not None) > 1:
-            raise InputError("data: folders (images, masks), cohort and subjects cannot be combined")
+            raise InputError("folders (images, masks), cohort and subjects cannot be combined")
         if self.cohort is not None:
             _check_range("cohort", self.cohort, 1, HELD_OUT)
         _check_range("cohort_seed", self.cohort_seed, 0, 2**63 - 1)
         if self.orientation is not None:
             check_orientation(self.orientation[:40])
-        _check_path("data: images", self.images)
-        _check_path("data: masks", self.masks)
-        _check_path("data: subjects", self.subjects)
+        _check_path("images", self.images)
+        _check_path("masks", self.masks)
+        _check_path("subjects", self.subjects)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,11 +133,11 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         find_workload(self.workload)
-        _check_path("model: init", self.init)
+        _check_path("init", self.init)
         if self.size is not None and len(self.size) != self.dimensions:
-            raise InputError(f"model: size {self.size[:8]}: {self.workload} requires {self.dimensions} dimensions")
+            raise InputError(f"size {self.size[:8]}: {self.workload} requires {self.dimensions} dimensions")
         if self.size is not None and not all(1 <= n <= 4096 for n in self.size):
-            raise InputError(f"model: size {self.size}: dimensions must be in 1 to 4096")
+            raise InputError(f"size {self.size}: dimensions must be in 1 to 4096")
 
     @property
     def dimensions(self) -> int:

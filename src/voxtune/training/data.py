@@ -209,7 +209,7 @@ def describe_source(config: TrainConfig, source: Source) -> str:
     """The data of a run in one sentence, for the model card."""
     data, subjects = config.data, len(source)
     if isinstance(source, PackedSource):
-        return f"{subjects} subjects packed in `{source.name}`: {source.origin or f'{source.held_out} more held out'}"
+        return f"{subjects} subjects packed in `{source.name}`: {source.origin or f'{source.held_out} held out and not used'}"
     if config.model.dimensions == 2:
         mirrored = " and their mirror images" if data.mirror is not False else ""
         return f"CIFAR-10 training images of `{data.images}`{mirrored}, {subjects} in total; class labels are not used"

@@ -152,7 +152,7 @@ def _coloured(cond: np.ndarray) -> np.ndarray:
 
 
 def _slice(volume: np.ndarray, axis: int, spacing: tuple[float, float, float]) -> np.ndarray:
-    """Tensor axes of a volume in RAS count from inferior and posterior; pictures count from the top, in equal steps."""
+    """The middle slice with superior or anterior at the top, resampled to square pixels."""
     plane = np.take(volume, volume.shape[axis] // 2, axis=axis)[::-1]
     for side, mm in enumerate(s for i, s in enumerate(spacing) if i != axis):
         n, step = plane.shape[side], min(spacing) / mm
