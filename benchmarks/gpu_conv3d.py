@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from voxtune.kernels import conv3d as kernels
 from voxtune.kernels import conv3d_halo
 from voxtune.kernels.compiled import compiled
-from voxtune.kernels.conv3d_tiles import Tile, shape_of_tile, shared_memory
+from voxtune.kernels.conv3d_tiles import Conv3dTile, shape_of_tile, shared_memory
 from voxtune.workloads.med_ddpm import BRATS, WHOLE_HEAD, MedDDPMUNet
 
 NETWORKS = {"whole-head": (WHOLE_HEAD, (128, 128, 128)), "brats": (BRATS, (144, 192, 192))}
@@ -71,18 +71,18 @@ HALO += [(8, 16, 64, 4, 2, 3), (16, 8, 64, 4, 2, 3), (4, 32, 64, 4, 2, 3)]
 HALO += [(8, 16, 128, 8, 4, 3), (8, 16, 128, 8, 2, 3), (16, 8, 128, 8, 4, 3)]
 
 
-def candidates(shape: Shape) -> list[Tile]:
+def candidates(shape: Shape) -> list[Conv3dTile]:
     """The tiles worth a try: those that fit, waste little and fill the device."""
     _, K, D, H, W = shape
     found = []
     for h, w, k, warps, inner, outer in HALO:
-        tile = Tile(h=h, w=w, k=k, warps=warps, inner_stages=inner, outer_stages=outer, halo=True)
+        tile = Conv3dTile(h=h, w=w, k=k, warps=warps, inner_stages=inner, outer_stages=outer, halo=True)
         if k <= K and shared_memory(tile) <= SHARED_LIMIT - 1024 and programs_of(tile, shape) >= 64:
             found.append(tile)
     big = D * H * W > 32**3
     for voxels, k, warps, inner, outer in LARGE if big else SMALL:
         for (h, w), swap in itertools.product(shape_of_tile(voxels, H, W)[: 2 if big else 1], (True, False)):
-            tile = Tile(h=h, w=w, k=k, swap=swap, warps=warps, inner_stages=inner, outer_stages=outer)
+            tile = Conv3dTile(h=h, w=w, k=k, swap=swap, warps=warps, inner_stages=inner, outer_stages=outer)
             if k > K or shared_memory(tile) > SHARED_LIMIT - 1024:
                 continue
             programs = programs_of(tile, shape)
@@ -92,12 +92,12 @@ def candidates(shape: Shape) -> list[Tile]:
     return found
 
 
-def programs_of(tile: Tile, shape: Shape) -> int:
+def programs_of(tile: Conv3dTile, shape: Shape) -> int:
     _, K, D, H, W = shape
     return -(-W // tile.w) * -(-H // tile.h) * -(-D // 2) * -(-K // tile.k)
 
 
-def label(tile: Tile) -> str:
+def label(tile: Conv3dTile) -> str:
     roles = "halo" if tile.halo else "swap" if tile.swap else "plain"
     return f"{tile.h}x{tile.w} k{tile.k} {roles} w{tile.warps} s{tile.inner_stages}/{tile.outer_stages} x{tile.split}"
 
@@ -106,7 +106,7 @@ def channels_last(x: Tensor) -> Tensor:
     return x.to(memory_format=torch.channels_last_3d)
 
 
-def compile_on_device(job: tuple[Tile, int, str], every: bool = False) -> str:
+def compile_on_device(job: tuple[Conv3dTile, int, str], every: bool = False) -> str:
     """In a process of its own: launch on a few voxels, which leaves the compiled kernels in Triton's cache."""
     tile, C, dtype = job
     x = torch.zeros(1, 4, 4, 8, C, device=DEVICE, dtype=getattr(torch, dtype)).movedim(-1, 1)
@@ -123,7 +123,7 @@ def compile_on_device(job: tuple[Tile, int, str], every: bool = False) -> str:
     return ""
 
 
-def trial(tile: Tile, dtype: str) -> None:
+def trial(tile: Conv3dTile, dtype: str) -> None:
     """Right on a small odd volume, or an exception."""
     problem = Problem((128, tile.k + 64, 5, 19, 37), getattr(torch, dtype))
     assert problem.proves(tile), "wrong"
@@ -137,7 +137,7 @@ def survivors(dtype: str) -> set[tuple[int, int]]:
     kinds = {(t[2], t[3]): t for t in HALO}
     tries = {}
     for kind, (h, w, k, warps, inner, outer) in kinds.items():
-        tile = Tile(h=h, w=w, k=k, warps=warps, inner_stages=inner, outer_stages=outer, halo=True)
+        tile = Conv3dTile(h=h, w=w, k=k, warps=warps, inner_stages=inner, outer_stages=outer, halo=True)
         tries[kind] = get_context("spawn").Process(target=trial, args=(tile, dtype))
         tries[kind].start()
     until = time.monotonic() + 60
@@ -151,7 +151,7 @@ def survivors(dtype: str) -> set[tuple[int, int]]:
     return {kind for kind, process in tries.items() if process.exitcode == 0}
 
 
-def compile_dry(job: tuple[Tile, int, str]) -> tuple[str, dict]:
+def compile_dry(job: tuple[Conv3dTile, int, str]) -> tuple[str, dict]:
     """Registers, spills and shared memory without a GPU."""
     tile, C, dtype = job
     kind = "bf16" if dtype == "bfloat16" else "fp16"
@@ -194,11 +194,11 @@ class Problem:
         """Sums of small integers are exact in float32 whatever the order: each candidate must give this, bit for bit."""
         return F.conv3d(self.x_whole.float(), self.weight_whole.float(), padding=1).to(self.x.dtype)
 
-    def proves(self, tile: Tile) -> bool:
+    def proves(self, tile: Conv3dTile) -> bool:
         y, _ = kernels.convolve(self.x_whole, self.packed_whole, tile, torch.zeros_like(self.shift), None, True)
         return torch.equal(y, self.truth_whole)
 
-    def run(self, tile: Tile, shift: bool = True, residual: bool = False, statistics: bool = True):
+    def run(self, tile: Conv3dTile, shift: bool = True, residual: bool = False, statistics: bool = True):
         terms = (self.shift if shift else None, self.residual if residual else None)
         return kernels.convolve(self.x, self.packed, tile, *terms, statistics)
 
@@ -213,7 +213,7 @@ class Problem:
             truth = truth + self.residual[..., :edge, :edge, :edge].double()
         return ((y[..., :edge, :edge, :edge].double() - truth).norm() / truth.norm()).item()
 
-    def error_of_statistics(self, tile: Tile) -> float:
+    def error_of_statistics(self, tile: Conv3dTile) -> float:
         """Of the standard deviation, against float64 over the stored values."""
         y, found = self.run(tile)
         count, mean, m2 = found.double().unbind(2)
@@ -226,9 +226,9 @@ class Problem:
         return F.conv3d(self.x, self.weight_last, padding=1)
 
 
-def search(problem: Problem, tiles: list[Tile], deadline: float) -> list[tuple[float, Tile]]:
+def search(problem: Problem, tiles: list[Conv3dTile], deadline: float) -> list[tuple[float, Conv3dTile]]:
     """(ms, tile) of those that are right, fastest first."""
-    timed: list[tuple[float, Tile]] = []
+    timed: list[tuple[float, Conv3dTile]] = []
     for tile in tiles:
         if time.monotonic() > deadline:
             break
@@ -246,7 +246,7 @@ def search(problem: Problem, tiles: list[Tile], deadline: float) -> list[tuple[f
     return timed
 
 
-def rows_of(problem: Problem, timed: list[tuple[float, Tile]]) -> list[dict]:
+def rows_of(problem: Problem, timed: list[tuple[float, Conv3dTile]]) -> list[dict]:
     """cuDNN and the best tile, with and without an epilogue, measured with care."""
     # The two fastest again, longer: their order after a few runs is partly noise.
     finals = [(sorted(measure(lambda t=t: problem.run(t), 4, 12))[5], t) for _, t in timed[:2]]
@@ -276,10 +276,10 @@ def line(shape: Shape, rows: list[dict]) -> str:
     fields = [f"{C:>3}->{K:<3} {D}x{H}x{W}".ljust(22)]
     fields += [f"{r['us']:8.1f} us {r['tflop_s']:4.0f}" for r in (cudnn, bare, shifted, full)]
     errors = f"{cudnn['error']:.1e} {bare['error']:.1e} {shifted['statistics_error']:.0e}"
-    return " | ".join([*fields, label(Tile(**bare["tile"])), errors])
+    return " | ".join([*fields, label(Conv3dTile(**bare["tile"])), errors])
 
 
-def dry(jobs: list[tuple[Tile, int, str]], workers: int) -> None:
+def dry(jobs: list[tuple[Conv3dTile, int, str]], workers: int) -> None:
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         for name, found in pool.map(compile_dry, jobs):
             bad = found.get("spills", 99) > 16 or found["shared"] > SHARED_LIMIT or found["serialised"]
@@ -292,12 +292,14 @@ def compile_all(pool: ProcessPoolExecutor, jobs: list, every: bool) -> None:
             print(f"  {done.result()}", flush=True)
 
 
-def compare(arguments: argparse.Namespace, tried: dict[Shape, list[Tile]], jobs: list, often: dict[Shape, int]) -> None:
+def compare(
+    arguments: argparse.Namespace, tried: dict[Shape, list[Conv3dTile]], jobs: list, often: dict[Shape, int]
+) -> None:
     began = time.monotonic()
     dtype = getattr(torch, arguments.dtype)
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = False
-    timed: dict[Shape, list[tuple[float, Tile]]] = {}
+    timed: dict[Shape, list[tuple[float, Conv3dTile]]] = {}
     right = survivors(arguments.dtype)
     jobs = [job for job in jobs if not job[0].halo or (job[0].k, job[0].warps) in right]
     with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
@@ -320,7 +322,7 @@ def compare(arguments: argparse.Namespace, tried: dict[Shape, list[Tile]], jobs:
         made = rows_of(Problem(shape, dtype), best)
         rows += [{**r, "times_in_network": often[shape]} for r in made]
         lines.append(line(shape, made))
-        table.append(f"    {shape}: {Tile(**made[1]['tile'])},")
+        table.append(f"    {shape}: {Conv3dTile(**made[1]['tile'])},")
     write(arguments.out, rows, network=arguments.network)
     print(
         f"\n{'shape':22} | cuDNN us TFLOP/s | ours | +shift+statistics | +residual | tile | errors: cuDNN, ours, statistics"

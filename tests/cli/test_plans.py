@@ -21,7 +21,7 @@ from voxtune.runtime.storage import store_auto
 def _quick(tmp_path, monkeypatch):
     monkeypatch.setenv("VOXTUNE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(
-        tuner, "CPU_LADDER", (tuner.Rung("channels_last", ("cleanup", "sdpa", "time", "channels_last")),)
+        tuner, "CPU_LADDER", (tuner.TunerRung("channels_last", ("cleanup", "sdpa", "time", "channels_last")),)
     )
     real = tuner.measure
     # Channels-last wins here whatever the machine does, so that there is a plan to use.

@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 
 from voxtune.kernels import conv3d as cv
-from voxtune.kernels.conv3d_tiles import Tile, tiles
+from voxtune.kernels.conv3d_tiles import Conv3dTile, tiles
 
-SMALL = Tile(h=2, w=8, k=16, c=16)
+SMALL = Conv3dTile(h=2, w=8, k=16, c=16)
 # (batch, input and output channels, voxels, tile, shift, residual): ragged in every direction, more channels than one tile, one
 # voxel, split taps.
 CASES = [
@@ -83,7 +83,10 @@ def entry():
     y, found = cv.conv3d(x, cv.pack(weight), shift, statistics=True)
     truth, one = cv.conv3d_reference(x, cv.pack(weight), shift, statistics=True)
     pairs = zip(joined(found), joined(one), strict=True)
+    by_operator, checks = operator(x, cv.pack(weight), shift)
     return {
+        "operator": torch.equal(by_operator, y),
+        "checks": checks,
         "error": ((y - truth).float().norm() / truth.float().norm()).item(),
         "statistics": max(((a - b).norm() / b.norm()).item() for a, b in pairs),
         "reasons": [
@@ -95,6 +98,18 @@ def entry():
             cv.why_not(x.contiguous(), weight.shape),
         ],
     }
+
+
+def operator(x, packed, shift):
+    """The result of torch.ops.voxtune.conv3d, and how often it asked whether the kernel applies."""
+    from voxtune.kernels import ops
+
+    calls, original = [], cv.why_not
+    ops._conv3d.why_not = lambda *a: calls.append(a) or original(*a)
+    try:
+        return torch.ops.voxtune.conv3d(x, packed, shift, None, True)[0], len(calls)
+    finally:
+        ops._conv3d.why_not = original
 
 
 def shapes():

@@ -39,6 +39,7 @@ def test_statistics_about_a_large_mean():
 def test_entry_point():
     row = run("entry", interpret=True)
     assert row["error"] < 1e-3 and row["statistics"] < 1e-3, row
+    assert row["operator"] and row["checks"] == 1, "the operator checks its inputs once a call"
     assert row["reasons"][0] is None
     assert all(row["reasons"][1:]), row
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.factories.networks import REWRITING, make
-from voxtune.plan.build import Subject, build
+from voxtune.plan.build import PlanTarget, build
 from voxtune.plan.gate import Gate, trajectory_of, vary
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import Optimized
@@ -24,7 +24,7 @@ def subject():
     # A short walk: some processors take half a second for a step in BF16.
     with torch.no_grad():
         walk = trajectory_of((args, {}), net(*args), steps=2)
-    return net, args, gate_for(Subject(net, (args, {})), walk)
+    return net, args, gate_for(PlanTarget(net, (args, {})), walk)
 
 
 def rewritten(net, args, *names) -> Optimized:
@@ -38,7 +38,7 @@ def norms_of(network):
 
 def test_a_sound_plan_passes_with_its_figures(subject):
     net, args, gate = subject
-    verdict = judge(Subject(net, (args, {})), rewritten(net, args, "bf16"), gate)
+    verdict = judge(PlanTarget(net, (args, {})), rewritten(net, args, "bf16"), gate)
     assert verdict.passed, verdict
     figures = verdict.figures
     assert figures["reference"] == "float64" and figures["inputs"] == 3
@@ -76,7 +76,7 @@ def test_a_pass_that_forgets_the_residual_is_refused(subject):
     conv.args = (*conv.args[:3], None, *conv.args[4:])
     broken.runner.inner.recompile()
     verdict = gate.judge(broken, "bf16")
-    assert not verdict.passed and "more than" in verdict.reason
+    assert not verdict.passed and "exceeds" in verdict.reason
 
 
 def test_nan_is_infinitely_far(subject):
@@ -108,6 +108,18 @@ def test_a_drift_that_single_steps_hide_is_refused(subject, monkeypatch):
     gate = Gate(net, vary((args, {})), trajectory_of((args, {}), torch.empty_like(args[0])))
     verdict = gate.judge(half_right, "fp32")
     assert not verdict.passed and "sampled volume" in verdict.reason and "PSNR" in verdict.reason
+
+
+def test_an_output_of_zeros_is_reported(caplog):
+    """Every plan passes for such a network, so its verdict proves nothing."""
+    net, x = torch.nn.Conv2d(1, 1, 3, padding=1).eval(), torch.randn(1, 1, 8, 8)
+    torch.nn.init.zeros_(net.weight), torch.nn.init.zeros_(net.bias)
+    gate = Gate(net, [((x,), {})])
+    for _ in range(2):
+        assert gate.judge(net, "fp32").figures["zero_output"]
+    assert caplog.text.count("exactly zero") == 1
+    torch.nn.init.ones_(net.bias)
+    assert "zero_output" not in Gate(net, [((x,), {})]).judge(net, "fp32").figures
 
 
 def test_no_memory_is_a_verdict_and_no_crash(subject):

@@ -8,7 +8,7 @@ import torch
 import voxtune
 from tests.factories.networks import make
 from voxtune.plan.api import READY
-from voxtune.plan.build import Subject, build
+from voxtune.plan.build import PlanTarget, build
 from voxtune.plan.tuner import gate_for, judge
 from voxtune.workloads import split
 
@@ -31,7 +31,7 @@ def on_gpu(name):
 @pytest.mark.parametrize("name", ["med_ddpm", "monai_3d", "monai_2d", "diffusers_2d", "diffusers_3d", "convnext"])
 def test_every_ready_plan_passes_the_gate(name, plan):
     net, args = on_gpu(name)
-    subject = Subject(net, (args, {}))
+    subject = PlanTarget(net, (args, {}))
     verdict = judge(subject, subject.build(plan), gate_for(subject))
     assert verdict.passed, verdict
 
@@ -44,7 +44,7 @@ def test_both_parts_of_a_network_pass_the_gate(depth, plan):
     with torch.no_grad():
         _, deep = full(*args)
     for part, inputs in ((full, args), (shallow, (*args, deep))):
-        subject = Subject(part, (inputs, {}))
+        subject = PlanTarget(part, (inputs, {}))
         verdict = judge(subject, subject.build(plan), gate_for(subject))
         assert verdict.passed, (type(part).__name__, verdict)
 

@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_leaves
 from tests.factories.networks import NETWORKS, make
 from voxtune.plan import saved_graph as subject
 from voxtune.plan.api import CPU_READY, READY, optimize
-from voxtune.plan.build import Subject, build
+from voxtune.plan.build import PlanTarget, build
 from voxtune.plan.cache import identity, remember
 from voxtune.plan.graph import module_of
 from voxtune.plan.plan import Plan
-from voxtune.plan.saved_graph import keep, kept
+from voxtune.plan.saved_graph import load_graph, save_graph
 
 CPU = torch.device("cpu")
 WHOLE = READY[0].without("bf16", "cuda_graph", "cudnn_benchmark")
@@ -32,12 +32,12 @@ def test_the_same_network_comes_back(name, tmp_path):
     net, args = make(name)
     one = build(net, args, None, WHOLE, twin=True)
     place = tmp_path / "one.graph"
-    keep(place, one.runner.inner, one.notes, CPU)
-    found = kept(place, CPU)
+    save_graph(place, one.runner.inner, one.notes, CPU)
+    found = load_graph(place, CPU)
     assert found is not None
     module, notes = found
     assert notes == one.notes
-    other = Subject(net, (args, {})).restore(WHOLE, module, notes)
+    other = PlanTarget(net, (args, {})).restore(WHOLE, module, notes)
     with torch.no_grad():
         left, right = one(*args), other(*args)
     assert type(left) is type(right)
@@ -58,38 +58,38 @@ def test_the_same_network_comes_back(name, tmp_path):
 def test_damaged_files_and_other_sources_are_passed_over(rewritten, tmp_path, monkeypatch):
     one = rewritten
     place = tmp_path / "one.graph"
-    assert kept(place, CPU) is None
-    keep(place, one.runner.inner, one.notes, CPU)
+    assert load_graph(place, CPU) is None
+    save_graph(place, one.runner.inner, one.notes, CPU)
     whole = place.read_bytes()
     for data in (b"", whole[: len(whole) // 2], b"not a graph"):
         place.write_bytes(data)
-        assert kept(place, CPU) is None
+        assert load_graph(place, CPU) is None
     place.write_bytes(whole)
     monkeypatch.setattr(subject, "sources_hash", lambda: "another")
-    assert kept(place, CPU) is None
+    assert load_graph(place, CPU) is None
 
 
 def test_a_file_calls_nothing_but_operators(rewritten, tmp_path):
     one = rewritten
     place = tmp_path / "one.graph"
-    keep(place, one.runner.inner, one.notes, CPU)
+    save_graph(place, one.runner.inner, one.notes, CPU)
     found = torch.load(place, weights_only=True)
     for name in ("os.system.x", "aten.nothing.default", "eval"):
         told = json.loads(found["graph"])
         next(n for n in told["nodes"] if n["op"] == "call_function")["target"] = name
         torch.save({**found, "graph": json.dumps(told)}, place)
-        assert kept(place, CPU) is None
+        assert load_graph(place, CPU) is None
 
 
 def test_only_the_latest_stay(rewritten, tmp_path):
     one = rewritten
-    for k in range(subject.KEEP + 2):
-        keep(tmp_path / f"{k}.graph", one.runner.inner, one.notes, CPU)
-    assert len(list(tmp_path.iterdir())) == subject.KEEP
+    for k in range(subject.MAX_FILES + 2):
+        save_graph(tmp_path / f"{k}.graph", one.runner.inner, one.notes, CPU)
+    assert len(list(tmp_path.iterdir())) == subject.MAX_FILES
 
 
 def test_what_cannot_be_kept_costs_nothing(tmp_path):
-    keep(tmp_path / "one.graph", torch.nn.Linear(1, 1), {}, CPU)
+    save_graph(tmp_path / "one.graph", torch.nn.Linear(1, 1), {}, CPU)
     assert not list(tmp_path.iterdir())
 
 

@@ -8,10 +8,10 @@ import torch
 from tests.factories.networks import REWRITING, make
 from voxtune.errors import InputError
 from voxtune.plan.api import CPU_READY, optimize
-from voxtune.plan.build import Subject, build
+from voxtune.plan.build import PlanTarget, build
 from voxtune.plan.gate import trajectory_of, volume_of
 from voxtune.plan.plan import Plan
-from voxtune.plan.saved_graph import keep, kept
+from voxtune.plan.saved_graph import load_graph, save_graph
 from voxtune.plan.tuner import gate_for, judge
 from voxtune.runtime.planned import Planned
 from voxtune.workloads import split
@@ -52,7 +52,7 @@ def test_every_pass_leaves_every_output_the_same(parts, which, names):
 @pytest.mark.parametrize("which", [0, 1])
 def test_the_gate_admits_half_precision(parts, which):
     part, inputs = parts[which]
-    subject = Subject(part, (inputs, {}))
+    subject = PlanTarget(part, (inputs, {}))
     with torch.no_grad():
         walk = trajectory_of((inputs, {}), volume_of(part(*inputs)), steps=2)
     verdict = judge(subject, subject.build(Plan.of("bf16", *REWRITING), twin=True), gate_for(subject, walk))
@@ -62,7 +62,7 @@ def test_the_gate_admits_half_precision(parts, which):
 
 def test_the_gate_looks_at_the_deep_feature_too(parts):
     full, inputs = parts[0]
-    gate = gate_for(Subject(full, (inputs, {})))
+    gate = gate_for(PlanTarget(full, (inputs, {})))
 
     def wrong(*args):
         eps, deep = full(*args)
@@ -78,8 +78,8 @@ def test_a_given_plan_is_gated_and_its_graph_comes_back(parts, which, tmp_path):
     part, inputs = parts[which]
     fast = optimize(part, inputs, CPU_READY[0])
     assert fast.plan.evidence["gate"]["structure"] < 1e-5
-    keep(tmp_path / "a.graph", fast.runner.inner, fast.notes, torch.device("cpu"))
-    module, _ = kept(tmp_path / "a.graph", torch.device("cpu"))
+    save_graph(tmp_path / "a.graph", fast.runner.inner, fast.notes, torch.device("cpu"))
+    module, _ = load_graph(tmp_path / "a.graph", torch.device("cpu"))
     for a, b in zip(outputs(module, inputs), outputs(fast, inputs), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -93,6 +93,6 @@ def test_a_planned_network_has_planned_parts(parts):
         eps, deep = full(*inputs)
         again = shallow(*inputs, deep)
     assert float((again - eps).norm() / eps.norm()) < 1e-5
-    assert planned.passes == CPU_READY[0].names and not planned.made
+    assert planned.passes == CPU_READY[0].names and not planned.optimized
     with pytest.raises(InputError, match="Linear"):
         split(Planned(torch.nn.Linear(1, 1), "auto"), 1)

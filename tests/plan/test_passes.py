@@ -10,11 +10,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.factories.networks import NETWORKS, REWRITING, make
+from voxtune.plan.api import CPU_READY, READY
 from voxtune.plan.build import build
 from voxtune.plan.gate import volume_of
 from voxtune.plan.graph import capture
-from voxtune.plan.passes import BY_NAME, Context
+from voxtune.plan.passes import BY_NAME, PASSES, Context, Pass, Stage, precision_of, select
 from voxtune.plan.plan import Plan
+from voxtune.plan.tuner import BASELINE, CPU_LADDER, GPU_LADDER
 from voxtune.precision import tf32_allowed
 
 # How often each pass finds its pattern; a change of these is a change of what the passes see.
@@ -66,6 +68,61 @@ def test_half_precision_errs_like_autocast(name, half):
     y = volume_of(fast(*args))
     assert y.dtype == torch.float32
     assert error(y, truth) < 1.5 * plain
+
+
+FUSED = {
+    *("channels_last", "cleanup", "sdpa", "time", "fuse_norm", "epilogue", "pointwise", "upsample", "cudnn_benchmark")
+}
+
+
+def test_ready_plans_and_ladders_follow_from_the_flags_of_passes():
+    assert [set(plan.names) for plan in READY] == [
+        {"bf16", *FUSED, "edges", "conv3d", "cuda_graph"},
+        {"bf16", *FUSED, "cuda_graph"},
+        {"bf16", *FUSED},
+        {"tf32", *FUSED},
+        {"tf32"},
+    ]
+    assert [plan.names for plan in CPU_READY] == [("cleanup", "sdpa", "time", "channels_last")]
+    assert BASELINE.names == ("strict",)
+    assert [set(rung.add) for rung in GPU_LADDER] == [
+        {"tf32"},
+        {"strict", "channels_last"},
+        {"tf32", "channels_last"},
+        {"bf16"},
+        {"bf16", "channels_last", "cleanup", "compile"},
+        {"bf16", "channels_last", "cleanup", "sdpa", "time", "fuse_norm"},
+        {"cudnn_benchmark"},
+        {"epilogue", "pointwise", "upsample"},
+        {"edges"},
+        {"conv3d"},
+        {"cuda_graph"},
+    ]
+    assert [rung.add for rung in CPU_LADDER] == [
+        ("cleanup", "sdpa", "time"),
+        ("channels_last",),
+        ("cleanup", "compile"),
+        ("cleanup", "sdpa", "time", "channels_last", "compile"),
+        ("cleanup", "sdpa", "time", "bf16", "channels_last"),
+        ("heap",),
+    ]
+
+
+def test_flags_of_passes():
+    assert {p.name for p in PASSES if p.structural} == set(REWRITING) - {"channels_last"}
+    assert {p.name for p in PASSES if not p.exact} == {"tf32", "bf16", "fp16"}
+    assert {p.name for p in PASSES if p.needs_hopper} == {"conv3d"}
+    names = {p.name for p in PASSES}
+    assert all(set(p.excludes) | set(p.requires) <= names for p in PASSES)
+    for plan, precision in {("strict", "bf16"): "bf16", ("tf32",): "tf32", ("cleanup",): "fp32"}.items():
+        assert precision_of(plan) == precision
+
+
+def test_a_new_pass_joins_the_plans_of_its_stage(monkeypatch):
+    extra = Pass(name="extra", summary="for this test", stage=Stage.FUSION)
+    monkeypatch.setattr("voxtune.plan.passes.PASSES", (*PASSES, extra))
+    assert select(Stage.FUSION) == ("upsample", "pointwise", "epilogue", "extra")
+    assert select("bf16", Stage.FUSION)[0] == "bf16"
 
 
 @pytest.mark.parametrize("alone", REWRITING)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from voxtune.kernels.conv3d_tiles import Tile, tiles
+from voxtune.kernels.conv3d_tiles import Conv3dTile, tiles
 from voxtune.kernels.group_norm import row_stride
 from voxtune.kernels.precompile import ready
 
@@ -235,9 +235,14 @@ def conv3d(
     shift_NC: Tensor | None = None,
     residual: Tensor | None = None,
     statistics: bool = False,
+    *,
+    checked: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """conv(x) + shift + residual, channels-last, and its statistics (N, P, 3, K) if asked; `why_not` must be None."""
-    assert (reason := why_not(x, (packed.shape[1], packed.shape[2], 3, 3, 3))) is None, reason
+    """conv(x) + shift + residual, channels-last, and its statistics (N, P, 3, K) if requested; `why_not` must be None.
+
+    `checked`: the caller has called `why_not`.
+    """
+    assert checked or (reason := why_not(x, (packed.shape[1], packed.shape[2], 3, 3, 3))) is None, reason
     N, C, D, H, W = x.shape
     tile = tiles(N, D, H, W, C, packed.shape[1], hopper=is_hopper(x.device))
     return convolve(x, packed, tile, shift_NC, residual, statistics)
@@ -250,7 +255,7 @@ def is_hopper(device: torch.device) -> bool:
 def convolve(
     x: Tensor,
     packed: Tensor,
-    tile: Tile,
+    tile: Conv3dTile,
     shift_NC: Tensor | None = None,
     residual: Tensor | None = None,
     statistics: bool = False,
@@ -327,7 +332,7 @@ def join_block(N: int, V: int, K: int) -> tuple[int, int]:
     return block_v, block_k
 
 
-def arguments(tile: Tile, *, dtype: str, epilogue: bool = True) -> tuple[dict[str, str], dict]:
+def arguments(tile: Conv3dTile, *, dtype: str, epilogue: bool = True) -> tuple[dict[str, str], dict]:
     """(types of the run-time arguments, constants) of voxtune_conv3d, to compile it without a device."""
     box = f"1,1,{tile.h},{tile.w}"
     whole = epilogue and tile.split == 1

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from voxtune.kernels.conv3d_tiles import Tile
+from voxtune.kernels.conv3d_tiles import Conv3dTile
 from voxtune.kernels.precompile import ready
 
 NEWER = hasattr(gl.shared_memory_descriptor, "reinterpret")
@@ -222,7 +222,7 @@ def layout(rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
 
 
-def constants(tile: Tile, C: int) -> dict[str, int]:
+def constants(tile: Conv3dTile, C: int) -> dict[str, int]:
     return {"CHUNKS": -(-C // tile.c), "X_STAGES": tile.inner_stages, "W_STAGES": tile.outer_stages}
 
 
@@ -233,7 +233,7 @@ def launch(
     r_NDHWK: Tensor | None,
     shift_NC: Tensor | None,
     statistics: Tensor | None,
-    tile: Tile,
+    tile: Conv3dTile,
     shift_stride: int,
 ) -> None:
     """Fills y and the statistics."""
@@ -259,7 +259,9 @@ def launch(
     )
 
 
-def arguments(tile: Tile, C: int, *, dtype: str, epilogue: bool = True) -> tuple[dict[str, str], dict[str, object]]:
+def arguments(
+    tile: Conv3dTile, C: int, *, dtype: str, epilogue: bool = True
+) -> tuple[dict[str, str], dict[str, object]]:
     """(types of the run-time arguments, constants), to compile it without a device."""
     box = f"1,1,{tile.h},{tile.w}"
     signature = {

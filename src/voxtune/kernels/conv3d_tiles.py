@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tile:
+class Conv3dTile:
     """What a program of voxtune_conv3d computes: two planes of h x w voxels, k output channels, by c input channels a step."""
 
     h: int
@@ -33,7 +33,7 @@ class Tile:
         }
 
 
-def shared_memory(tile: Tile) -> int:
+def shared_memory(tile: Conv3dTile) -> int:
     """Bytes that the tile's loads in flight take; the kernel adds some for barriers."""
     x, w = tile.h * tile.w * tile.c * 2, tile.k * tile.c * 2
     if tile.halo:
@@ -52,20 +52,22 @@ def shape_of_tile(voxels: int, H: int, W: int) -> list[tuple[int, int]]:
     return sorted(shapes, key=computed)
 
 
-def tiles(N: int, D: int, H: int, W: int, C: int, K: int, *, hopper: bool = True) -> Tile:
+def tiles(N: int, D: int, H: int, W: int, C: int, K: int, *, hopper: bool = True) -> Conv3dTile:
     """The tile for a convolution of this size; without Hopper's copy engine and products, one that fits any device.
 
     Measured on an H200 over every shape of the whole-head network (benchmarks/results/h200/conv3d.json).
     """
     if not hopper:
         h, w = shape_of_tile(128, H, W)[0]
-        return Tile(h=h, w=w, swap=False, warps=8)
+        return Conv3dTile(h=h, w=w, swap=False, warps=8)
     V = N * D * H * W
     if V >= 32**3:
         h, w = (8, 16) if K <= 64 else (16, 8)
-        return Tile(h=h, w=w, inner_stages=2, outer_stages=3, halo=True)
+        return Conv3dTile(h=h, w=w, inner_stages=2, outer_stages=3, halo=True)
     # Too few tiles to fill the card: several programs share one.
     h, w = shape_of_tile(64, H, W)[0]
     if V > 12**3:
-        return Tile(h=h, w=w, k=128 if C >= 192 else 64, inner_stages=4, outer_stages=3, split=2 if C >= 192 else 1)
-    return Tile(h=h, w=w, inner_stages=4, outer_stages=3, split=9 if C <= 256 else 12)
+        return Conv3dTile(
+            h=h, w=w, k=128 if C >= 192 else 64, inner_stages=4, outer_stages=3, split=2 if C >= 192 else 1
+        )
+    return Conv3dTile(h=h, w=w, inner_stages=4, outer_stages=3, split=9 if C <= 256 else 12)

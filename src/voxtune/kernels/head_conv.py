@@ -210,13 +210,14 @@ def head(
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     tf32: bool = False,
+    checked: bool = False,
 ) -> Tensor:
     """conv(x) + bias for channels-last x, or conv(silu(x * scale + offset)) with a norm's `affine` (N, 2, C) float32.
 
-    The result goes to `out`, of any strides, or to a channels-last tensor of `dtype`, x's own unless told. `why_not_head` must
-    be None.
+    The result goes to `out`, of any strides, or to a channels-last tensor of `dtype` (default: x's). `why_not_head` must be
+    None; `checked`: the caller has called it.
     """
-    assert (reason := why_not_head(x, packed, out)) is None, reason
+    assert checked or (reason := why_not_head(x, packed, out)) is None, reason
     M, volume = packed.out_channels, packed.dimensions == 3
     y = empty_channels_last(x, M, dtype) if out is None else out
     N, C, D, H, W = as_volume(x).shape

@@ -91,7 +91,7 @@ def group_norm_silu(
     lasting = tuple(_lasting(s) for s in sources)
     known = [s if s.numel() else None for s in statistics] or None
     if _runs_kernel(lasting[0], _norm.why_not(lasting, groups), "group_norm_silu"):
-        return _norm.group_norm_silu(lasting, weight, bias, groups, eps, shift, silu, statistics=known)
+        return _norm.group_norm_silu(lasting, weight, bias, groups, eps, shift, silu, known, checked=True)
     return _lasting(_norm.group_norm_silu_reference(lasting, weight, bias, groups, eps, shift, silu))
 
 
@@ -107,8 +107,10 @@ def conv3d(
     x = _lasting(x)
     residual = None if residual is None else _lasting(residual)
     reason = _conv3d.why_not(x, (*packed.shape[1:], 3, 3, 3))
-    run = _conv3d.conv3d if _runs_kernel(x, reason, "conv3d") else _conv3d.conv3d_reference
-    y, sums = run(x, packed, shift, residual, statistics)
+    if _runs_kernel(x, reason, "conv3d"):
+        y, sums = _conv3d.conv3d(x, packed, shift, residual, statistics, checked=True)
+    else:
+        y, sums = _conv3d.conv3d_reference(x, packed, shift, residual, statistics)
     return _lasting(y), x.new_empty(0, dtype=torch.float32) if sums is None else sums
 
 
@@ -122,7 +124,7 @@ def pointwise(sources: list[Tensor], weight: Tensor, shift: Tensor | None, resid
     lasting = tuple(_lasting(s) for s in sources)
     residual = None if residual is None else _lasting(residual)
     if _runs_kernel(lasting[0], _pointwise.why_not(lasting, weight, shift, residual), "pointwise"):
-        return _pointwise.pointwise(lasting, weight, shift, residual)
+        return _pointwise.pointwise(lasting, weight, shift, residual, checked=True)
     return _lasting(_pointwise.pointwise_reference(lasting, weight, shift, residual))
 
 
@@ -135,7 +137,7 @@ def _(sources, weight, shift, residual):
 def add(a: Tensor, b: Tensor, shift: Tensor | None) -> Tensor:
     a, b = _lasting(a), _lasting(b)
     if _runs_kernel(a, _pointwise.why_not_add(a, b, shift), "add"):
-        return _pointwise.add(a, b, shift)
+        return _pointwise.add(a, b, shift, checked=True)
     return _lasting(_pointwise.add_reference(a, b, shift))
 
 
@@ -148,7 +150,7 @@ def _(a, b, shift):
 def upsample(x: Tensor, mode: str) -> Tensor:
     x = _lasting(x)
     if _runs_kernel(x, _upsample.why_not(x, mode), "upsample"):
-        return _upsample.upsample(x, mode)
+        return _upsample.upsample(x, mode, checked=True)
     return _lasting(_upsample.upsample_reference(x, mode))
 
 
@@ -167,7 +169,7 @@ def stem(sources: list[Tensor], weight: Tensor, shift: Tensor | None) -> Tensor:
         _packed[weight] = _stem.pack_stem(weight, tuple(s.shape[1] for s in sources), weight.dtype)
     packed = _packed[weight]
     if _runs_kernel(sources[0], _stem.why_not_stem(tuple(sources), packed, shift), "stem"):
-        return _stem.stem(tuple(sources), packed, shift)
+        return _stem.stem(tuple(sources), packed, shift, checked=True)
     return _lasting(_stem.stem_reference(tuple(sources), weight, shift))
 
 
@@ -183,7 +185,7 @@ def head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         _packed[weight] = _head.pack_head(weight, weight.dtype)
     packed = _packed[weight]
     if _runs_kernel(x, _head.why_not_head(x, packed), "head"):
-        return _head.head(x, packed, bias)
+        return _head.head(x, packed, bias, checked=True)
     return _lasting(_head.head_reference(x, weight, None if bias is None else bias.to(weight.dtype)))
 
 

@@ -173,9 +173,13 @@ def pointwise(
     residual: Tensor | None = None,
     *,
     tf32: bool = False,
+    checked: bool = False,
 ) -> Tensor:
-    """conv1x1(cat(sources)) + shift + residual for channels-last sources; `why_not` must be None. `tf32` speaks of float32."""
-    assert (reason := why_not(sources, weight_MK, shift_NC, residual)) is None, reason
+    """conv1x1(cat(sources)) + shift + residual for channels-last sources; `why_not` must be None.
+
+    `tf32` applies to float32 sources. `checked`: the caller has called `why_not`.
+    """
+    assert checked or (reason := why_not(sources, weight_MK, shift_NC, residual)) is None, reason
     a = voxels_last(sources[0])
     N, V, CA = a.shape
     b = voxels_last(sources[1]) if len(sources) > 1 else a
@@ -203,9 +207,12 @@ def pointwise(
     return y
 
 
-def add(a: Tensor, b: Tensor, shift_NC: Tensor | None = None) -> Tensor:
-    """a + b + shift in one pass for channels-last volumes; `why_not_add` must be None."""
-    assert (reason := why_not_add(a, b, shift_NC)) is None, reason
+def add(a: Tensor, b: Tensor, shift_NC: Tensor | None = None, *, checked: bool = False) -> Tensor:
+    """a + b + shift in one pass for channels-last volumes; `why_not_add` must be None.
+
+    `checked`: the caller has called `why_not_add`.
+    """
+    assert checked or (reason := why_not_add(a, b, shift_NC)) is None, reason
     N, V, C = voxels_last(a).shape
     y = empty_channels_last(a, C)
     block_c = channel_block(C)

@@ -199,10 +199,18 @@ def why_not_stem(sources: tuple[Tensor, ...], packed: PackedStem, shift_NC: Tens
 
 
 def stem(
-    sources: tuple[Tensor, ...], packed: PackedStem, shift_NC: Tensor | None = None, *, tf32: bool = False
+    sources: tuple[Tensor, ...],
+    packed: PackedStem,
+    shift_NC: Tensor | None = None,
+    *,
+    tf32: bool = False,
+    checked: bool = False,
 ) -> Tensor:
-    """conv(cat(sources)) + shift, channels-last, in the packed weights' type; `why_not_stem` must be None."""
-    assert (reason := why_not_stem(sources, packed, shift_NC)) is None, reason
+    """conv(cat(sources)) + shift, channels-last, in the packed weights' type; `why_not_stem` must be None.
+
+    `checked`: the caller has called `why_not_stem`.
+    """
+    assert checked or (reason := why_not_stem(sources, packed, shift_NC)) is None, reason
     a, b = sources[0], sources[-1]
     N, _, D, H, W = as_volume(a).shape
     y = empty_channels_last(a, packed.out_channels, packed.weight.dtype)

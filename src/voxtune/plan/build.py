@@ -1,4 +1,4 @@
-"""From a network and a plan to the rewritten network, with a record of what each pass did or why it did not apply."""
+"""Builds the rewritten network from a network and a plan, and records what each pass did or why it did not apply."""
 
 from __future__ import annotations
 
@@ -13,35 +13,41 @@ from torch import nn
 from voxtune.files import one_line
 from voxtune.plan.graph import Captured, capture
 from voxtune.plan.measure import clocked
-from voxtune.plan.passes import PASSES, Context
-from voxtune.plan.passes.layout import lasting
+from voxtune.plan.passes import PASSES, Context, Pass
+from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import Inputs, Optimized, Runner, Signature
 
 log = logging.getLogger("voxtune")
+# The note of a pass that acts when the plan runs.
+IN_FORCE = "in force"
 
 
 def rewrite(captured: Captured | None, plan: Plan, context: Context) -> dict[str, str]:
-    """Runs the plan's passes in the house's order; gives a line for each."""
+    """Runs the plan's passes in the order of PASSES; returns a note for each."""
     notes = {}
-    for one in PASSES:
-        if one.name not in plan.names:
+    for step in _passes(plan):
+        if step.rewrite is None or step.why_not(context) is not None:
+            notes[step.name] = _note(step, context)
             continue
-        reason = one.why_not(context)
-        if reason is not None:
-            notes[one.name] = f"does not apply: {reason}"
-        elif one.rewrite is None:
-            notes[one.name] = "in force"
-        else:
-            assert captured is not None, "a pass that applies was not expected to"
-            outcome = one.rewrite(captured, context, plan.options(one.name))
-            notes[one.name] = f"applied {outcome.applied} x" if outcome.applied else f"no effect: {outcome.reason}"
-            if outcome.applied and outcome.notes:
-                notes[one.name] += " (" + "; ".join(outcome.notes) + ")"
+        assert captured is not None, "no graph was captured for a pass that rewrites it"
+        outcome = step.rewrite(captured, context, plan.options(step.name))
+        notes[step.name] = f"applied {outcome.applied} x" if outcome.applied else f"no effect: {outcome.reason}"
+        if outcome.applied and outcome.notes:
+            notes[step.name] += " (" + "; ".join(outcome.notes) + ")"
     return notes
 
 
-class Subject:
+def _passes(plan: Plan) -> list[Pass]:
+    return [p for p in PASSES if p.name in plan.names]
+
+
+def _note(step: Pass, context: Context) -> str:
+    reason = step.why_not(context)
+    return IN_FORCE if reason is None else f"does not apply: {reason}"
+
+
+class PlanTarget:
     """A network and the inputs that plans are made for; captured once, however many plans are tried."""
 
     def __init__(self, model: nn.Module, inputs: Inputs):
@@ -69,7 +75,7 @@ class Subject:
         A `twin` applies every rewriting there is, kernel or not: for the gate, which asks if the graph is still the same.
         """
         context = Context(self.device, plan.names, twin)
-        if any(p.rewrite is not None and p.name in plan.names and p.why_not(context) is None for p in PASSES):
+        if any(p.rewrite is not None and p.why_not(context) is None for p in _passes(plan)):
             captured = self.captured()
             if isinstance(captured, str):
                 return _uncaptured(self.model, plan, context, self.signature, captured)
@@ -91,31 +97,30 @@ class Subject:
 def build(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None, plan: Plan, *, twin: bool = False
 ) -> Optimized:
-    """One plan for one network; see `Subject.build`."""
-    return Subject(model, (tuple(args), kwargs or {})).build(plan, twin=twin)
+    """One plan for one network; see `PlanTarget.build`."""
+    return PlanTarget(model, (tuple(args), kwargs or {})).build(plan, twin=twin)
 
 
 def _uncaptured(model: nn.Module, plan: Plan, context: Context, signature: Signature, why: str) -> Optimized:
-    """A network that is no static graph still has what needs no graph: its layout, its type, TF32."""
-    notes = {p.name: "no effect: the network could not be captured" for p in PASSES if p.name in plan.names}
+    """A network without a static graph: only passes that need no graph apply (memory format, precision, run-time flags)."""
     log.warning("the network could not be captured as a graph (%s): only passes on whole modules apply", why)
-    network = model
-    casting = context.dtype if context.dtype != torch.float32 else None
-    if context.channels_last:
-        network = copy.deepcopy(model)
-        for parameter in network.parameters():
-            parameter.data = lasting(parameter.data)
-        notes["channels_last"] = "applied to the weights"
-    for name in ("strict", "tf32", "cudnn_benchmark", "compile", "cuda_graph", "heap"):
-        if name in plan.names:
-            reason = next(p for p in PASSES if p.name == name).why_not(context)
-            notes[name] = "in force" if reason is None else f"does not apply: {reason}"
-    if casting is not None:
-        notes["bf16" if casting == torch.bfloat16 else "fp16"] = "by autocast"
+    network, autocast = model, None
+    notes = {}
+    for step in _passes(plan):
+        if step.rewrite is None:
+            notes[step.name] = _note(step, context)
+        elif step.precision in HALF:
+            notes[step.name], autocast = "by autocast", HALF[step.precision]
+        elif step.rewrite_module is not None:
+            network = copy.deepcopy(model) if network is model else network
+            step.rewrite_module(network)
+            notes[step.name] = "applied to the weights"
+        else:
+            notes[step.name] = "no effect: the network could not be captured"
     notes["capture"] = f"failed: {why}"
-    runner = Runner(network, _in_force(plan, notes), context, autocast=casting)
+    runner = Runner(network, _in_force(plan, notes), context, autocast=autocast)
     return Optimized(model, runner, plan, notes, signature)
 
 
 def _in_force(plan: Plan, notes: dict[str, str]) -> frozenset[str]:
-    return frozenset(n for n in plan.names if notes.get(n) == "in force")
+    return frozenset(n for n in plan.names if notes.get(n) == IN_FORCE)

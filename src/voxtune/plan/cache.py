@@ -1,4 +1,4 @@
-"""Plans that were tuned or gated on this machine, so that the next run need not do it again."""
+"""The cache of plans that were tuned or gated on this machine, so that this happens once."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def identity(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
 
 
 def network_hash(model: nn.Module) -> str:
-    """Of what decides a network's answer, as far as it can be seen: classes, their code, settings, weights and buffers."""
+    """Hash of what determines a network's output, as far as it can be seen: classes, code, settings, weights, buffers."""
     digest = hashlib.blake2b(digest_size=16)
     for name, module in model.named_modules():
         kind = type(module)
         digest.update(f"{name}:{kind.__module__}.{kind.__qualname__}:{module.extra_repr()};".encode())
         digest.update(f"{_settings(module)};{_code(getattr(kind.forward, '__code__', None))};".encode())
-    kept = model.state_dict()
-    # Buffers that are not saved belong to the answer as well.
-    for name, tensor in [*kept.items(), *((n, b) for n, b in model.named_buffers() if n not in kept)]:
+    state = model.state_dict()
+    # Buffers that are not saved affect the output as well.
+    for name, tensor in [*state.items(), *((n, b) for n, b in model.named_buffers() if n not in state)]:
         digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
         flat = tensor.detach().cpu().contiguous().flatten()
         digest.update(flat.view(torch.uint8).numpy().tobytes())
@@ -49,31 +49,31 @@ def network_hash(model: nn.Module) -> str:
 
 
 def _settings(module: nn.Module) -> str:
-    """A module's own plain attributes: the number of heads, a scale, a flag. What has no stable words is left out."""
-    plain = {name: _words(value) for name, value in vars(module).items() if not name.startswith("_")}
-    return repr(sorted((name, words) for name, words in plain.items() if words is not None and name != "training"))
+    """A module's own plain attributes: the number of heads, a scale, a flag. Values without a stable text are skipped."""
+    plain = {name: _text(value) for name, value in vars(module).items() if not name.startswith("_")}
+    return repr(sorted((name, text) for name, text in plain.items() if text is not None and name != "training"))
 
 
-def _words(value: Any) -> str | None:
+def _text(value: Any) -> str | None:
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
         return repr(value)
     if isinstance(value, enum.Enum):
         return str(value)
     if isinstance(value, list | tuple | set | frozenset):
-        parts = [_words(one) for one in value]
+        parts = [_text(item) for item in value]
         return f"{type(value).__name__}{sorted(map(str, parts)) if isinstance(value, set | frozenset) else parts}"
     if isinstance(value, dict):
-        return str([(str(key), _words(one)) for key, one in value.items()])
+        return str([(str(key), _text(item)) for key, item in value.items()])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return str([(field.name, _words(getattr(value, field.name))) for field in dataclasses.fields(value)])
+        return str([(field.name, _text(getattr(value, field.name))) for field in dataclasses.fields(value)])
     return None
 
 
 def _code(code: Any) -> str:
-    """A function's instructions and constants, those of functions inside it too; not where its lines stand."""
+    """A function's instructions and constants, including those of functions inside it, without line numbers."""
     if code is None:
         return ""
-    inner = [_code(one) if isinstance(one, types.CodeType) else _words(one) for one in code.co_consts]
+    inner = [_code(item) if isinstance(item, types.CodeType) else _text(item) for item in code.co_consts]
     return f"{code.co_code.hex()}{code.co_names}{inner}"
 
 
@@ -103,21 +103,21 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def unlike(made_for: dict[str, Any], here: dict[str, Any]) -> str | None:
-    """Why a plan's evidence does not count here, or None."""
-    others = {
+def mismatch(made_for: dict[str, Any], here: dict[str, Any]) -> str | None:
+    """Why a plan's evidence is not valid here, or None."""
+    differences = {
         "model": "another model",
-        "inputs": "other shapes",
-        "arrangement": "arguments arranged otherwise",
+        "inputs": "other input shapes",
+        "arrangement": "another structure of arguments",
         "device": "another device",
     }
-    for key, words in others.items():
+    for key, difference in differences.items():
         if made_for.get(key) != here[key]:
-            return f"it was gated on {words}"
-    theirs, ours = made_for.get("versions") or {}, here["versions"]
-    for name, version in ours.items():
-        if theirs.get(name) != version:
-            return f"it was gated with {name} {theirs.get(name)}, here is {version}"
+            return f"it was gated on {difference}"
+    recorded = made_for.get("versions") or {}
+    for name, version in here["versions"].items():
+        if recorded.get(name) != version:
+            return f"it was gated with {name} {recorded.get(name)}, this is {version}"
     return None
 
 
@@ -125,40 +125,40 @@ log = logging.getLogger("voxtune")
 
 
 def cache_folder() -> Path:
-    """$VOXTUNE_CACHE, else the user's cache."""
-    told = os.environ.get("VOXTUNE_CACHE")
+    """$VOXTUNE_CACHE, or the user's cache folder."""
+    folder = os.environ.get("VOXTUNE_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(told).expanduser() if told else Path(base).expanduser() / "voxtune"
+    return Path(folder).expanduser() if folder else Path(base).expanduser() / "voxtune"
 
 
-def _place(made_for: dict[str, Any]) -> Path:
+def _plan_path(made_for: dict[str, Any]) -> Path:
     key = hashlib.blake2b(json.dumps(made_for, sort_keys=True).encode(), digest_size=16).hexdigest()
     return cache_folder() / "plans" / f"{key}.json"
 
 
-def graph_place(plan: Plan) -> Path:
-    """Of the network rewritten by a plan, beside the plan: another plan for the same model has a graph of its own."""
+def graph_path(plan: Plan) -> Path:
+    """Where the network rewritten by a plan is saved, beside the plan; each plan for a model has its own."""
     steps = hashlib.blake2b(json.dumps(plan.to_json()["passes"]).encode(), digest_size=4).hexdigest()
-    place = _place(plan.made_for)
-    return place.with_name(f"{place.stem}-{steps}.graph")
+    path = _plan_path(plan.made_for)
+    return path.with_name(f"{path.stem}-{steps}.graph")
 
 
 def remembered(made_for: dict[str, Any]) -> Plan | None:
-    """The plan of exactly this model, shape, device and versions; a file that cannot be used is told and passed over."""
-    path = _place(made_for)
+    """The plan for exactly this model, shape, device and versions. An unusable file is ignored with a warning."""
+    path = _plan_path(made_for)
     if not path.exists():
         return None
     try:
         plan = Plan.load(path)
     except InputError as error:
-        log.warning("cached plan passed over: %s", error)
+        log.warning("ignoring a cached plan: %s", error)
         return None
     return plan if plan.made_for == made_for else None
 
 
 def remember(plan: Plan) -> None:
-    """Best effort: a cache that cannot be written costs the next run its time, not this one its result."""
-    path = _place(plan.made_for)
+    """Best effort: if the cache cannot be written, only the next run takes longer."""
+    path = _plan_path(plan.made_for)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         plan.save(path)

@@ -1,8 +1,8 @@
-"""A CPU step's memory, kept for the next step.
+"""Memory of a CPU step that is reused by the next step.
 
-Why: the C library gives blocks above 32 MB back to the system as soon as they are free, and every volume of a step is such a
-block. The system then hands out zeroed pages anew, one fault at a time: at 64^3 with 64 channels, a quarter to a third of a
-step. The process keeps its peak in return. What is set here holds for the whole process, until a plan without it runs.
+Why: the C library returns blocks above 32 MB to the system as soon as they are freed, and every volume of a step is such a
+block. The system then provides zeroed pages again, one page fault at a time: at 64^3 with 64 channels, a quarter to a third of
+a step. In return the process keeps its peak memory. The setting holds for the whole process, until a plan without it runs.
 """
 
 from __future__ import annotations
@@ -11,30 +11,31 @@ import ctypes
 import sys
 from typing import Any
 
-# As <malloc.h> numbers them.
+# Numbers of <malloc.h>.
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-# Nothing is given back, and no block is apart; then what the library's own rule comes to for blocks of this size.
-KEPT = {TRIM_THRESHOLD: 2**31 - 1, MMAP_THRESHOLD: 2**30}
-USUAL = {TRIM_THRESHOLD: 2**26, MMAP_THRESHOLD: 2**25}
-_kept = False
+# Nothing is returned to the system, and no block is mapped separately.
+REUSED = {TRIM_THRESHOLD: 2**31 - 1, MMAP_THRESHOLD: 2**30}
+# What the library's dynamic rule arrives at for blocks of this size.
+DEFAULT = {TRIM_THRESHOLD: 2**26, MMAP_THRESHOLD: 2**25}
+_reusing = False
 
 
 def why_no_heap() -> str | None:
-    """The reason why memory cannot be kept here, or None."""
+    """The reason why memory cannot be reused here, or None."""
     return None if _library() is not None else "the C library is not glibc"
 
 
-def keep_memory(wanted: bool) -> None:
-    """Turns it on, or off again; nothing is touched in a process that never asked for it."""
-    global _kept  # noqa: PLW0603 - the allocator is the process's own
+def reuse_memory(wanted: bool) -> None:
+    """Turns it on, or off again; changes nothing in a process that never turned it on."""
+    global _reusing  # noqa: PLW0603 - the allocator belongs to the process
     library = _library()
-    if wanted == _kept or library is None:
+    if wanted == _reusing or library is None:
         return
-    for name, value in (KEPT if wanted else USUAL).items():
+    for name, value in (REUSED if wanted else DEFAULT).items():
         library.mallopt(name, value)
     if not wanted:
         library.malloc_trim(0)
-    _kept = wanted
+    _reusing = wanted
 
 
 def _library() -> Any:

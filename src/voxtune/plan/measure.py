@@ -1,4 +1,4 @@
-"""Times and memory of one call: medians after warm-up, the peak of what PyTorch holds."""
+"""Time and memory of one call: quantiles after warm-up, and PyTorch's peak memory."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ log = logging.getLogger("voxtune")
 
 
 @contextmanager
-def clocked(what: str) -> Iterator[None]:
-    """Logs how long a part of the way to the first step took."""
-    began = time.perf_counter()
+def clocked(event: str) -> Iterator[None]:
+    """Logs how long a part of the preparation took."""
+    started = time.perf_counter()
     yield
-    log.info("%s in %.2f s", what, time.perf_counter() - began)
+    log.info("%s in %.2f s", event, time.perf_counter() - started)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """`first_s` is the first call: compilation, algorithm search, recording of a graph. `peak_gib` is None on a CPU."""
+    """`first_s`: the first call, with compilation, algorithm search and graph recording. `peak_gib` is None on a CPU."""
 
     p20_ms: float
     p50_ms: float
@@ -41,12 +41,12 @@ def measure(call: Callable[[], Any], device: torch.device, *, repeats: int = 10,
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    began = time.perf_counter()
+    started = time.perf_counter()
     call()
     if gpu:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-    first = time.perf_counter() - began
+    first = time.perf_counter() - started
     times: list[float] = []
     until = time.perf_counter() + seconds
     while len(times) < 3 or (len(times) < repeats and time.perf_counter() < until):
@@ -58,9 +58,9 @@ def measure(call: Callable[[], Any], device: torch.device, *, repeats: int = 10,
 
 def _once(call: Callable[[], Any], device: torch.device, gpu: bool) -> float:
     if not gpu:
-        began = time.perf_counter()
+        started = time.perf_counter()
         call()
-        return (time.perf_counter() - began) * 1e3
+        return (time.perf_counter() - started) * 1e3
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     call()

@@ -1,4 +1,4 @@
-"""A plan: named passes with their options, what it was made for, and the evidence that it may be used. JSON in and out."""
+"""A plan: named passes with options, what it was made for, and the evidence that it passed the gate. Stored as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """`made_for` names the model, shape, device and versions that `evidence` was measured on; both may be empty."""
+    """`made_for` identifies the model, inputs, device and versions that `evidence` was measured on; both may be empty."""
 
     steps: tuple[Step, ...]
     made_for: dict[str, Any] = field(default_factory=dict)
@@ -56,14 +56,14 @@ class Plan:
     @classmethod
     def from_json(cls, data: Any, where: str) -> Plan:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise InputError(f"{where}: expected a plan of format {FORMAT!r}, found {found!r}")
+            given = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise InputError(f"{where}: expected a plan of format {FORMAT!r}, got {given!r}")
         unknown = set(data) - {"format", "passes", "made_for", "evidence"}
         if unknown:
             raise InputError(f"{where}: unknown entry {sorted(unknown)[0]!r}")
         passes = data.get("passes")
         if not isinstance(passes, list):
-            raise InputError(f"{where}: passes must be a list, found {type(passes).__name__}")
+            raise InputError(f"{where}: passes must be a list, got {type(passes).__name__}")
         try:
             steps = tuple(_step(entry) for entry in passes)
             rest = {key: _mapping(data.get(key, {}), key) for key in ("made_for", "evidence")}
@@ -83,21 +83,21 @@ class Plan:
         try:
             return cls.from_json(json.loads(text), str(path))
         except (json.JSONDecodeError, RecursionError) as error:
-            raise InputError(f"{path}: is not JSON: {error}") from None
+            raise InputError(f"{path}: is not valid JSON: {error}") from None
 
 
 def _step(entry: Any) -> Step:
     if isinstance(entry, str):
         return Step(entry)
     if not isinstance(entry, dict) or not isinstance(entry.get("pass"), str):
-        raise InputError(f"a pass is a name, or an object with 'pass' and 'options', found {entry!r}")
+        raise InputError(f"a pass must be a name or an object with 'pass' and 'options', got {entry!r}")
     extra: Iterable[str] = set(entry) - {"pass", "options"}
     if extra:
         raise InputError(f"pass {entry['pass']!r}: unknown entry {sorted(extra)[0]!r}")
     return Step(entry["pass"], _mapping(entry.get("options", {}), f"options of pass {entry['pass']!r}"))
 
 
-def _mapping(found: Any, what: str) -> dict[str, Any]:
-    if not isinstance(found, dict):
-        raise InputError(f"{what} must be an object, found {type(found).__name__}")
-    return found
+def _mapping(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InputError(f"{name} must be an object, got {type(value).__name__}")
+    return value

@@ -1,4 +1,4 @@
-"""A rewritten network at work: numeric flags, torch.compile, CUDA graph; and the refusal of what it was not made for."""
+"""Runs a rewritten network: numeric flags, torch.compile, CUDA graph; and the fallback for inputs it was not made for."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from voxtune.plan.graph import module_of
-from voxtune.plan.heap import keep_memory
+from voxtune.plan.heap import reuse_memory
 from voxtune.plan.measure import clocked
 from voxtune.plan.passes.base import Context
 from voxtune.plan.plan import Plan
 from voxtune.precision import tf32_allowed
 
 log = logging.getLogger("voxtune")
-# Of a call: what comes by place, and what by name.
+# Positional and keyword arguments of a call.
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-# Runs before a CUDA graph is recorded: kernels compile and cuDNN chooses in them.
+# Runs before a CUDA graph is recorded: kernels compile and cuDNN selects its algorithms.
 WARM_UP = 2
-# A graph's memory over what its tensors need at most at one time: the gaps between them.
+# A graph's memory relative to the peak of its tensors: there are gaps between them.
 SLACK = 1.04
 
 
 @dataclass(frozen=True)
 class Signature:
-    """The form of a call: its structure, and each tensor's shape, type and device; other values as they are."""
+    """The structure of a call's arguments, each tensor's shape, type and device, and the other values."""
 
     structure: str
     leaves: tuple[Any, ...]
@@ -48,12 +48,12 @@ class Signature:
                 return torch.device(leaf[2])
         raise ValueError("no tensor among the inputs")
 
-    def unlike(self, other: Signature) -> str | None:
+    def mismatch(self, other: Signature) -> str | None:
         if self.structure != other.structure or len(self.leaves) != len(other.leaves):
-            return "the inputs are arranged otherwise"
-        for place, (mine, theirs) in enumerate(zip(self.leaves, other.leaves, strict=True)):
-            if mine != theirs:
-                return f"input {place} is {_tell(theirs)}, the plan was made for {_tell(mine)}"
+            return "the inputs have another structure"
+        for index, (expected, given) in enumerate(zip(self.leaves, other.leaves, strict=True)):
+            if expected != given:
+                return f"input {index} is {_describe(given)}, the plan was made for {_describe(expected)}"
         return None
 
 
@@ -61,12 +61,12 @@ def _form(leaf: Any) -> Any:
     return (tuple(leaf.shape), str(leaf.dtype), str(leaf.device)) if isinstance(leaf, Tensor) else repr(leaf)
 
 
-def _tell(form: Any) -> str:
+def _describe(form: Any) -> str:
     return f"{form[1].removeprefix('torch.')} {list(form[0])} on {form[2]}" if isinstance(form, tuple) else str(form)
 
 
 class Runner:
-    """Calls the inner network under the plan's flags; compiled, or as a CUDA graph, if the plan says so."""
+    """Calls the inner network with the plan's flags set; compiled or as a CUDA graph if the plan has these passes."""
 
     def __init__(
         self, inner: nn.Module, in_force: frozenset[str], context: Context, *, autocast: torch.dtype | None = None
@@ -77,23 +77,23 @@ class Runner:
 
     @contextmanager
     def flags(self) -> Iterator[None]:
-        # Half precision leaves TF32 to the time embedding's float32 products, where it has nothing to gain.
+        # With half precision only the time embedding's float32 products remain, where TF32 gains nothing.
         benchmark = torch.backends.cudnn.benchmark
         try:
             torch.backends.cudnn.benchmark = "cudnn_benchmark" in self.in_force or benchmark
-            # Tensors made in inference mode could not be written to outside it: a graph's own tensors must be of neither.
-            with self._here(), tf32_allowed("tf32" in self.in_force), torch.inference_mode(False), torch.no_grad():
+            # Inference tensors cannot be written to outside inference mode, and a graph's static tensors are.
+            with self._on_device(), tf32_allowed("tf32" in self.in_force), torch.inference_mode(False), torch.no_grad():
                 yield
         finally:
             torch.backends.cudnn.benchmark = benchmark
 
-    def _here(self) -> AbstractContextManager[Any]:
-        """Kernels are launched, and graphs recorded, on the current GPU: it has to be the tensors' own."""
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Kernels are launched, and graphs recorded, on the current GPU: it must be the one the tensors are on."""
         return torch.cuda.device(self.context.device) if self.context.device.type == "cuda" else nullcontext()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.context.device.type == "cpu":
-            keep_memory("heap" in self.in_force)
+            reuse_memory("heap" in self.in_force)
         with self.flags():
             if "cuda_graph" not in self.in_force:
                 return self._plain(*args, **kwargs)
@@ -104,7 +104,7 @@ class Runner:
 
     @contextmanager
     def named(self, mark: Callable[[str], AbstractContextManager[Any]]) -> Iterator[dict[str, str]]:
-        """While it lasts, each operator runs inside `mark(path of its module)`, one by one; gives {path: class}.
+        """Runs each operator by itself inside `mark(path of its module)`; yields {path: class}.
 
         For profilers: a rewritten graph has no modules to hook.
         """
@@ -121,18 +121,18 @@ class Runner:
 
     @property
     def graph_gib(self) -> float:
-        """What the recorded graph keeps; the allocator's own counts leave it out."""
+        """Memory of the recorded graph, which the allocator's own statistics do not include."""
         return self.graph.bytes / 2**30 if self.graph is not None else 0.0
 
     def rehearse(self, inputs: Inputs) -> None:
-        """One call outside the graph, for what it makes ready: kernels, cuDNN's choices. Its result is nobody's."""
+        """One call outside the graph, to compile kernels and let cuDNN select algorithms; the result is discarded."""
         if "compile" not in self.in_force:
             with self.flags():
                 self._plain(*inputs[0], **inputs[1])
 
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
-        casting = torch.autocast(self.context.device.type, self.autocast) if self.autocast else nullcontext()
-        with casting:
+        autocast = torch.autocast(self.context.device.type, self.autocast) if self.autocast else nullcontext()
+        with autocast:
             return self.call(*args, **kwargs)
 
 
@@ -154,21 +154,21 @@ class _Marked(fx.Interpreter):
         return self.rewritten.graph.process_outputs(self.run(*leaves, enable_io_processing=False))
 
 
-# Recording a graph resets the allocator's peak; what it was before.
+# The allocator's peak before it was reset to record a graph.
 _earlier = {"peak": 0}
 
 
 def peak_reserved() -> int:
-    """Bytes that this process held at most on the current GPU, before graphs were recorded too."""
+    """Peak bytes reserved by this process on the current GPU, including the time before graphs were recorded."""
     return max(_earlier["peak"], torch.cuda.max_memory_reserved())
 
 
 class _Graph:
-    """A call recorded once and replayed: inputs are copied into its own tensors, outputs out of them."""
+    """A call recorded once and replayed: inputs are copied into static tensors, outputs out of them."""
 
     def __init__(self, call: Any, args: Sequence[Any], kwargs: dict[str, Any]):
-        keep = lambda x: x.detach().clone(memory_format=torch.preserve_format)  # noqa: E731
-        self.args, self.kwargs = tree_map_only(Tensor, keep, (tuple(args), kwargs))
+        copied = lambda x: x.detach().clone(memory_format=torch.preserve_format)  # noqa: E731
+        self.args, self.kwargs = tree_map_only(Tensor, copied, (tuple(args), kwargs))
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -179,57 +179,58 @@ class _Graph:
                 call(*self.args, **self.kwargs)
             needed = torch.cuda.max_memory_allocated() - before
         torch.cuda.current_stream().wait_stream(side)
-        # What the warm-up held is of no use to the graph, which allocates in a pool of its own.
+        # Free the warm-up's memory: the graph allocates from a pool of its own.
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         self.bytes = int(needed * SLACK)
         self.recorded = torch.cuda.CUDAGraph()
-        # On the same stream, whose libraries have their workspaces already.
+        # On the same stream, where the libraries already have their workspaces.
         with torch.cuda.graph(self.recorded, stream=side):
-            # The pool begins as one block, which all tensors are cut from: tensors of many sizes in blocks of their own
-            # would leave gaps that none of the later ones fits.
+            # Start the pool as one block that all tensors are cut from: with one block per tensor, later tensors of
+            # other sizes would not fit the freed blocks.
             torch.empty(self.bytes, dtype=torch.uint8, device=torch.cuda.current_device())
             self.output = call(*self.args, **self.kwargs)
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        own, _ = tree_flatten((self.args, self.kwargs))
+        static, _ = tree_flatten((self.args, self.kwargs))
         given, _ = tree_flatten((tuple(args), kwargs))
-        for mine, theirs in zip(own, given, strict=True):
-            if isinstance(mine, Tensor):
-                mine.copy_(theirs)
+        for target, source in zip(static, given, strict=True):
+            if isinstance(target, Tensor):
+                target.copy_(source)
         self.recorded.replay()
         return tree_map_only(Tensor, lambda x: x.clone(memory_format=torch.preserve_format), self.output)
 
 
 class Optimized(nn.Module):
-    """A network rewritten by a plan. `notes` says what each pass did. Inference only.
+    """A network rewritten by a plan. `notes` states what each pass did. Inference only.
 
-    Called with anything but what it was made for (other shapes, types, device; in training mode), it runs the network it
-    was made from, and says so once. Its weights are those of the moment it was made.
+    For inputs of other shapes, types or devices, and in training mode, it runs the original network and logs a warning once.
+    It uses the weights that the original had when it was rewritten.
     """
 
     def __init__(self, original: nn.Module, runner: Runner, plan: Plan, notes: dict[str, str], signature: Signature):
         super().__init__()
         self.original = original
         self.runner, self.plan, self.notes, self.signature = runner, plan, notes, signature
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training:
-            reason: str | None = "it is in training mode"
-        else:
-            reason = self.signature.unlike(Signature.of(args, kwargs))
+        return self.run(Signature.of(args, kwargs), args, kwargs)
+
+    def run(self, signature: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """`forward` for a caller that has computed the arguments' signature already."""
+        reason = "it is in training mode" if self.training else self.signature.mismatch(signature)
         if reason is None:
             return self.runner(*args, **kwargs)
-        if reason not in self._told:
-            self._told.add(reason)
-            log.warning("the plan is not used: %s; the network runs as its owner wrote it", reason)
+        if reason not in self._warned:
+            self._warned.add(reason)
+            log.warning("the plan is not used: %s; running the original network", reason)
         return self.original(*args, **kwargs)
 
 
 def compilers(device: torch.device) -> AbstractContextManager[None]:
-    """Processes that compile for `kernels_ready`: worth their start where a network's kernels are new."""
+    """Worker processes that compile for `kernels_ready`; worth starting when a network's kernels are not cached yet."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return nullcontext()
     from voxtune.kernels.compile_workers import compiling
@@ -238,7 +239,7 @@ def compilers(device: torch.device) -> AbstractContextManager[None]:
 
 
 def kernels_ready(network: Optimized, inputs: Inputs) -> AbstractContextManager[None]:
-    """The network's kernels are compiled side by side, beginning now and done at the end of the block."""
+    """Compiles the network's kernels in parallel: starts now, finished at the end of the `with` block."""
     if network.runner.context.device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return nullcontext()
     from voxtune.kernels.precompile import compiled_ahead

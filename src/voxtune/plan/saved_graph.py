@@ -1,7 +1,7 @@
 """A rewritten graph on disk, so that the next process need not capture and rewrite the network again.
 
-The graph is JSON, the weights are tensors alone: reading one runs no code, and only operators of PyTorch and of this project
-are looked up. It is used for exactly the weights, inputs, card, versions and source that it was made with.
+The graph is JSON and the weights are plain tensors: reading a file runs no code, and only operators of PyTorch and of this
+project are looked up. A file is valid for exactly the weights, inputs, device, versions and source it was made with.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from voxtune.plan.graph import module_of
 from voxtune.plan.passes.base import register_operators
 
 log = logging.getLogger("voxtune")
-# As many as a user works with in turn; a whole-head network's takes 80 MB.
-KEEP = 8
+# Number of files in the cache; that of a whole-head network takes 80 MB.
+MAX_FILES = 8
 NAMESPACES = ("aten", "voxtune", "prims")
 PLAIN = {"getitem": operator.getitem, "add": operator.add, "mul": operator.mul, "sub": operator.sub}
-# Values of an operator's arguments that JSON has no word for.
-WORDS: dict[str, Any] = {
+# Arguments of operators that JSON cannot represent, by name.
+CONSTANTS: dict[str, Any] = {
     str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype | torch.memory_format | torch.layout)
 }
 
 
-class NotKeepableError(ValueError):
-    """A graph with something in it that this form has no word for."""
+class NotSerializableError(ValueError):
+    """A graph that contains something this format cannot represent."""
 
 
 @cache
 def sources_hash() -> str:
-    """Of the passes and kernels: another version of them may rewrite otherwise."""
+    """Hash of the source of passes and kernels: another version may rewrite differently."""
     root = Path(__file__).parent.parent
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted([*(root / "plan").rglob("*.py"), *(root / "kernels").rglob("*.py")]):
@@ -49,43 +49,43 @@ def sources_hash() -> str:
     return digest.hexdigest()
 
 
-def keep(path: Path, module: nn.Module, notes: dict[str, str], device: torch.device) -> None:
-    """Best effort: what cannot be kept costs the next process its time."""
+def save_graph(path: Path, module: nn.Module, notes: dict[str, str], device: torch.device) -> None:
+    """Best effort: if the graph cannot be saved, only the next process takes longer."""
     try:
         if not isinstance(module, fx.GraphModule):
-            raise NotKeepableError("nothing was rewritten")
-        told, tensors = _describe(module, device)
-        head = json.dumps({"source": sources_hash(), "notes": notes, **told})
+            raise NotSerializableError("nothing was rewritten")
+        description, tensors = _describe(module, device)
+        text = json.dumps({"source": sources_hash(), "notes": notes, **description})
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as part:
-            torch.save({"graph": head, "tensors": tensors}, part)
-        for old in sorted(path.parent.glob("*.graph"), key=lambda p: p.stat().st_mtime)[:-KEEP]:
+            torch.save({"graph": text, "tensors": tensors}, part)
+        for old in sorted(path.parent.glob("*.graph"), key=lambda p: p.stat().st_mtime)[:-MAX_FILES]:
             old.unlink(missing_ok=True)
-    except (NotKeepableError, OSError, NotImplementedError, TypeError) as error:
-        log.info("the rewritten graph is not kept: %s", one_line(error))
+    except (NotSerializableError, OSError, NotImplementedError, TypeError) as error:
+        log.info("the rewritten graph is not saved: %s", one_line(error))
 
 
-def kept(path: Path, device: torch.device) -> tuple[fx.GraphModule, dict[str, str]] | None:
-    """The graph and its passes' notes; None where there is none, or none of this source."""
+def load_graph(path: Path, device: torch.device) -> tuple[fx.GraphModule, dict[str, str]] | None:
+    """The graph and the notes of its passes; None if there is no file, or one of another source version."""
     if not path.exists():
         return None
     try:
-        found = torch.load(path, map_location=device, weights_only=True)
-        told = json.loads(found["graph"])
-        if told["source"] != sources_hash():
+        content = torch.load(path, map_location=device, weights_only=True)
+        description = json.loads(content["graph"])
+        if description["source"] != sources_hash():
             return None
-        module = _make(told, found["tensors"], device)
+        module = _build(description, content["tensors"], device)
         os.utime(path)
-        return module, told["notes"]
-    except Exception as error:  # a damaged file shows itself in many ways, and there is always the longer way
-        log.warning("a kept graph is passed over (%s): %s: %s", path, type(error).__name__, one_line(error))
+        return module, description["notes"]
+    except Exception as error:  # a damaged file raises many kinds of errors; the network can be rewritten instead
+        log.warning("ignoring a saved graph (%s): %s: %s", path, type(error).__name__, one_line(error))
         return None
 
 
 def _describe(module: fx.GraphModule, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
     codegen = module.graph._codegen
     if not isinstance(codegen, _PyTreeCodeGen):
-        raise NotKeepableError("its inputs are of no known structure")
+        raise NotSerializableError("unknown structure of inputs")
     info = codegen.pytree_info
     nodes, tensors = [], {}
     for node in module.graph.nodes:
@@ -95,13 +95,13 @@ def _describe(module: fx.GraphModule, device: torch.device) -> tuple[dict[str, A
             line["target"] = str(node.target)
         elif node.op == "call_function":
             line["target"] = _name(node.target)
-            line["args"], line["kwargs"] = _told(node.args, device), _told(dict(node.kwargs), device)
+            line["args"], line["kwargs"] = _encode(node.args, device), _encode(dict(node.kwargs), device)
         elif node.op == "output":
-            line["args"] = _told(node.args, device)
+            line["args"] = _encode(node.args, device)
         elif node.op == "placeholder":
             line["target"] = str(node.target)
         else:
-            raise NotKeepableError(f"it holds a {node.op}")
+            raise NotSerializableError(f"it contains a {node.op} node")
         nodes.append(line)
     specs = {
         "orig_args": info.orig_args,
@@ -112,12 +112,12 @@ def _describe(module: fx.GraphModule, device: torch.device) -> tuple[dict[str, A
 
 
 def _constant(module: nn.Module, path: str) -> Tensor:
-    found: Any = module
+    value: Any = module
     for part in path.split("."):
-        found = getattr(found, part)
-    if not isinstance(found, Tensor):
-        raise NotKeepableError(f"{path} is no tensor")
-    return found.detach()
+        value = getattr(value, part)
+    if not isinstance(value, Tensor):
+        raise NotSerializableError(f"{path} is not a tensor")
+    return value.detach()
 
 
 def _name(target: Any) -> str:
@@ -126,7 +126,7 @@ def _name(target: Any) -> str:
             return name
     if isinstance(target, torch._ops.OpOverload) and target.namespace in NAMESPACES:
         return str(target)
-    raise NotKeepableError(f"it calls {target}")
+    raise NotSerializableError(f"it calls {target}")
 
 
 def _find(name: str) -> Any:
@@ -134,60 +134,60 @@ def _find(name: str) -> Any:
         return PLAIN[name]
     namespace, operation, overload = name.split(".")
     if namespace not in NAMESPACES:
-        raise NotKeepableError(f"it calls {name}")
+        raise NotSerializableError(f"it calls {name}")
     return getattr(getattr(getattr(torch.ops, namespace), operation), overload)
 
 
-def _told(value: Any, device: torch.device) -> Any:
-    """A value as JSON: what JSON has is itself; all else is a list that begins with its kind."""
+def _encode(value: Any, device: torch.device) -> Any:
+    """A value as JSON: plain JSON values as they are, everything else as a list that starts with its kind."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, fx.Node):
         return ["node", value.name]
     if isinstance(value, tuple | list):
-        return ["tuple" if isinstance(value, tuple) else "list", *(_told(v, device) for v in value)]
+        return ["tuple" if isinstance(value, tuple) else "list", *(_encode(v, device) for v in value)]
     if isinstance(value, dict):
-        return ["dict", *([k, _told(v, device)] for k, v in value.items())]
+        return ["dict", *([k, _encode(v, device)] for k, v in value.items())]
     if isinstance(value, torch.device):
         if value.type != device.type:
-            raise NotKeepableError(f"it names the device {value}")
+            raise NotSerializableError(f"it names the device {value}")
         return ["device"]
-    if str(value) in WORDS:
+    if str(value) in CONSTANTS:
         return ["word", str(value)]
-    raise NotKeepableError(f"an argument is a {type(value).__name__}")
+    raise NotSerializableError(f"an argument is a {type(value).__name__}")
 
 
-def _read(told: Any, nodes: dict[str, fx.Node], device: torch.device) -> Any:
-    if not isinstance(told, list):
-        return told
-    kind, *rest = told
+def _decode(value: Any, nodes: dict[str, fx.Node], device: torch.device) -> Any:
+    if not isinstance(value, list):
+        return value
+    kind, *rest = value
     if kind == "node":
         return nodes[rest[0]]
     if kind in ("tuple", "list"):
-        return (tuple if kind == "tuple" else list)(_read(v, nodes, device) for v in rest)
+        return (tuple if kind == "tuple" else list)(_decode(v, nodes, device) for v in rest)
     if kind == "dict":
-        return {k: _read(v, nodes, device) for k, v in rest}
-    return device if kind == "device" else WORDS[rest[0]]
+        return {k: _decode(v, nodes, device) for k, v in rest}
+    return device if kind == "device" else CONSTANTS[rest[0]]
 
 
-def _make(told: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> fx.GraphModule:
-    if any(line["op"] == "call_function" and line["target"].startswith("voxtune.") for line in told["nodes"]):
+def _build(description: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> fx.GraphModule:
+    if any(line["op"] == "call_function" and line["target"].startswith("voxtune.") for line in description["nodes"]):
         register_operators()
     root, graph = nn.Module(), fx.Graph()
     nodes: dict[str, fx.Node] = {}
     for path, tensor in tensors.items():
         _register(root, path, tensor)
-    for line in told["nodes"]:
+    for line in description["nodes"]:
         if line["op"] == "output":
-            graph.output(_read(line["args"], nodes, device)[0])
+            graph.output(_decode(line["args"], nodes, device)[0])
             continue
-        args, kwargs = (_read(line.get(k, []), nodes, device) if k in line else () for k in ("args", "kwargs"))
+        args, kwargs = (_decode(line.get(k, []), nodes, device) if k in line else () for k in ("args", "kwargs"))
         target = _find(line["target"]) if line["op"] == "call_function" else line["target"]
         node = graph.create_node(line["op"], target, tuple(args), dict(kwargs), line["name"])
         path, kind = line["module"]
         node.meta["nn_module_stack"] = {path: (path, kind)} if path or kind else {}
         nodes[line["name"]] = node
-    specs = told["specs"]
+    specs = description["specs"]
     out = None if specs["out"] is None else pytree.treespec_loads(specs["out"])
     graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(specs["orig_args"], pytree.treespec_loads(specs["in"]), out)))
     graph.lint()

@@ -1,4 +1,4 @@
-"""How far one tensor lies from another: the figures that a gate decides by."""
+"""The difference between two tensors: the metrics that a gate decides by."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Difference:
-    """`relative` is |x - r| / |r| (2-norms); `psnr` in dB over the reference's range; `worst` the largest |x - r|.
+    """`relative` is |x - r| / |r| (2-norms); `psnr` is in dB over the reference's range; `worst` is the largest |x - r|.
 
-    A candidate that holds NaN or infinity where the reference is finite is infinitely far.
+    The difference of a candidate that contains NaN or infinity is infinite.
     """
 
     relative: float

@@ -21,7 +21,7 @@ from voxtune.workloads import WORKLOADS, split, without_zeros
 
 if TYPE_CHECKING:
     from voxtune.plan import Optimized, Plan
-    from voxtune.plan.tuner import Rung
+    from voxtune.plan.tuner import TunerRung
 
 Say = Callable[[str], None]
 
@@ -40,7 +40,7 @@ class Planned(nn.Module):
     ):
         super().__init__()
         self.original, self.plan, self.search, self.say = original, plan, search, say
-        self.made: dict[Any, Optimized] = {}
+        self.optimized: dict[Any, Optimized] = {}
         self.parts: dict[int, tuple[Planned, Planned]] = {}
         self.passes: tuple[str, ...] = ()  # of the plan that ran last, of its parts' too
         self.ran = ran or self._ran
@@ -50,13 +50,14 @@ class Planned(nn.Module):
         from voxtune.plan import optimize as optimize_network
         from voxtune.plan.run import Signature
 
-        form = Signature.of(args, kwargs)
-        if form not in self.made:
-            self.made[form] = optimize_network(
+        signature = Signature.of(args, kwargs)
+        if signature not in self.optimized:
+            self.optimized[signature] = optimize_network(
                 self.original, args, self.plan, example_kwargs=kwargs, search=self.search, say=self.say
             )
-        self.ran(self.made[form].plan.names)
-        return self.made[form](*args, **kwargs)
+        network = self.optimized[signature]
+        self.ran(network.plan.names)
+        return network.run(signature, args, kwargs)
 
     def split(self, depth: int) -> tuple[Planned, Planned]:
         """The original's two parts (see `workloads.split`), each with plans of its own."""
@@ -176,7 +177,7 @@ def tune_model(
     args: tuple[Any, ...],
     *,
     cache: FeatureCache | None = None,
-    ladder: Sequence[Rung] | None = None,
+    ladder: Sequence[TunerRung] | None = None,
     steps: int = STEPS,
     checks: int = 3,
     seconds: float = math.inf,
@@ -189,7 +190,7 @@ def tune_model(
     input, since the passes have been judged on the whole network by then.
     """
     from voxtune.plan.cache import remember
-    from voxtune.plan.tuner import Rung, Tuned, tune
+    from voxtune.plan.tuner import BASELINE, Tuned, TunerRung, tune
 
     def found(network: nn.Module, args: tuple[Any, ...], **options: Any) -> Tuned:
         tuned = tune(network, args, trajectory=walk(model, args, steps), say=say, **options)
@@ -202,7 +203,9 @@ def tune_model(
     full, between = split(model.network, cache.depth)
     whole = found(full, args, ladder=ladder, checks=checks, seconds=seconds)
     say("the outer levels, which run alone where the deep feature is kept:")
-    again = Rung("all of these", tuple(name for name in whole.plan.names if name != "strict"), apart=True)
+    again = TunerRung(
+        "all of these", tuple(name for name in whole.plan.names if name not in BASELINE.names), apart=True
+    )
     with torch.no_grad():
         deep = whole.network(*args)[1].clone()
     outer = found(between, (*args, deep), ladder=(again,), checks=1)

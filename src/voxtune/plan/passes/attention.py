@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from voxtune.plan.graph import CASTS, Captured, argument, aten, is_call, shape, sole_user
-from voxtune.plan.passes.base import Context, Outcome
+from voxtune.plan.passes.base import Context, Pass, PassOutcome, Stage
 
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
 PRODUCTS = (aten.matmul.default, aten.bmm.default)
@@ -26,12 +26,12 @@ class Product:
     letters: tuple[str, str, str]
 
 
-def sdpa(captured: Captured, _context: Context, _options: dict[str, Any]) -> Outcome:
+def sdpa(captured: Captured, _context: Context, _options: dict[str, Any]) -> PassOutcome:
     count = 0
     for softmax in captured.nodes(*SOFTMAX):
         count += _fuse(captured, softmax)
     captured.refresh()
-    return Outcome(count, None if count else "no softmax between two products")
+    return PassOutcome(count, None if count else "no softmax between two products")
 
 
 def _fuse(captured: Captured, softmax: fx.Node) -> int:
@@ -138,3 +138,6 @@ def _attention(captured: Captured, before: fx.Node, qkv: tuple[Any, Any, Any], a
     if axes.batch == 1:
         y = captured.insert(before, aten.squeeze.dim, y, 1)
     return captured.insert(before, aten.permute.default, y, axes.back)
+
+
+SDPA = Pass(name="sdpa", summary="attention in one kernel", stage=Stage.SHARING, structural=True, rewrite=sdpa)

@@ -1,24 +1,42 @@
-"""What a pass is: a name, whether it keeps the numbers, a predicate with its reason, and a rewrite of the graph."""
+"""What a pass is: its name, its flags, and its rewrite of the graph."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from voxtune.plan.graph import Captured
 
-Kind = Literal["exact", "gated"]
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+HALF: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Stage(Enum):
+    """What ready-made plans (plan/api.py) and the tuner's rungs (plan/tuner.py) are composed of; each has its passes."""
+
+    CLEANUP = auto()
+    SHARING = auto()
+    LAYOUT = auto()
+    NORM = auto()
+    FUSION = auto()
+    EDGES = auto()
+    CONVOLUTION = auto()
+    AUTOTUNING = auto()
+    COMPILER = auto()
+    CUDA_GRAPH = auto()
+    MEMORY = auto()
 
 
 @dataclass(frozen=True)
 class Context:
-    """What the passes of one plan know of each other: where it runs, in which type, in which memory format.
+    """What a pass knows about its plan: the device, the other passes, and from these the data type and memory format.
 
-    A `twin` is rewritten as on a GPU in half precision, whatever it runs on: its operators then run their references.
+    A `twin` is rewritten as if it ran on a GPU in half precision, on any device: its operators then run their references.
     """
 
     device: torch.device
@@ -39,49 +57,64 @@ class Context:
 
 
 @dataclass
-class Outcome:
-    """How often a pass found its pattern; with a reason where it did not apply."""
+class PassOutcome:
+    """How many times a pass was applied; the reason if it was not."""
 
     applied: int
     reason: str | None = None
     notes: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Pass:
-    """`why_not` says why it cannot apply here, before any work; `rewrite` changes the graph.
+Rewrite = Callable[[Captured, Context, dict[str, Any]], PassOutcome]
 
-    A pass without a rewrite acts where the plan runs (numeric flags, CUDA graph, compilation).
-    """
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One pass. A pass without `rewrite` acts when the plan runs (numeric flags, compilation, CUDA graph)."""
 
     name: str
-    what: str
-    kind: Kind
-    why_not: Callable[[Context], str | None] = lambda _context: None
-    rewrite: Callable[[Captured, Context, dict[str, Any]], Outcome] | None = None
+    summary: str
+    # None: the pass is selected by its precision.
+    stage: Stage | None = None
+    rewrite: Rewrite | None = None
+    # The same on the modules of a copy of the network, for a network that cannot be captured as a graph.
+    rewrite_module: Callable[[nn.Module], None] | None = None
+    # False: changes numerics, so the gate applies the limit of `precision`.
+    exact: bool = True
+    # Restructures the graph: the gate checks the result in float32 too, without the passes that do not.
+    structural: bool = False
+    # The precision that the pass selects; in a plan with several the last one counts.
+    precision: Precision | None = None
+    # Passes that cannot be in the same plan, and passes that must be; one side of a pair is enough.
+    excludes: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
+    needs_gpu: bool = False
+    needs_hopper: bool = False
+    needs_channels_last: bool = False
+    needs_half: bool = False
+    # Any other condition: the reason why the pass cannot apply, or None.
+    unavailable: Callable[[Context], str | None] = lambda _context: None
+
+    def why_not(self, context: Context) -> str | None:
+        """The reason why the pass cannot apply in this context, or None."""
+        if self.needs_hopper and context.device.type == "cuda" and _compute_capability(context.device) != 9:
+            return "its kernel is written for compute capability 9; cuDNN is faster on other GPUs"
+        if self.needs_gpu and not context.has_kernels:
+            return "requires a CUDA device"
+        if self.needs_channels_last and not context.channels_last and not context.twin:
+            return "its kernels read channels-last volumes; add channels_last to the plan"
+        if self.needs_half and context.dtype not in HALF.values() and not context.twin:
+            return "its kernels compute in BF16 or FP16; add bf16 or fp16 to the plan"
+        missing = [name for name in self.requires if name not in context.passes]
+        if missing:
+            return f"requires {missing[0]}, which is not in the plan"
+        return self.unavailable(context)
 
 
-def needs_gpu(context: Context) -> str | None:
-    return None if context.has_kernels else "its kernels need a CUDA device"
-
-
-def needs_channels_last(context: Context) -> str | None:
-    if not context.channels_last and not context.twin:
-        return "its kernels read channels-last: the plan lacks channels_last"
-    return None
-
-
-def fusing(context: Context) -> str | None:
-    """For passes whose operators have kernels on a GPU, channels-last."""
-    return needs_gpu(context) or needs_channels_last(context)
-
-
-def needs_half(context: Context) -> str | None:
-    if context.dtype not in (torch.bfloat16, torch.float16) and not context.twin:
-        return "its kernels compute in BF16 or FP16: the plan has neither"
-    return None
+def _compute_capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def register_operators() -> None:
-    """Makes torch.ops.voxtune known; here and not above, since its kernels need Triton."""
+    """Registers torch.ops.voxtune. Imported here because its kernels need Triton."""
     from voxtune.kernels import ops  # noqa: F401

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from voxtune.plan.graph import CASTS, Captured, argument, aten, is_call, shape, value
-from voxtune.plan.passes.base import Context, Outcome
+from voxtune.plan.passes.base import Context, Pass, PassOutcome, Stage
 
 COPIES = (
     aten.detach.default,
@@ -21,7 +21,7 @@ COPIES = (
 )
 
 
-def cleanup(captured: Captured, _context: Context, _options: dict[str, Any]) -> Outcome:
+def cleanup(captured: Captured, _context: Context, _options: dict[str, Any]) -> PassOutcome:
     count = 0
     for node in list(captured.graph.nodes):
         if node.op == "call_function":
@@ -30,7 +30,7 @@ def cleanup(captured: Captured, _context: Context, _options: dict[str, Any]) -> 
     count += _fold(captured)
     count += _share_equal(captured)
     captured.refresh()
-    return Outcome(count)
+    return PassOutcome(count)
 
 
 def _simplify(captured: Captured, node: fx.Node) -> int:
@@ -144,3 +144,12 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple(sorted((k, _frozen(v)) for k, v in value.items()))
     return (type(value).__name__, value) if isinstance(value, int | float | bool) else value
+
+
+CLEANUP = Pass(
+    name="cleanup",
+    summary="remove operators without effect, share equal ones",
+    stage=Stage.CLEANUP,
+    structural=True,
+    rewrite=cleanup,
+)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from voxtune.plan.graph import Captured, argument, aten, channel_sources, is_call, shape, sole_user
-from voxtune.plan.passes.base import Context, Outcome, register_operators
+from voxtune.plan.passes.base import Context, Pass, PassOutcome, Stage, register_operators
 from voxtune.plan.passes.norm import per_channel
 
 CONVOLUTIONS = (aten.conv2d.default, aten.conv3d.default)
@@ -83,7 +83,7 @@ class Join:
         return total
 
 
-def conv3d(captured: Captured, _context: Context, options: dict[str, Any]) -> Outcome:
+def conv3d(captured: Captured, _context: Context, options: dict[str, Any]) -> PassOutcome:
     from voxtune.kernels import conv3d as kernel
 
     register_operators()
@@ -102,7 +102,7 @@ def conv3d(captured: Captured, _context: Context, options: dict[str, Any]) -> Ou
         _own_conv3d(captured, node, kernel.pack(found[0]), found[1])
         count += 1
     captured.refresh()
-    return Outcome(count, None if count else (skipped or ["no 3x3x3 convolution"])[0], notes=sorted(set(skipped)))
+    return PassOutcome(count, None if count else (skipped or ["no 3x3x3 convolution"])[0], notes=sorted(set(skipped)))
 
 
 def _own_conv3d(captured: Captured, node: fx.Node, packed: Tensor, bias: Tensor | None) -> None:
@@ -137,7 +137,7 @@ def _give_statistics(captured: Captured, norm: fx.Node, source: fx.Node, statist
     norm.args = (*norm.args[:7], known)
 
 
-def pointwise(captured: Captured, _context: Context, _options: dict[str, Any]) -> Outcome:
+def pointwise(captured: Captured, _context: Context, _options: dict[str, Any]) -> PassOutcome:
     register_operators()
     count = 0
     for node in captured.nodes(*CONVOLUTIONS):
@@ -157,10 +157,10 @@ def pointwise(captured: Captured, _context: Context, _options: dict[str, Any]) -
         captured.replace(join.last, new)
         count += 1
     captured.refresh()
-    return Outcome(count, None if count else "no 1x1 convolution of stride 1")
+    return PassOutcome(count, None if count else "no 1x1 convolution of stride 1")
 
 
-def edges(captured: Captured, _context: Context, _options: dict[str, Any]) -> Outcome:
+def edges(captured: Captured, _context: Context, _options: dict[str, Any]) -> PassOutcome:
     from voxtune.kernels.stem_conv import FEW
 
     register_operators()
@@ -183,10 +183,10 @@ def edges(captured: Captured, _context: Context, _options: dict[str, Any]) -> Ou
         captured.replace(node, new)
         count += 1
     captured.refresh()
-    return Outcome(count, None if count else f"no 3x3 convolution with {FEW} channels or fewer on a side")
+    return PassOutcome(count, None if count else f"no 3x3 convolution with {FEW} channels or fewer on a side")
 
 
-def epilogue(captured: Captured, _context: Context, _options: dict[str, Any]) -> Outcome:
+def epilogue(captured: Captured, _context: Context, _options: dict[str, Any]) -> PassOutcome:
     register_operators()
     count = 0
     for node in captured.nodes(*CONVOLUTIONS):
@@ -195,7 +195,7 @@ def epilogue(captured: Captured, _context: Context, _options: dict[str, Any]) ->
             continue
         count += _into_norm(captured, node, found[1]) or _into_join(captured, node, found[1])
     captured.refresh()
-    return Outcome(count, None if count else "no convolution with a bias or a residual")
+    return PassOutcome(count, None if count else "no convolution with a bias or a residual")
 
 
 def _without_bias(node: fx.Node) -> None:
@@ -227,3 +227,45 @@ def _into_join(captured: Captured, node: fx.Node, bias: Tensor | None) -> bool:
     captured.replace(join.last, new)
     _without_bias(node)
     return True
+
+
+EDGES = Pass(
+    name="edges",
+    summary="own kernels for the stem and the head",
+    stage=Stage.EDGES,
+    structural=True,
+    needs_gpu=True,
+    needs_channels_last=True,
+    needs_half=True,
+    rewrite=edges,
+)
+CONV3D = Pass(
+    name="conv3d",
+    summary="own 3x3x3 convolutions with their epilogue",
+    stage=Stage.CONVOLUTION,
+    structural=True,
+    needs_gpu=True,
+    needs_hopper=True,
+    needs_channels_last=True,
+    needs_half=True,
+    rewrite=conv3d,
+)
+POINTWISE = Pass(
+    name="pointwise",
+    summary="own 1x1 convolutions over one or two sources",
+    stage=Stage.FUSION,
+    structural=True,
+    needs_gpu=True,
+    needs_channels_last=True,
+    rewrite=pointwise,
+)
+EPILOGUE = Pass(
+    name="epilogue",
+    summary="bias into the norm; bias and residual in one kernel",
+    stage=Stage.FUSION,
+    structural=True,
+    requires=("fuse_norm",),
+    needs_gpu=True,
+    needs_channels_last=True,
+    rewrite=epilogue,
+)

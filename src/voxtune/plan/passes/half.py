@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from voxtune.plan.graph import CASTS, Captured, argument, aten, depends_on, is_call, value, volume_inputs
-from voxtune.plan.passes.base import Context, Outcome
+from voxtune.plan.passes.base import Context, Pass, PassOutcome
 
 # Operators that refuse inputs of two types: all theirs become half.
 SAME_TYPE = {
@@ -44,7 +44,7 @@ STAY = {
 }
 
 
-def half(captured: Captured, context: Context, _options: dict[str, Any]) -> Outcome:
+def half(captured: Captured, context: Context, _options: dict[str, Any]) -> PassOutcome:
     dtype = context.dtype
     assert dtype in (torch.bfloat16, torch.float16), "the plan names the type"
     outputs = {n: value(n) for n in _outputs(captured)}
@@ -59,7 +59,7 @@ def half(captured: Captured, context: Context, _options: dict[str, Any]) -> Outc
             back = captured.insert(output, aten.to.dtype, node, before.dtype)
             output.replace_input_with(node, back)
     captured.refresh()
-    return Outcome(caster.count)
+    return PassOutcome(caster.count)
 
 
 def _outputs(captured: Captured) -> list[fx.Node]:
@@ -111,3 +111,20 @@ class _Caster:
         while after.op in ("placeholder", "get_attr"):
             after = after.next
         return self.captured.insert(after, aten.to.dtype, node, self.dtype)
+
+
+BF16 = Pass(
+    name="bf16",
+    summary="BF16 weights and volumes, float32 where rounding matters",
+    precision="bf16",
+    exact=False,
+    excludes=("fp16",),
+    rewrite=half,
+)
+FP16 = Pass(
+    name="fp16",
+    summary="FP16 weights and volumes, float32 where rounding matters",
+    precision="fp16",
+    exact=False,
+    rewrite=half,
+)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from voxtune.plan.graph import Captured, aten, value, volume_inputs
-from voxtune.plan.passes.base import Context, Outcome
+from voxtune.plan.passes.base import Context, Pass, PassOutcome, Stage
 
 CONVOLUTIONS = (
     aten.conv2d.default,
@@ -20,7 +20,7 @@ CONVOLUTIONS = (
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def channels_last(captured: Captured, _context: Context, _options: dict[str, Any]) -> Outcome:
+def channels_last(captured: Captured, _context: Context, _options: dict[str, Any]) -> PassOutcome:
     count = 0
     for node in captured.nodes(*CONVOLUTIONS):
         weight = captured.constant(node.args[1])
@@ -40,8 +40,22 @@ def channels_last(captured: Captured, _context: Context, _options: dict[str, Any
         for user in users:
             user.replace_input_with(node, moved)
     captured.refresh()
-    return Outcome(count, None if count else "no 2D or 3D convolution")
+    return PassOutcome(count, None if count else "no 2D or 3D convolution")
+
+
+def _channels_last_weights(network: nn.Module) -> None:
+    for parameter in network.parameters():
+        parameter.data = lasting(parameter.data)
 
 
 def lasting(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=FORMATS[x.dim()]) if x.dim() in FORMATS else x
+
+
+CHANNELS_LAST = Pass(
+    name="channels_last",
+    summary="channels innermost in memory",
+    stage=Stage.LAYOUT,
+    rewrite=channels_last,
+    rewrite_module=_channels_last_weights,
+)

@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from voxtune.plan.graph import CASTS, Captured, argument, aten, channel_sources, is_call, shape, sole_user, value
-from voxtune.plan.passes.base import Context, Outcome, register_operators
+from voxtune.plan.passes.base import Context, Pass, PassOutcome, Stage, register_operators
 
 
-def fuse_norm(captured: Captured, _context: Context, _options: dict[str, Any]) -> Outcome:
+def fuse_norm(captured: Captured, _context: Context, _options: dict[str, Any]) -> PassOutcome:
     register_operators()
     count = 0
     for norm in captured.nodes(aten.group_norm.default):
@@ -22,7 +22,7 @@ def fuse_norm(captured: Captured, _context: Context, _options: dict[str, Any]) -
             _fuse(captured, norm)
             count += 1
     captured.refresh()
-    return Outcome(count, None if count else "no group_norm with weight and bias")
+    return PassOutcome(count, None if count else "no group_norm with weight and bias")
 
 
 def _fuse(captured: Captured, norm: fx.Node) -> None:
@@ -87,3 +87,14 @@ def per_channel(node: Any, whole: tuple[int, ...]) -> bool:
         and all(side == 1 for side in found[2:])
         and any(side > 1 for side in whole[2:])
     )
+
+
+FUSE_NORM = Pass(
+    name="fuse_norm",
+    summary="GroupNorm + SiLU + shift in one operator, no concatenation",
+    stage=Stage.NORM,
+    structural=True,
+    needs_gpu=True,
+    needs_channels_last=True,
+    rewrite=fuse_norm,
+)

@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from voxtune.plan.graph import Captured, argument, aten, shape
-from voxtune.plan.passes.base import Context, Outcome
+from voxtune.plan.passes.base import Context, Pass, PassOutcome, Stage
 
 
-def merge_linears(captured: Captured, _context: Context, _options: dict[str, Any]) -> Outcome:
+def merge_linears(captured: Captured, _context: Context, _options: dict[str, Any]) -> PassOutcome:
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in captured.nodes(aten.linear.default):
         source = node.args[0]
@@ -25,7 +25,7 @@ def merge_linears(captured: Captured, _context: Context, _options: dict[str, Any
             _merge(captured, source, linears)
             count += len(linears)
     captured.refresh()
-    return Outcome(count, None if count else "no two projections of one embedding")
+    return PassOutcome(count, None if count else "no two projections of one embedding")
 
 
 def _merge(captured: Captured, source: fx.Node, linears: list[fx.Node]) -> None:
@@ -41,3 +41,12 @@ def _merge(captured: Captured, source: fx.Node, linears: list[fx.Node]) -> None:
     parts = captured.insert(anchor, aten.split_with_sizes.default, whole, sizes, 1)
     for place, node in enumerate(linears):
         captured.replace(node, captured.insert(anchor, operator.getitem, parts, place))
+
+
+TIME = Pass(
+    name="time",
+    summary="all projections of the time embedding in one product",
+    stage=Stage.SHARING,
+    structural=True,
+    rewrite=merge_linears,
+)

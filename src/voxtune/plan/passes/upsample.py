@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from voxtune.plan.graph import Captured, argument, aten, shape
-from voxtune.plan.passes.base import Context, Outcome, register_operators
+from voxtune.plan.passes.base import Context, Pass, PassOutcome, Stage, register_operators
 
 UPSAMPLES = {
     aten.upsample_trilinear3d.vec: "linear",
@@ -17,7 +17,7 @@ UPSAMPLES = {
 }
 
 
-def upsample(captured: Captured, _context: Context, _options: dict[str, Any]) -> Outcome:
+def upsample(captured: Captured, _context: Context, _options: dict[str, Any]) -> PassOutcome:
     register_operators()
     count = 0
     for node in captured.nodes(*UPSAMPLES):
@@ -29,4 +29,15 @@ def upsample(captured: Captured, _context: Context, _options: dict[str, Any]) ->
         captured.replace(node, captured.insert(node, torch.ops.voxtune.upsample.default, node.args[0], mode))
         count += 1
     captured.refresh()
-    return Outcome(count, None if count else "no upsampling by two")
+    return PassOutcome(count, None if count else "no upsampling by two")
+
+
+UPSAMPLE = Pass(
+    name="upsample",
+    summary="upsampling by two, channels-last",
+    stage=Stage.FUSION,
+    structural=True,
+    needs_gpu=True,
+    needs_channels_last=True,
+    rewrite=upsample,
+)
