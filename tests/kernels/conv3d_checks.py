@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import torch
+from triton.runtime import interpreter
 
 from voxtune.kernels import conv3d as cv
 from voxtune.kernels.conv3d_tiles import Conv3dTile, tiles
@@ -24,6 +25,7 @@ CASES = [
     (2, 32, 48, (3, 3, 5), replace(SMALL, k=32, split=2, swap=False), "each", True),
     (1, 16, 16, (2, 3, 4), replace(SMALL, split=7), None, False),
 ]
+QUICK = (1, 4, 6)
 
 
 def channels_last(x):
@@ -67,13 +69,17 @@ def case(dtype, whole, N, C, K, voxels, tile, shift, residual, offset=0.0):
     }
 
 
-def numerics(dtype, kind):
+def numerics(dtype, kind, extent):
     # Poison what is not written: fresh memory is filled with NaN.
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)
     if kind == "offset":
         return [case(getattr(torch, dtype), False, *CASES[1], offset=1000.0)]
-    return [case(getattr(torch, dtype), kind == "integers", *c) for c in CASES]
+    if extent == "quick":
+        # A check of every integer for overflow is half of the interpreter's time; "all" leaves it on.
+        object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
+    cases = [CASES[i] for i in QUICK] if extent == "quick" else CASES
+    return [case(getattr(torch, dtype), kind == "integers", *c) for c in cases]
 
 
 def entry():
@@ -120,8 +126,8 @@ def shapes():
     return [(*v, C, K) for side, C, K in pairs for v in ((side, side, side), sizes[side])]
 
 
-def compile_all(arch):
-    """Registers, spills, shared memory and products of each tile in use."""
+def compile_all(arch, extent):
+    """Registers, spills, shared memory and products of each tile in use; `quick`: of the two that most layers use."""
     from voxtune.kernels import conv3d_halo
     from voxtune.kernels.compiled import compiled
 
@@ -129,6 +135,9 @@ def compile_all(arch):
     for *voxels, C, K in shapes():
         tile = tiles(1, *voxels, C, K, hopper=arch == 90)
         chosen[replace(tile, split=min(tile.split, 2))] = C
+    if extent == "quick":
+        kept = {tile.halo: tile for tile in reversed(chosen)}.values()
+        chosen = {tile: C for tile, C in chosen.items() if tile in kept}
     found = []
     for tile, C in chosen.items():
         kernel, arguments = cv.voxtune_conv3d, cv.arguments(tile, dtype="bf16")
@@ -143,5 +152,7 @@ def compile_all(arch):
 
 if __name__ == "__main__":
     what, *rest = sys.argv[1:]
-    result = {"numerics": numerics, "entry": entry, "compile": lambda a: compile_all(int(a))}[what](*rest)
+    result = {"numerics": numerics, "entry": entry, "compile": lambda a, extent: compile_all(int(a), extent)}[what](
+        *rest
+    )
     print(json.dumps(result))

@@ -215,8 +215,10 @@ def typed(names, kind):
 KINDS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def compile_pointwise(arch):
+def compile_pointwise(arch, kinds):
     for kind, precision in (("bf16", "ieee"), ("fp32", "ieee"), ("fp32", "tf32")):
+        if kind not in kinds:
+            continue
         for CA, CB, M, V in ((64, 64, 64, 128**3), (192, 128, 128, 32**3), (256, 256, 256, 8**3)):
             tile = pointwise.tile_of(1, V, CA, CB, M, KINDS[kind])
             constants = {"CA": CA, "CB": CB, "HAS_SHIFT": True, "HAS_RESIDUAL": True, "PRECISION": precision}
@@ -226,16 +228,17 @@ def compile_pointwise(arch):
     yield build(pointwise.voxtune_add, arch, pointers, {"HAS_SHIFT": True, "BLOCK_V": 64, "BLOCK_C": 64})
 
 
-def compile_upsample(arch):
-    for kind in KINDS:
+def compile_upsample(arch, kinds):
+    for kind in kinds:
         constants = {"VOLUME": True, "BLOCK_Q": 16, "BLOCK_C": 64}
         pointers = typed("x_ptr y_ptr", kind)
         yield build(upsample.voxtune_upsample_linear, arch, pointers, constants, WALK=8)
         yield build(upsample.voxtune_upsample_nearest, arch, pointers, constants)
 
 
-def compile_stem(arch):
-    for kind, dtype in KINDS.items():
+def compile_stem(arch, kinds):
+    for kind in kinds:
+        dtype = KINDS[kind]
         for channels in ((3,), (1, 2), (4, 4), (8,)):
             packed = stem_conv.pack_stem(torch.zeros(64, sum(channels), 3, 3, 3), channels, dtype)
             constants = {"CA": channels[0], "CB": (*channels, 0)[1], "TAPS": 27, "HAS_SHIFT": True, "PRECISION": "ieee"}
@@ -245,10 +248,11 @@ def compile_stem(arch):
             yield build(stem_conv.voxtune_stem, arch, pointers, constants, BLOCK_W=run, BLOCK_M=packed.block_m)
 
 
-def compile_head(arch):
+def compile_head(arch, kinds):
     shapes = [(64, M, norm, True) for M in (1, 4) for norm in (False, True)]
     shapes += [(128, 1, True, True), (320, 4, True, False), (640, 4, False, True)]  # the widths of others' networks
-    for kind, dtype in KINDS.items():
+    for kind in kinds:
+        dtype = KINDS[kind]
         for C, M, norm, volume in shapes:
             constants = {"C": C, "WALK": 32, "VOLUME": volume, "NORM": norm, "HAS_BIAS": True, "PRECISION": "ieee"}
             constants |= {"BLOCK_K": head_conv.chunk_of(C, dtype), "COLUMNS": head_conv.COLUMNS, "y_w": 1}
@@ -258,7 +262,7 @@ def compile_head(arch):
 
 
 if __name__ == "__main__":
-    job, what, option = sys.argv[1:]
+    job, what, option, *kinds = sys.argv[1:]
     if job == "numerics":
         result = numerics(what, option == "whole")
     else:
@@ -268,5 +272,5 @@ if __name__ == "__main__":
             "stem": compile_stem,
             "head": compile_head,
         }
-        result = list(kernels[what](int(option)))
+        result = list(kernels[what](int(option), kinds[0].split(",")))
     print(json.dumps(result))

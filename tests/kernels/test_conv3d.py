@@ -12,18 +12,19 @@ run = partial(run_checks, "kernels/conv3d_checks.py")
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kind"),
+    ("dtype", "kind", "extent"),
     [
-        pytest.param("float32", "random", marks=pytest.mark.slow),
-        ("float16", "integers"),
-        pytest.param("float32", "integers", marks=pytest.mark.slow),
-        pytest.param("float16", "random", marks=pytest.mark.slow),
+        ("float16", "integers", "quick"),
+        pytest.param("float16", "integers", "all", marks=pytest.mark.slow),
+        pytest.param("float32", "integers", "all", marks=pytest.mark.slow),
+        pytest.param("float32", "random", "all", marks=pytest.mark.slow),
+        pytest.param("float16", "random", "all", marks=pytest.mark.slow),
     ],
 )
-def test_against_float64(dtype, kind):
-    rows = run("numerics", dtype, kind, interpret=True)
+def test_against_float64(dtype, kind, extent):
+    rows = run("numerics", dtype, kind, extent, interpret=True)
     bar = {"float32": 1e-6, "float16": 1e-3}[dtype]
-    assert len(rows) >= 8
+    assert len(rows) >= (3 if extent == "quick" else 8)
     for row in rows:
         assert row["error"] < bar, row
         assert row["exact"] or kind == "random", row
@@ -32,7 +33,7 @@ def test_against_float64(dtype, kind):
 
 
 def test_statistics_about_a_large_mean():
-    (row,) = run("numerics", "float32", "offset", interpret=True)
+    (row,) = run("numerics", "float32", "offset", "quick", interpret=True)
     assert row["spread"] < 1e-4, row
 
 
@@ -87,14 +88,17 @@ def replay(chunks, stages, weights=3):
     return len(done)
 
 
-def test_compiles_for_hopper():
-    rows = run("compile", "90", interpret=False)
+@pytest.mark.parametrize("extent", ["quick", pytest.param("all", marks=pytest.mark.slow)])
+def test_compiles_for_hopper(extent):
+    rows = run("compile", "90", extent, interpret=False)
+    assert len(rows) >= 2
     for row in rows:
         assert row["wgmma"] and row["bulk"] and not row["serialised"], row
         assert row["spills"] <= 128 and row["shared"] <= 232448, row
 
 
+@pytest.mark.slow
 def test_compiles_without_the_copy_engine():
-    for row in run("compile", "80", interpret=False):
+    for row in run("compile", "80", "all", interpret=False):
         assert row["mma"] and not row["bulk"], row
         assert row["spills"] == 0 and row["shared"] <= 163 * 1024, row

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tests.factories.triton_checks import INTERPRETER_ERRORS, run_checks
+from tests.factories.triton_checks import COMPILED, INTERPRETER_ERRORS, run_checks
 
 run = partial(run_checks, "kernels/small_kernels_checks.py")
 
@@ -27,10 +27,10 @@ def test_whole_numbers_are_exact(what):
         assert row["exact"], row
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize(("arch", "kinds"), COMPILED)
 @pytest.mark.parametrize("what", ["stem", "head"])
-def test_compiles(what, arch):
-    for kernel in run("compile", what, arch, interpret=False):
+def test_compiles(what, arch, kinds):
+    for kernel in run("compile", what, arch, kinds, interpret=False):
         # Float32 products may spill a little; those on the matrix units never on the card that they are made for.
         half = "'y_ptr': '*bf16'" in kernel["name"] or "'x_ptr': '*bf16'" in kernel["name"]
         assert kernel["spills"] <= (0 if half and arch == 90 else 64), kernel

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tests.factories.triton_checks import INTERPRETER_ERRORS, run_checks
+from tests.factories.triton_checks import COMPILED, INTERPRETER_ERRORS, run_checks
 
 run = partial(run_checks, "kernels/small_kernels_checks.py")
 
@@ -26,9 +26,9 @@ def test_whole_numbers_are_exact(what):
         assert row["exact"], row
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-def test_compiles(arch):
-    for kernel in run("compile", "pointwise", arch, interpret=False):
+@pytest.mark.parametrize(("arch", "kinds"), COMPILED)
+def test_compiles(arch, kinds):
+    for kernel in run("compile", "pointwise", arch, kinds, interpret=False):
         # Float32 products may spill a little; those on the matrix units never on the card that they are made for.
         half = "'y_ptr': '*bf16'" in kernel["name"] or "'x_ptr': '*bf16'" in kernel["name"]
         assert kernel["spills"] <= (0 if half and arch == 90 else 64), kernel

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tests.factories.triton_checks import INTERPRETER_ERRORS, run_checks
+from tests.factories.triton_checks import COMPILED, INTERPRETER_ERRORS, run_checks
 
 run = partial(run_checks, "kernels/small_kernels_checks.py")
 
@@ -27,9 +27,9 @@ def test_whole_numbers_are_exact(what):
         assert row["exact"], row
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-def test_compiles(arch):
-    for kernel in run("compile", "upsample", arch, interpret=False):
+@pytest.mark.parametrize(("arch", "kinds"), COMPILED)
+def test_compiles(arch, kinds):
+    for kernel in run("compile", "upsample", arch, kinds, interpret=False):
         assert kernel["spills"] == 0, kernel
         assert kernel["registers"] <= 144, kernel
         assert kernel["wide"] >= 8, kernel
