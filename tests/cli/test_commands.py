@@ -1,4 +1,4 @@
-"""The commands as a person runs them: what they print, where they write, how they fail."""
+"""The commands from a user's view: what they print and write, and how they fail."""
 
 from __future__ import annotations
 
@@ -166,9 +166,9 @@ def test_info_of_a_published_workload(capsys):
     assert 5.5e12 < facts["flop_per_step"] < 5.6e12
 
 
-def test_sample_takes_the_spacing_and_clamping_that_it_is_told(capsys, model, tmp_path):
+def test_sample_uses_the_given_spacing_and_clipping(capsys, model, tmp_path):
     mask = write_mask(tmp_path / "sub-1_dseg.nii.gz")
-    told = (
+    arguments = (
         "sample",
         model,
         "--mask",
@@ -182,18 +182,18 @@ def test_sample_takes_the_spacing_and_clamping_that_it_is_told(capsys, model, tm
         "--device",
         "cpu",
     )
-    ways = {"plain": (), "logsnr": ("--spacing", "logsnr"), "free": ("--no-clip",)}
-    drawn = {}
-    for name, more in ways.items():
-        code, _, err = run(capsys, *told, *more, "-o", tmp_path / name)
+    variants = {"plain": (), "logsnr": ("--spacing", "logsnr"), "free": ("--no-clip",)}
+    volumes = {}
+    for name, more in variants.items():
+        code, _, err = run(capsys, *arguments, *more, "-o", tmp_path / name)
         assert code == 0, err
         [sidecar] = (tmp_path / name).glob("sub-1_*.json")
         record = json.loads(sidecar.read_text())
         assert (record["spacing"], record["clip"]) == ("logsnr" if name == "logsnr" else "trailing", name != "free")
-        drawn[name] = nib.load(sidecar.with_suffix(".nii.gz")).get_fdata()
-    assert not np.array_equal(drawn["plain"], drawn["logsnr"])
-    assert not np.array_equal(drawn["plain"], drawn["free"])
-    code, _, err = run(capsys, *told, "--spacing", "karras", "-o", tmp_path / "out")
+        volumes[name] = nib.load(sidecar.with_suffix(".nii.gz")).get_fdata()
+    assert not np.array_equal(volumes["plain"], volumes["logsnr"])
+    assert not np.array_equal(volumes["plain"], volumes["free"])
+    code, _, err = run(capsys, *arguments, "--spacing", "karras", "-o", tmp_path / "out")
     assert code == 2 and "unknown spacing 'karras'" in err and not (tmp_path / "out").exists()
 
 
@@ -224,7 +224,7 @@ def test_cohort_is_bids(capsys, tmp_path):
     assert "\t1\t" in (tmp_path / "d" / "participants.tsv").read_text()
 
 
-def test_doctor_says_what_follows(capsys):
+def test_doctor_lists_its_checks(capsys):
     code, out, _ = run(capsys, "doctor", "--json")
     assert code == 0
     names = {check["name"] for check in json.loads(out)["checks"]}
@@ -272,8 +272,8 @@ def test_broken_pipe_is_quiet(model):
     assert "Traceback" not in done.stderr
 
 
-def test_training_that_draws_its_cohort_side_by_side(tmp_path):
-    """Started as a module, whose processes import that module again."""
+def test_training_with_worker_processes_for_the_cohort(tmp_path):
+    """Started as a module, which the worker processes import again."""
     arguments = "--cohort 4 --size 16,16,16 --base 32 --multipliers 1,1 --steps 1 --batch 2 --sample-every 0 --quiet"
     command = [
         sys.executable,
@@ -291,11 +291,11 @@ def test_training_that_draws_its_cohort_side_by_side(tmp_path):
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
-def test_ctrl_c_says_so(tmp_path):
-    asked = ["cohort", "500", "-o", str(tmp_path / "c"), "--size", "64,64,64"]
-    # A shell may have started these tests with the signal ignored.
+def test_ctrl_c_exits_with_130(tmp_path):
+    arguments = ["cohort", "500", "-o", str(tmp_path / "c"), "--size", "64,64,64"]
+    # The shell that started the tests may ignore the signal.
     start = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    code = f"{start}; from voxtune.cli.main import run; run({asked!r})"
+    code = f"{start}; from voxtune.cli.main import run; run({arguments!r})"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "c").is_dir():
         time.sleep(0.1)

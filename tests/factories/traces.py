@@ -49,14 +49,19 @@ class Events:
     def range(self, name: str, start: float, end: float, *, thread: int = 1) -> None:
         self.host(name, start, end, thread=thread, category="user_annotation")
 
-    def kernel(self, name: str, asked: float, *, thread: int = 1, start: float | None = None) -> None:
+    def kernel(self, name: str, launch: float, *, thread: int = 1, start: float | None = None) -> None:
         self.correlation += 1
         self.host(
-            "cudaLaunchKernel", asked, asked + 0.5, thread=thread, category="cuda_runtime", correlation=self.correlation
+            "cudaLaunchKernel",
+            launch,
+            launch + 0.5,
+            thread=thread,
+            category="cuda_runtime",
+            correlation=self.correlation,
         )
         args = {"correlation": self.correlation, "grid": [1, 1, 1], "block": [128, 1, 1], "stream": 7}
         event = {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": 7, "dur": 2.0, "args": args}
-        self.events.append({**event, "ts": asked + 5 if start is None else start})
+        self.events.append({**event, "ts": launch + 5 if start is None else start})
 
     def memory(self, time: float, address: int, size: int, total: int, *, thread: int = 1, device: int = 1) -> None:
         args = {"Addr": address, "Bytes": size, "Device Type": device, "Total Allocated": total}

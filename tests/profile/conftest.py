@@ -11,7 +11,7 @@ from voxtune.workloads import MedDDPMConfig
 
 @pytest.fixture(scope="session")
 def golden_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The smallest Med-DDPM there is, as a model on disk."""
+    """A minimal Med-DDPM as a model on disk."""
     network = MedDDPMConfig(base=32, multipliers=(1, 1), attention=(2,))
     folder = tmp_path_factory.mktemp("models") / "tiny"
     save(Model(ModelConfig(network=network, size=(8, 8, 8))), folder, card="tiny")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from voxtune.profile.align import align, choose_operators, costliest, function_name, occurrence_classes
+from voxtune.profile.align import align, choose_operators, function_name, most_expensive, occurrence_classes
 
 
 @pytest.mark.parametrize(
@@ -24,28 +24,28 @@ from voxtune.profile.align import align, choose_operators, costliest, function_n
         ("triton_poi_fused_add_3", "triton_poi_fused_add_3"),
     ],
 )
-def test_both_tools_names_meet_in_the_function(name: str, function: str) -> None:
+def test_names_of_both_tools_give_the_same_function(name: str, function: str) -> None:
     assert function_name(name) == function
 
 
-def test_alignment_keeps_order_and_leaves_strangers_out() -> None:
+def test_alignment_keeps_the_order_and_skips_launches_without_a_match() -> None:
     assert align("abcd", "abcd") == [0, 1, 2, 3]
     assert align("abXcd", "abcYd") == [0, 1, None, 2, 4]
     assert align("ab", "") == [None, None]
     assert align("", "ab") == []
 
 
-def test_the_costliest_launches_come_first() -> None:
+def test_the_most_expensive_launches_come_first() -> None:
     launches = [("a", 5.0), ("b", 1.0), ("a", 5.0), ("c", 89.0)]
-    assert costliest(launches, 0.5) == ["c"]
-    assert costliest(launches, 0.99) == ["c", "a"]
-    assert costliest([], 0.9) == []
+    assert most_expensive(launches, 0.5) == ["c"]
+    assert most_expensive(launches, 0.99) == ["c", "a"]
+    assert most_expensive([], 0.9) == []
 
 
-def test_operators_cover_each_costly_launch_once_the_costliest_first() -> None:
+def test_operators_cover_each_expensive_launch_once_most_expensive_first() -> None:
     launches = [("conv", 40.0), ("layout", 5.0), ("conv", 40.0), ("add", 10.0), ("tiny", 0.1), ("lost", 4.9)]
     operators = [0, 0, 1, 2, 3, -1]
-    # Operator 1 launches the convolution alone: it is preferred to 0, which brings a layout copy.
+    # Operator 1 launches only the convolution. It is preferred to 0, which also launches a layout copy.
     assert choose_operators(launches, operators, 0.8) == [1]
     assert choose_operators(launches, operators, 0.96) == [1, 2, 0]
     assert choose_operators(launches, operators, 1.0) == [1, 2, 0, 3]

@@ -13,7 +13,7 @@ def test_a_recorded_training_step_is_attributed() -> None:
     assert Counter(r["kind"] for r in rows) == {"kernel": 1260, "memset": 31, "memcpy": 23}
     assert [r["index"] for r in rows] == list(range(len(rows)))
     convolutions = [r for r in rows if r["class"].startswith("conv_")]
-    # Every convolution and every layout copy inside one knows its module, in the backward pass too.
+    # Every convolution, and every layout copy inside one, has a module, also in the backward pass.
     assert all(r["module"] for r in convolutions)
     assert all(r["module"] for r in rows if r["class"] == "layout")
     forward = {r["module"] for r in convolutions if r["phase"] == "forward"}
@@ -22,7 +22,7 @@ def test_a_recorded_training_step_is_attributed() -> None:
     assert {r["direction"] for r in rows if r["kind"] == "memcpy"} == {"HtoD", "DtoD"}
 
 
-def test_a_group_norm_in_channels_last_is_charged_for_its_copies() -> None:
+def test_copies_of_a_group_norm_in_channels_last_are_attributed_to_it() -> None:
     rows = launch_rows(channels_last_trace(), {"input_blocks.1.0.in_layers.0": "GroupNorm32"})
     norm = [r for r in rows if r["module"] == "input_blocks.1.0.in_layers.0"]
     assert {"copy", "norm"} <= {r["class"] for r in norm}
@@ -30,7 +30,7 @@ def test_a_group_norm_in_channels_last_is_charged_for_its_copies() -> None:
     assert any(r["op_shapes"] and "128, 128, 128" in r["op_shapes"] for r in norm)
 
 
-def made_up_step() -> Events:
+def synthetic_step() -> Events:
     events = Events()
     events.range(f"{STEP}0", 0, 1000)
     events.range("Optimizer.zero_grad#Adam.zero_grad", 5, 9)
@@ -47,7 +47,7 @@ def made_up_step() -> Events:
 
 
 def test_backward_launches_find_the_module_of_their_forward_operator() -> None:
-    events = made_up_step()
+    events = synthetic_step()
     events.host(f"{NODE}AddBackward0", 400, 420, thread=2, Sequence_number=8)
     events.kernel("add_backward", 410, thread=2)
     events.host(f"{NODE}ConvolutionBackward0", 430, 480, thread=2, Sequence_number=7)
@@ -61,8 +61,8 @@ def test_backward_launches_find_the_module_of_their_forward_operator() -> None:
     events.kernel("adam", 750)
     events.kernel("outside", 1500)
     rows = {r["name"]: r for r in launch_rows(parse_trace(events.events), {"": "Net", "block.conv": "Conv3d"})}
-    told = {name: (r["module"], r["phase"]) for name, r in rows.items()}
-    assert told == {
+    places = {name: (r["module"], r["phase"]) for name, r in rows.items()}
+    assert places == {
         "fill": ("", "other"),
         "conv_fprop_kernel": ("block.conv", "forward"),
         "add_kernel": ("", "forward"),
@@ -77,7 +77,7 @@ def test_backward_launches_find_the_module_of_their_forward_operator() -> None:
     assert rows["add_kernel"]["module_type"] == "Net"
 
 
-def test_a_compiled_region_does_not_say_its_modules() -> None:
+def test_modules_in_a_compiled_region_are_unknown() -> None:
     events = Events()
     events.range(f"{STEP}0", 0, 1000)
     events.range("Torch-Compiled Region: 0/0", 10, 100)
@@ -93,7 +93,7 @@ def test_a_compiled_region_does_not_say_its_modules() -> None:
     assert (rows["abs"]["module"], rows["abs"]["phase"]) == ("", "forward")
 
 
-def test_without_a_device_the_operators_own_times_are_the_rows() -> None:
+def test_without_a_device_the_rows_are_the_self_times_of_operators() -> None:
     events = Events()
     events.range(f"{STEP}0", 0, 100)
     events.range(f"{MODULE}fc", 5, 60)

@@ -34,8 +34,8 @@ def test_a_step_on_a_cpu_becomes_a_session(tmp_path) -> None:
         network(x).abs().mean().backward()
         optimizer.step()
 
-    made = profile_step(step, name="tiny", modules=network, optimizer=optimizer, inputs=[x], warmup=1)
-    session = load_session(made.save(tmp_path))
+    recorded = profile_step(step, name="tiny", modules=network, optimizer=optimizer, inputs=[x], warmup=1)
+    session = load_session(recorded.save(tmp_path))
     launches = session.launches
     assert set(launches["step"]) == {0, 1} and set(launches["kind"]) == {"cpu_op"}
     assert {"forward", "backward", "optimizer"} <= set(launches["phase"])
@@ -53,7 +53,7 @@ def test_a_step_on_a_cpu_becomes_a_session(tmp_path) -> None:
     assert session.meta["environment"]["torch"] == torch.__version__ and session.meta["commit"]
 
 
-def test_hooks_leave_no_trace_and_change_no_result() -> None:
+def test_hooks_are_removed_and_do_not_change_the_result() -> None:
     network, _, x = training()
     before = network(x)
     with module_ranges(network) as named:
@@ -64,19 +64,19 @@ def test_hooks_leave_no_trace_and_change_no_result() -> None:
         assert named == {}
 
 
-def test_hooks_go_when_the_step_fails() -> None:
+def test_hooks_are_removed_when_the_step_fails() -> None:
     network, _, _ = training()
     with pytest.raises(RuntimeError), module_ranges(network):
         network(torch.zeros(1, 99, 4, 4))
     assert all(not m._forward_hooks for m in network.modules())
 
 
-def test_a_loop_of_ones_own_is_captured(tmp_path) -> None:
+def test_a_users_loop_is_captured(tmp_path) -> None:
     network, optimizer, x = training()
     with voxtune.profile.capture(
         model=network, optimizer=optimizer, out=tmp_path, warmup=1, repeats=2, steps=1
     ) as session:
-        for i in range(6):  # more than needed does no harm
+        for i in range(6):  # more steps than needed are ignored
             optimizer.zero_grad()
             network(x).abs().mean().backward()
             optimizer.step()
@@ -88,22 +88,22 @@ def test_a_loop_of_ones_own_is_captured(tmp_path) -> None:
     assert {"forward", "backward", "optimizer"} <= set(saved.launches["phase"])
 
 
-def test_too_short_a_loop_is_told() -> None:
+def test_a_loop_that_is_too_short_is_an_error() -> None:
     network, _, x = training()
-    with pytest.raises(InputError, match=r"made 1 steps, 4 are needed"):  # noqa: SIM117
+    with pytest.raises(InputError, match=r"ran 1 steps but 4 are needed"):  # noqa: SIM117
         with capture(model=network, warmup=0, repeats=3, steps=1) as session:
             network(x)
             session.step()
 
 
-def test_an_error_in_the_loop_comes_out_as_it_is() -> None:
+def test_an_error_in_the_loop_propagates() -> None:
     with pytest.raises(ZeroDivisionError), capture(warmup=0, repeats=1, steps=1, device="cpu") as session:
         session.step()
         1 / 0  # noqa: B018
 
 
-def test_wrong_counts_are_told() -> None:
-    with pytest.raises(InputError, match="at least 1"):
+def test_wrong_counts_are_rejected() -> None:
+    with pytest.raises(InputError, match=">= 1"):
         capture(steps=0)
 
 

@@ -67,7 +67,7 @@ def test_class(name: str, op: str | None, phase: str | None, expected: str) -> N
         ),
         ("nvjet_tst_128x64_64x6_1x2_h_bz_TNT", "bf16", None, None),
         ("nvjet_hsh_128x64_64x6_1x2_h_bz_TNT", "fp16", None, None),
-        ("nvjet_sss_128x64", None, None, None),  # FP32 or TF32: the name does not say
+        ("nvjet_sss_128x64", None, None, None),  # FP32 or TF32: not in the name
         ("ampere_sgemm_128x64_nn", "fp32", None, "sm80"),
         ("void cudnn::engines_precompiled::nhwcToNchwKernel<float, float>(T)", "fp32", None, None),
         (
@@ -80,9 +80,11 @@ def test_class(name: str, op: str | None, phase: str | None, expected: str) -> N
         ("triton_poi_fused_bf16_add_3", None, None, None),
     ],
 )
-def test_axes(name: str, precision: str | None, layout: str | None, architecture: str | None) -> None:
-    told = classify(name, "kernel")
-    assert (told.precision, told.layout, told.architecture) == (precision, layout, architecture)
+def test_precision_layout_and_architecture(
+    name: str, precision: str | None, layout: str | None, architecture: str | None
+) -> None:
+    kernel = classify(name, "kernel")
+    assert (kernel.precision, kernel.layout, kernel.architecture) == (precision, layout, architecture)
 
 
 @pytest.mark.parametrize("op", ["aten::mkldnn_convolution", "aten::native_group_norm", "aten::bmm", "aten::empty"])
@@ -92,7 +94,7 @@ def test_a_host_operator_has_a_class(op: str) -> None:
 
 
 @pytest.mark.parametrize("trace", [baseline_trace, channels_last_trace])
-def test_every_recorded_kernel_is_known(trace: object) -> None:
+def test_every_recorded_kernel_has_a_class(trace: object) -> None:
     rows = launch_rows(trace(), {})  # type: ignore[operator]
     time = Counter[str]()
     for row in rows:
@@ -102,5 +104,5 @@ def test_every_recorded_kernel_is_known(trace: object) -> None:
 
 
 @pytest.mark.parametrize("file", ["few.csv.gz", "full.csv.gz"])
-def test_names_as_nsight_compute_spells_them_are_known_too(file: str) -> None:
+def test_names_as_printed_by_nsight_compute_have_a_class(file: str) -> None:
     assert {classify(c.name, "kernel").kernel_class for c in read_raw(text(file), {})} <= {*CLASSES} - {"unknown"}

@@ -21,13 +21,13 @@ def test_names_are_parsed_in_any_order_and_once() -> None:
 
 
 @pytest.mark.parametrize(("text", "message"), [("tf23", "did you mean 'tf32'"), ("", "no configuration"), ("+", "''")])
-def test_wrong_names_are_told(text: str, message: str) -> None:
+def test_wrong_names_are_rejected(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         parse_configs(text)
 
 
 @pytest.mark.parametrize(("name", "on"), [("baseline", False), ("tf32", True), ("bf16+compile", False)])
-def test_flags_are_forced_and_put_back(name: str, on: bool) -> None:
+def test_flags_are_set_and_restored(name: str, on: bool) -> None:
     before = read_precision()
     with precision_flags(parse_config(name)) as flags:
         assert flags["cuda.matmul.allow_tf32"] is on
@@ -39,8 +39,8 @@ def test_flags_are_forced_and_put_back(name: str, on: bool) -> None:
     assert read_precision() == before
 
 
-@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="this version has the old flags alone")
-def test_flags_of_the_new_kind_are_overruled_and_put_back() -> None:
+@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="this version of PyTorch has only the old flags")
+def test_new_precision_flags_are_overridden_and_restored() -> None:
     before = precisions()
     try:
         torch.backends.cudnn.conv.fp32_precision = "tf32"
@@ -52,12 +52,12 @@ def test_flags_of_the_new_kind_are_overruled_and_put_back() -> None:
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = True
-        for place, told in before.items():
-            backend, part, _ = place.split(".")
-            getattr(getattr(torch.backends, backend), part).fp32_precision = told
+        for name, value in before.items():
+            backend, part, _ = name.split(".")
+            getattr(getattr(torch.backends, backend), part).fp32_precision = value
 
 
-def test_channels_last_places_weights_and_batches() -> None:
+def test_channels_last_applies_to_weights_and_batches() -> None:
     config = parse_config("channels_last")
     network = config.prepare(nn.Sequential(nn.Conv3d(4, 8, 3), nn.Conv2d(2, 4, 3), nn.Linear(3, 3)))
     assert network[0].weight.is_contiguous(memory_format=torch.channels_last_3d)  # type: ignore[union-attr, operator]

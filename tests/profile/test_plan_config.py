@@ -1,4 +1,4 @@
-"""A network that a plan rewrote, under the profiler: its operators still know their module."""
+"""A planned network under the profiler: its operators are attributed to the original modules."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from voxtune.profile.steps import find_target, make_step
 PLAN = Plan.of("cleanup", "sdpa", "time", "fuse_norm", "upsample", "edges", "conv3d", "pointwise", "channels_last")
 
 
-def test_rewritten_operators_are_charged_to_the_modules_they_came_from():
+def test_rewritten_operators_are_attributed_to_their_original_modules():
     net, args = make("med_ddpm")
     fast = build(net, args, None, PLAN, twin=True)
     before = fast(*args)
-    made = profile_step(lambda: fast(*args), name="planned", modules=fast, warmup=1, steps=1)
-    launches = made.launches
+    session = profile_step(lambda: fast(*args), name="planned", modules=fast, warmup=1, steps=1)
+    launches = session.launches
     names = {path for path, _ in net.named_modules()}
-    charged = launches[launches["module"].notna() & (launches["module"] != "")]
-    assert set(charged["module"]) <= names
-    spent = launches["duration_us"].sum()
-    assert charged["duration_us"].sum() > 0.8 * spent
-    own = charged[charged["op"].str.contains("voxtune::conv3d", na=False)]
+    attributed = launches[launches["module"].notna() & (launches["module"] != "")]
+    assert set(attributed["module"]) <= names
+    total = launches["duration_us"].sum()
+    assert attributed["duration_us"].sum() > 0.8 * total
+    own = attributed[attributed["op"].str.contains("voxtune::conv3d", na=False)]
     convolutions = {p for p, m in net.named_modules() if isinstance(m, torch.nn.Conv3d)}
     assert set(own["module"]) <= convolutions, "a convolution with its epilogue belongs to the convolution"
-    assert torch.equal(fast(*args), before), "what the profiler changed is put back"
+    assert torch.equal(fast(*args), before), "the profiler restores what it changed"
 
 
-def test_plan_stands_alone_and_is_for_sampling():
-    with pytest.raises(InputError, match="stands alone"):
+def test_plan_cannot_be_combined_and_is_for_sampling_only():
+    with pytest.raises(InputError, match="cannot be combined"):
         parse_config("plan+bf16")
     assert not parse_config("plan").fp32
     with pytest.raises(InputError, match="for sampling"):

@@ -157,8 +157,8 @@ def test_study_records_and_reports(small_sessions, capsys, monkeypatch, tmp_path
 
     def record(source, configs, out, *, options, device, say):
         requests.append((source, list(configs), options.mode, options.size))
-        good = [capture.Recorded(config="baseline", folder=tmp_path, session=small_sessions[0])]
-        return [*good, capture.Recorded(config="compile", folder=tmp_path, error="no compiler")]
+        good = [capture.RecordResult(config="baseline", folder=tmp_path, session=small_sessions[0])]
+        return [*good, capture.RecordResult(config="compile", folder=tmp_path, error="no compiler")]
 
     monkeypatch.setattr(capture, "record", record)
     arguments = ["study", "paper", "--mode", "both", "--size", "16,16,16", "--config", "baseline,compile", "--json"]

@@ -18,9 +18,9 @@ def command(json: JsonOption = False, quiet: QuietOption = False) -> None:
     result = verdict(checks)
     if not json:
         for check in checks:
-            output.say(f"{MARKS[check.level]}  {check.name:16} {check.found}")
-            if check.follows:
-                output.say(f"{'':20} {check.follows}")
+            output.say(f"{MARKS[check.level]}  {check.name:16} {check.value}")
+            if check.consequence:
+                output.say(f"{'':20} {check.consequence}")
     output.result(result)
     if result["verdict"] == "error":
         raise typer.Exit(EXIT_NEGATIVE)

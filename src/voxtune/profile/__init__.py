@@ -1,4 +1,4 @@
-"""Capture of whole steps into a Session, and the classes of kernels."""
+"""Recording of whole steps as sessions."""
 
 from voxtune.profile.capture import capture, profile_step
 from voxtune.profile.session import Session, find_sessions, load_session

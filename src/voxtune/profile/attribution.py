@@ -1,7 +1,7 @@
 """From a trace to the launch table: each launch with its operator, module, phase and class.
 
-The backward pass runs on another thread, where no module is being called. Autograd numbers each forward operator and
-repeats the number on the node that undoes it: that leads a backward launch to the module whose forward caused it.
+The backward pass runs on another thread, outside of any module. Autograd numbers each forward operator and repeats the
+number on its backward node. That leads from a backward launch to the module of the forward operator.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ _ACCUMULATE = NODE + "torch::autograd::AccumulateGrad"
 
 
 def launch_rows(trace: Trace, modules: dict[str, str]) -> list[dict[str, Any]]:
-    """The rows of the launch table, without counters; on a trace without a device, the host's operators."""
-    teller = Teller(trace, modules)
-    rows = [teller.device_row(w) for w in trace.work] if trace.work else teller.host_rows()
-    numbered: dict[int, int] = {}
-    kept = []
+    """The rows of the launch table, without counters. For a trace of a CPU: the operators of the host."""
+    attribution = Attribution(trace, modules)
+    rows = [attribution.device_row(w) for w in trace.work] if trace.work else attribution.host_rows()
+    counts: dict[int, int] = {}
+    inside = []
     for row in rows:
         if row["step"] is None:
-            continue  # between the steps: no part of one
-        row["index"] = numbered.get(row["step"], 0)
-        numbered[row["step"]] = row["index"] + 1
-        kept.append(row)
-    return kept
+            continue  # between two steps
+        row["index"] = counts.get(row["step"], 0)
+        counts[row["step"]] = row["index"] + 1
+        inside.append(row)
+    return inside
 
 
-class Teller:
-    """Tells of any moment of a trace where in the step and in the network it lies."""
+class Attribution:
+    """Finds the step, phase and module of any moment in a trace."""
 
     def __init__(self, trace: Trace, modules: dict[str, str]):
         self.trace, self.modules = trace, modules
-        # The last operator to start under a number is the one that made the node: those inside it count one further.
+        # Of several operators with one number, the last to start created the node: operators inside it have the next number.
         self.forward = {s.sequence: s for s in trace.operators if s.sequence >= 0 and not _node(s)}
         self.backward_from = [self._first_backward(i) for i in range(len(trace.steps))]
         self.cause = self._accumulation_causes()
@@ -57,7 +57,7 @@ class Teller:
             "stream": work.args.get("stream"),
             **_shape(work),
         }
-        return row | self._told(row, op, call, step)
+        return row | self._attributes(row, op, call, step)
 
     def host_rows(self) -> list[dict[str, Any]]:
         rows = []
@@ -68,23 +68,23 @@ class Teller:
                 continue
             start = op.start - self.trace.steps[step].start
             row = {"step": step, "name": op.name, "kind": "cpu_op", "start_us": start, "duration_us": own}
-            rows.append(row | {"launch_us": start} | self._told(row, op, op, step))
+            rows.append(row | {"launch_us": start} | self._attributes(row, op, op, step))
         return rows
 
-    def _told(self, row: dict[str, Any], op: Span | None, call: Span | None, step: int | None) -> dict[str, Any]:
+    def _attributes(self, row: dict[str, Any], op: Span | None, call: Span | None, step: int | None) -> dict[str, Any]:
         phase = self.phase(row, call, step)
         module = self.module(call)
-        told = classify(row["name"], row["kind"], op.name if op else None, phase)
+        kernel = classify(row["name"], row["kind"], op.name if op else None, phase)
         return {
             "op": op.name if op else None,
             "op_shapes": json.dumps(op.args["Input Dims"]) if op and op.args.get("Input Dims") else None,
             "module": module,
             "module_type": self.modules.get(module) if module is not None else None,
             "phase": phase,
-            "class": told.kernel_class,
-            "precision": told.precision,
-            "layout": told.layout,
-            "architecture": told.architecture,
+            "class": kernel.kernel_class,
+            "precision": kernel.precision,
+            "layout": kernel.layout,
+            "architecture": kernel.architecture,
         }
 
     def phase(self, row: dict[str, Any], call: Span | None, step: int | None) -> str:
@@ -93,7 +93,7 @@ class Teller:
         return "other" if call is None or step is None else self._phase(call, call.start, call.thread, step)
 
     def phase_at(self, span: Span | None, time: float) -> str:
-        """The phase of a moment, given the span around it."""
+        """The phase at a moment inside `span`."""
         step = self.trace.step_at(time)
         if step is None:
             return "other"
@@ -112,11 +112,10 @@ class Teller:
         return "forward" if time < self.backward_from[step] else "other"
 
     def module(self, span: Span | None) -> str | None:
-        """The module's path; empty outside any module; None where a compiled region does not say."""
-        told = self._module_around(span)
-        if told is not None or span is None:
-            return told
-        # A compiled region inside a named module still does not say which of its parts.
+        """The path of the module; empty outside of any module; None in a compiled region, where it is unknown."""
+        path = self._module_around(span)
+        if path is not None or span is None:
+            return path
         compiled = span.find(lambda s: bool(_COMPILED.search(s.name)) and not s.name.startswith(_ACCUMULATE))
         return None if compiled else ""
 
@@ -138,7 +137,7 @@ class Teller:
         return min(starts, default=float("inf"))
 
     def _accumulation_causes(self) -> dict[int, Span]:
-        """Autograd runs the accumulation of a gradient right after the node that made it, and gives it no number."""
+        """Autograd accumulates a gradient directly after the node that computed it, and gives the accumulation no number."""
         causes: dict[int, Span] = {}
         last: dict[Any, Span] = {}
         for op in self.trace.operators:
@@ -156,7 +155,7 @@ def _node(span: Span) -> bool:
 
 
 def _shape(work: Work) -> dict[str, Any]:
-    """What the device says of the launch: its grid and resources, or a copy's bytes and direction."""
+    """Grid and resources of a kernel, or bytes and direction of a copy."""
     args = work.args
     if work.kind == "kernel":
         return {

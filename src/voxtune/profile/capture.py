@@ -1,4 +1,4 @@
-"""Sessions of anyone's own steps: one function to call with a step, and a context manager around a loop.
+"""Sessions of your own steps: a function that runs a step, and a context manager for a loop.
 
 with voxtune.profile.capture(model=net, optimizer=opt, out="session") as session:
     for batch in loader:
@@ -23,12 +23,12 @@ from voxtune.profile.counters import COUNTER_TIERS
 from voxtune.profile.environment import clocks, environment, provenance
 from voxtune.profile.session import Session, frame
 
-_ONLY_CENSUS = "recorded in this process, where Nsight Compute is not: use voxtune profile for counters"
+_ONLY_CENSUS = "not available for steps recorded in this process; use voxtune profile for counters"
 
 
 def session_of(census: Census, device: torch.device, meta: dict[str, Any], ncu_version: str | None = None) -> Session:
-    """A census with where it comes from. `meta` holds at least name, mode and config."""
-    told = {
+    """The session of a census, with its provenance. `meta` holds at least name, mode and config."""
+    full_meta = {
         "workload": None,
         "size": None,
         "batch": None,
@@ -44,12 +44,12 @@ def session_of(census: Census, device: torch.device, meta: dict[str, Any], ncu_v
         **provenance(),
         **meta,
     }
-    told["tiers"] = {"census": {"done": True, "why": None}} | {
+    full_meta["tiers"] = {"census": {"done": True, "why": None}} | {
         tier: {"done": False, "why": _ONLY_CENSUS} for tier in COUNTER_TIERS
     }
-    told["tiers"] |= meta.get("tiers", {})
+    full_meta["tiers"] |= meta.get("tiers", {})
     return Session(
-        meta=told,
+        meta=full_meta,
         launches=frame(census.launches, "launches"),
         memory=frame(census.memory, "memory"),
         timings=frame(census.timings, "timings"),
@@ -70,16 +70,15 @@ def profile_step(
     warmup: int = 3,
     repeats: int = 5,
 ) -> Session:
-    """Records `step()`, one whole step, into a Session: census, memory and timings.
+    """Records `step()`, one whole step, as a Session: census, memory and timings.
 
-    `modules` is the network whose modules the launches are attributed to; `mode` is train or sample.
+    `modules` is the network to whose modules the launches are attributed; `mode` is "train" or "sample".
     """
-    if min(steps, repeats) < 1 or warmup < 0:
-        raise InputError(f"steps ({steps}) and repeats ({repeats}) must be at least 1, warmup ({warmup}) at least 0")
-    where = _device(device, modules)
+    _check_counts(steps, repeats, warmup)
+    torch_device = _device(device, modules)
     census = take_census(
         step,
-        where,
+        torch_device,
         network=modules,
         optimizer=optimizer,
         inputs=inputs,
@@ -87,14 +86,14 @@ def profile_step(
         warmup=warmup,
         repeats=repeats,
     )
-    return session_of(census, where, {"name": name, "mode": mode, "config": config})
+    return session_of(census, torch_device, {"name": name, "mode": mode, "config": config})
 
 
-class capture:  # noqa: N801  reads as the verb it is: with capture(...) as session
-    """Records steps of the loop inside it: `warmup` steps pass, `repeats` are timed bare, `steps` are recorded.
+class capture:  # noqa: N801  used as a verb: with capture(...) as session
+    """Records steps of the loop inside it: `warmup` steps, `repeats` timed without the profiler, `steps` recorded.
 
-    Call `step()` at the end of each step of the loop. `done` says when all is recorded and the loop may stop; more
-    steps do no harm. On leaving, the session is saved to `out` and kept as `result`.
+    Call `step()` at the end of each step of the loop. `done` is true when everything is recorded; further steps are
+    ignored. On exit, the session is stored as `result`, and saved to `out` if given.
     """
 
     def __init__(
@@ -111,10 +110,7 @@ class capture:  # noqa: N801  reads as the verb it is: with capture(...) as sess
         warmup: int = 3,
         repeats: int = 5,
     ):
-        if min(steps, repeats) < 1 or warmup < 0:
-            raise InputError(
-                f"steps ({steps}) and repeats ({repeats}) must be at least 1, warmup ({warmup}) at least 0"
-            )
+        _check_counts(steps, repeats, warmup)
         self.device = _device(device, model)
         self.meta = {"name": name, "mode": mode, "config": config}
         self.out = Path(out) if out is not None else None
@@ -136,7 +132,7 @@ class capture:  # noqa: N801  reads as the verb it is: with capture(...) as sess
         return self
 
     def step(self) -> None:
-        """Ends one step of the loop, and begins the next."""
+        """Ends one step of the loop and begins the next."""
         if self.done:
             return
         recording = self._range is not None
@@ -156,7 +152,7 @@ class capture:  # noqa: N801  reads as the verb it is: with capture(...) as sess
         self._since = time.perf_counter()
 
     def _before_step(self) -> None:
-        """Opens what the next step needs: the peak's count, the recorder, the step's range."""
+        """Prepares the next step: resets the memory peak, or starts the recorder and the step's range."""
         cuda = self.device.type == "cuda"
         if self._passed == self.warmup and cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -179,8 +175,8 @@ class capture:  # noqa: N801  reads as the verb it is: with capture(...) as sess
         if not self.done:
             needed = self.warmup + self.repeats + self.steps
             raise InputError(
-                f"the loop made {self._passed} steps, {needed} are needed ({self.warmup} to warm up, {self.repeats} bare, "
-                f"{self.steps} recorded): call session.step() in each, or ask for fewer"
+                f"the loop ran {self._passed} steps but {needed} are needed ({self.warmup} warm-up, {self.repeats} timed, "
+                f"{self.steps} recorded); call session.step() in each step, or reduce warmup, repeats or steps"
             )
         census = self._recorder.census(bare=self._bare, peak=self._peak)
         self.result = session_of(census, self.device, self.meta)
@@ -188,9 +184,14 @@ class capture:  # noqa: N801  reads as the verb it is: with capture(...) as sess
             self.result.save(self.out)
 
 
-def _device(told: torch.device | str | None, network: nn.Module | None) -> torch.device:
-    if told is not None:
-        return torch.device(told)
+def _check_counts(steps: int, repeats: int, warmup: int) -> None:
+    if min(steps, repeats) < 1 or warmup < 0:
+        raise InputError(f"steps ({steps}) and repeats ({repeats}) must be >= 1, warmup ({warmup}) >= 0")
+
+
+def _device(device: torch.device | str | None, network: nn.Module | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
     parameter = next(network.parameters(), None) if network is not None else None
     if parameter is not None:
         return parameter.device

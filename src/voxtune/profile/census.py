@@ -1,10 +1,9 @@
-"""The census: whole steps under torch.profiler, no counters. Also the bare steps beside it, to state what it costs."""
+"""The census: whole steps under torch.profiler, without counters; and unprofiled steps, to state the overhead."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from voxtune.profile.attribution import Teller, launch_rows
-from voxtune.profile.memory import Holders, memory_rows, peak_bytes
-from voxtune.profile.trace import MODULE, STEP, Trace, read_trace
+from voxtune.profile.attribution import Attribution, launch_rows
+from voxtune.profile.memory import KnownStorages, memory_rows, peak_bytes
+from voxtune.profile.trace import MODULE, STEP, Trace, decode_trace, export_trace, read_trace
 
 
 def is_compiled(network: nn.Module | None) -> bool:
-    """Hooks inside a compiled region would break its graph: the capture must not change what it measures."""
+    """Whether any module is compiled: hooks would break the graph and change what is measured."""
     if network is None:
         return False
     return any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in network.modules())
@@ -30,12 +29,12 @@ def is_compiled(network: nn.Module | None) -> bool:
 
 @contextmanager
 def module_ranges(network: nn.Module | None) -> Iterator[dict[str, str]]:
-    """Gives {dotted path: class} of the modules that are named; none for a compiled network."""
+    """Marks the modules in the trace; yields {dotted path: class}, which is empty for a compiled network."""
     if network is None or is_compiled(network):
         yield {}
         return
     runner: Any = getattr(network, "runner", None)
-    if hasattr(runner, "named"):  # a network that a plan rewrote has operators that know their module, and no modules
+    if hasattr(runner, "named"):  # a planned network: its operators know their module
         with runner.named(lambda path: record_function(MODULE + path)) as named:
             yield named
         return
@@ -64,7 +63,8 @@ def _hook(module: nn.Module, path: str) -> list[Any]:
 
 
 Step = Callable[[], Any]
-TRACE = "trace.json.gz"
+# Folder of the raw recording inside the session's folder, and the profiler's trace in it.
+RAW, TRACE = "raw", "trace.json.gz"
 
 
 @dataclass(kw_only=True)
@@ -81,7 +81,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def time_steps(step: Step, device: torch.device, repeats: int) -> list[float]:
-    """Milliseconds of each of `repeats` whole steps, nothing attached."""
+    """Milliseconds of each of `repeats` whole steps, without a profiler."""
     return [_time_one(step, device) for _ in range(repeats)]
 
 
@@ -109,9 +109,9 @@ def take_census(
     steps: int = 2,
     warmup: int = 3,
     repeats: int = 5,
-    keep: Path | None = None,
+    raw: Path | None = None,
 ) -> Census:
-    """Warms up, times bare steps, then records `steps` whole steps; `keep` is a folder for the raw recording."""
+    """Warms up, times unprofiled steps, then records `steps` whole steps; `raw` is a folder for the raw recording."""
     inputs = list(inputs)
     for _ in range(warmup):
         step()
@@ -125,24 +125,24 @@ def take_census(
         for _ in range(steps):
             with recorder.step():
                 step()
-    return recorder.census(bare=bare, peak=peak, keep=keep)
+    return recorder.census(bare=bare, peak=peak, raw=raw)
 
 
 @dataclass(kw_only=True)
 class RawCensus:
-    """What the recording left, from which the tables are made: on the spot, or later from its files."""
+    """The raw recording, from which the tables are made: at once, or later from its files."""
 
     trace: Trace
     modules: dict[str, str]
-    holders: list[Holders]
+    holders: list[KnownStorages]
     bare: list[float]
     peak: int | None
     on_gpu: bool
 
     def census(self) -> Census:
         trace = self.trace
-        teller = Teller(trace, self.modules)
-        memory = memory_rows(trace, self.holders, teller.phase_at, device=1 if self.on_gpu else 0)
+        attribution = Attribution(trace, self.modules)
+        memory = memory_rows(trace, self.holders, attribution.phase_at, device=1 if self.on_gpu else 0)
         timings = [{"tier": "bare", "repeat": i, "step_ms": ms} for i, ms in enumerate(self.bare)]
         timings += [
             {"tier": "census", "repeat": i, "step_ms": (s.end - s.start) / 1e3} for i, s in enumerate(trace.steps)
@@ -154,8 +154,8 @@ class RawCensus:
             peak_bytes=self.peak if self.peak is not None else peak_bytes(memory),
         )
 
-    def keep(self, folder: Path, trace: bytes) -> None:
-        """`trace` is the profiler's own file."""
+    def save(self, folder: Path, trace: bytes) -> None:
+        """`trace` is the file that the profiler exported."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / TRACE).write_bytes(gzip.compress(trace, 6))
         rest = {k: getattr(self, k) for k in ("modules", "bare", "peak", "on_gpu")}
@@ -163,14 +163,14 @@ class RawCensus:
         (folder / "census.json").write_text(json.dumps(rest))
 
     @classmethod
-    def kept(cls, folder: Path) -> RawCensus:
+    def load(cls, folder: Path) -> RawCensus:
         rest = json.loads((folder / "census.json").read_text())
-        holders = [Holders({a: (c, n) for a, c, n in known}) for known in rest.pop("holders")]
+        holders = [KnownStorages({a: (c, n) for a, c, n in known}) for known in rest.pop("holders")]
         return cls(**rest, holders=holders, trace=read_trace(folder / TRACE))
 
 
 class StepRecorder:
-    """Records the steps between its `step()` contexts; works around anyone's own loop too."""
+    """Records the steps inside its `step()` contexts."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class StepRecorder:
         inputs: Iterable[Tensor] = (),
     ):
         self.device, self.network, self.optimizer, self.inputs = device, network, optimizer, list(inputs)
-        self.holders: list[Holders] = []
+        self.holders: list[KnownStorages] = []
         self.modules: dict[str, str] = {}
         self.trace: Trace | None = None
         self.trace_file = b""
@@ -191,7 +191,7 @@ class StepRecorder:
 
     def __enter__(self) -> StepRecorder:
         self.modules = self._ranges.__enter__()
-        self.holders = [Holders.now(self.network, self.optimizer, self.inputs)]
+        self.holders = [KnownStorages.snapshot(self.network, self.optimizer, self.inputs)]
         self._profiler.__enter__()
         return self
 
@@ -199,18 +199,15 @@ class StepRecorder:
         self._profiler.__exit__(*error)
         self._ranges.__exit__(*error)
         if error[0] is None:
-            with tempfile.TemporaryDirectory(prefix="voxtune-") as folder:
-                path = Path(folder) / "trace.json"
-                self._profiler.export_chrome_trace(str(path))
-                self.trace = read_trace(path)
-                self.trace_file = path.read_bytes()
+            self.trace_file = export_trace(self._profiler)
+            self.trace = decode_trace(self.trace_file)
 
     def step(self) -> _RecordedStep:
         return _RecordedStep(self)
 
-    def census(self, *, bare: list[float], peak: int | None, keep: Path | None = None) -> Census:
+    def census(self, *, bare: list[float], peak: int | None, raw: Path | None = None) -> Census:
         assert self.trace is not None, "the recorder was not closed"
-        raw = RawCensus(
+        recording = RawCensus(
             trace=self.trace,
             modules=self.modules,
             holders=self.holders,
@@ -218,9 +215,9 @@ class StepRecorder:
             peak=peak,
             on_gpu=self.device.type == "cuda",
         )
-        if keep is not None:
-            raw.keep(keep, self.trace_file)
-        return raw.census()
+        if raw is not None:
+            recording.save(raw, self.trace_file)
+        return recording.census()
 
 
 class _RecordedStep:
@@ -235,4 +232,4 @@ class _RecordedStep:
         recorder = self.recorder
         synchronize(recorder.device)
         self.range.__exit__(*error)
-        recorder.holders.append(Holders.now(recorder.network, recorder.optimizer, recorder.inputs))
+        recorder.holders.append(KnownStorages.snapshot(recorder.network, recorder.optimizer, recorder.inputs))

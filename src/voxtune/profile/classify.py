@@ -1,8 +1,7 @@
-"""What a launch does, read from its operator and its name: class, precision, layout, architecture.
+"""Class, precision, layout and architecture of a launch, from its operator and its name.
 
-Pure functions. First match wins: what moves data inside another operator is known by its name; then the operator
-speaks, and the name only where no operator says. A class says what is computed, never whether tensor cores computed
-it: that is for the counters.
+Pure functions; the first match wins. Kernels that move data inside another operator are recognised by their name, then
+the operator decides, then the name. A class says what is computed. Only counters show whether tensor cores were used.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ CLASSES = (
     "conv_fprop",
     "conv_dgrad",
     "conv_wgrad",
-    "conv_backward",  # a convolution's backward whose kernel does not say which of its two gradients
+    "conv_backward",  # a convolution's backward kernel that names neither of the two gradients
     "norm",
     "attention",
     "matmul",
@@ -46,7 +45,7 @@ class Kernel(NamedTuple):
 
 @lru_cache(maxsize=16384)
 def classify(name: str, kind: str, op: str | None = None, phase: str | None = None) -> Kernel:
-    """`name` and `kind` as in the launch table, `op` the operator that launched it, `phase` the part of the step."""
+    """`name`, `kind`, `op` and `phase` as in the launch table."""
     return Kernel(_class(name, kind, op or "", phase), _precision(name), _layout(name), _architecture(name))
 
 
@@ -54,26 +53,26 @@ def _class(name: str, kind: str, op: str, phase: str | None) -> str:
     if kind in ("memcpy", "memset"):
         return kind
     text = op if kind == "cpu_op" else name
-    for found, pattern in _MOVEMENT:
+    for label, pattern in _MOVEMENT:
         if pattern.search(text):
-            return found
-    for found, pattern in _OPERATORS if op else ():
-        if (found != "host" or kind == "cpu_op") and pattern.search(op):
-            return _convolution(name, op, phase) if found == "convolution" else found
-    for found, pattern in _NAMES:
+            return label
+    for label, pattern in _OPERATORS if op else ():
+        if (label != "host" or kind == "cpu_op") and pattern.search(op):
+            return _convolution(name, op, phase) if label == "convolution" else label
+    for label, pattern in _NAMES:
         if pattern.search(text):
-            return _convolution(name, op, phase) if found == "convolution" else found
+            return _convolution(name, op, phase) if label == "convolution" else label
     if phase == "optimizer":
         return "optimizer"
     return "host" if kind == "cpu_op" else "unknown"
 
 
 def _rules(*rules: tuple[str, str]) -> tuple[tuple[str, re.Pattern[str]], ...]:
-    return tuple((found, re.compile(pattern)) for found, pattern in rules)
+    return tuple((label, re.compile(pattern)) for label, pattern in rules)
 
 
-# Helpers that libraries launch inside a convolution or a product: their own name outranks the operator. A fused kernel's
-# operator bears the kernel's own name, which lists all that was fused: "convolution" there is its bias or its cast.
+# Helper kernels that libraries launch inside a convolution or matrix product: their own name precedes the operator. The
+# operator of a fused kernel lists all that was fused; "convolution" in it is a bias or a cast.
 _MOVEMENT = _rules(
     ("conv_fprop", r"^voxtune_(conv3d|pointwise|stem|head)"),
     ("norm", r"^voxtune_(moments|finalize|normalize)"),
@@ -114,7 +113,7 @@ _OPERATORS = _rules(
     ("elementwise", r"(silu|gelu|sigmoid|tanh|relu)_backward|hardtanh|mse_loss|l1_loss|minimum|remainder|floor"),
 )
 
-# Of a compiled region or a library that no operator encloses.
+# Kernels of compiled regions and libraries, outside of any operator.
 _NAMES = _rules(
     ("triton", r"^(triton_|voxtune_)"),
     ("attention", r"sdpa|flash|fmha"),
@@ -137,21 +136,21 @@ _NAMES = _rules(
 
 
 def _convolution(name: str, op: str, phase: str | None) -> str:
-    """Which of a convolution's three products. cuDNN computes data gradients by forward kernels too."""
-    told = re.search(r"wgrad|dgrad", name, re.IGNORECASE)
-    if told:
-        return f"conv_{told.group().lower()}"
+    """Forward, data gradient or weight gradient. cuDNN also computes data gradients with forward kernels."""
+    match = re.search(r"wgrad|dgrad", name, re.IGNORECASE)
+    if match:
+        return f"conv_{match.group().lower()}"
     backward = "backward" in op or (phase == "backward" and "convolution" not in op)
     if not backward:
         return "conv_fprop"
     return "conv_dgrad" if "fprop" in name else "conv_backward"
 
 
-# The second group of types in a cuDNN or cuBLAS name is what the product is computed in; the first is how it is stored.
+# In a cuDNN or cuBLAS name, the first group of types is the storage type, the second the type of the arithmetic.
 _XMMA = re.compile(r"_(tf32|bf16|f16|f32|f64|i8|e4m3|e5m2)\w*?_(tf32|bf16|f16|f32|f64|i8|e4m3|e5m2)(?=f|bf|i|e|_)")
-# Whatever else their names hold: operands stored in BF16 but multiplied in FP32; a distribution's parameters in FP64.
+# FP32 whatever else the name contains: operands stored in BF16 but multiplied in FP32; FP64 parameters of distributions.
 _FP32 = re.compile(r"convolveNd_sgemm|wgrad2d_grouped_direct_kernel<[^>]*, float, float>|distribution_\w+<float")
-# Kernels that move opaque words or prepare a workspace.
+# Kernels that copy untyped words or prepare a workspace.
 _UNTYPED = re.compile(r"init_device_workspace|OpaqueType<|index_elementwise_kernel")
 _OF_TYPE = {"tf32": "tf32", "bf16": "bf16", "f16": "fp16", "f32": "fp32", "f64": "fp64", "i8": "int"}
 _PRECISIONS = _rules(
@@ -166,7 +165,7 @@ _PRECISIONS = _rules(
 
 
 def _precision(name: str) -> str | None:
-    """The arithmetic's type where the name says it; a Triton kernel's does not."""
+    """The type of the arithmetic, if the name contains it; names of Triton kernels do not."""
     if name.startswith(("triton_", "voxtune_", "Memcpy", "Memset", "aten::")) or _UNTYPED.search(name):
         return None
     if _FP32.search(name):
@@ -174,17 +173,17 @@ def _precision(name: str) -> str | None:
     types = _XMMA.search(name)
     if types:
         return "tf32" if "tf32" in types.groups() else _OF_TYPE.get(types.group(2))
-    # Sizes and indices are integers in every kernel: only template arguments speak of the data.
+    # Sizes and indices are integers in every kernel: only the template arguments describe the data.
     body = name[name.find("<") :] if "<" in name else name
-    for found, pattern in _PRECISIONS:
-        if pattern.search(name if found in ("tf32", "bf16", "fp16") else body):
-            return found
+    for label, pattern in _PRECISIONS:
+        if pattern.search(name if label in ("tf32", "bf16", "fp16") else body):
+            return label
     return None
 
 
 def _layout(name: str) -> str | None:
     if re.search(r"(?i)n\w*hw\w?_?to_?n\w*hw", name):
-        return None  # a conversion has two
+        return None  # a conversion has two layouts
     if re.search(r"(?i)nd?hwc", name):
         return "ndhwc"
     return "ncdhw" if re.search(r"(?i)ncd?hw", name) else None
@@ -194,8 +193,8 @@ _FAMILIES = {"maxwell": "sm50", "volta": "sm70", "turing": "sm75", "ampere": "sm
 
 
 def _architecture(name: str) -> str | None:
-    told = re.search(r"(?:^|_)sm_?(\d{2,3})(?:_|$|x)|cutlass3?x?_(?:sm)?(\d{2,3})_", name)
-    if told:
-        return f"sm{told.group(1) or told.group(2)}"
+    match = re.search(r"(?:^|_)sm_?(\d{2,3})(?:_|$|x)|cutlass3?x?_(?:sm)?(\d{2,3})_", name)
+    if match:
+        return f"sm{match.group(1) or match.group(2)}"
     family = re.search("|".join(_FAMILIES), name)
     return _FAMILIES[family.group()] if family else None

@@ -1,7 +1,7 @@
-"""Configurations by name: what a step is computed with. Parts are joined by "+": tf32+channels_last, bf16+compile.
+"""Configurations of a step by name. Parts are joined by "+": tf32+channels_last, bf16+compile.
 
-Without tf32 or bf16 a configuration is FP32, and forced to be: PyTorch lets cuDNN use TF32 unless told not to. What is
-changed for the whole process is put back when the context ends.
+A configuration without tf32 or bf16 enforces FP32: by default, PyTorch allows cuDNN to use TF32. Process-wide flags are
+restored when the context ends.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class StepConfig:
     bf16: bool = False  # by autocast
     channels_last: bool = False
     compile: bool = False
-    plan: bool = False  # this project's own, as sampling uses it, its kernels launched one by one
+    plan: bool = False  # Voxtune's plan for sampling, without its CUDA graph
 
     def __post_init__(self) -> None:
         if self.plan and (self.tf32 or self.bf16 or self.channels_last or self.compile):
-            raise InputError("configuration 'plan' stands alone: it decides on precision and layout itself")
+            raise InputError("configuration 'plan' cannot be combined with others: it sets precision and layout itself")
 
     @property
     def name(self) -> str:
@@ -39,19 +39,19 @@ class StepConfig:
 
     @property
     def fp32(self) -> bool:
-        """Whether it claims to compute in FP32 alone."""
+        """Whether the configuration claims to compute in FP32 only."""
         return not (self.tf32 or self.bf16 or self.plan)
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         return torch.autocast(device.type, torch.bfloat16) if self.bf16 else nullcontext()
 
     def place(self, tensor: Tensor) -> Tensor:
-        """A batch in the configuration's memory format."""
+        """The tensor in the configuration's memory format."""
         memory_format = _FORMATS.get(tensor.dim()) if self.channels_last else None
         return tensor.contiguous(memory_format=memory_format) if memory_format else tensor
 
     def prepare(self, network: nn.Module) -> nn.Module:
-        """The network in the configuration's memory format, compiled if it says so."""
+        """The network in the configuration's memory format, compiled if requested."""
         if self.channels_last:
             for parameter in network.parameters():
                 parameter.data = self.place(parameter.data)
@@ -62,7 +62,7 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def parse_config(text: str) -> StepConfig:
-    """ "baseline", or parts joined by "+" in any order."""
+    """The configuration of "baseline", or of parts joined by "+" in any order."""
     if text.strip() == BASELINE:
         return StepConfig()
     parts = [p.strip() for p in text.split("+")]
@@ -70,17 +70,19 @@ def parse_config(text: str) -> StepConfig:
         if part not in PARTS:
             near = difflib.get_close_matches(part, [BASELINE, *PARTS], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise InputError(f"configuration {text!r}: {part!r} is not one of {BASELINE}, {', '.join(PARTS)}{hint}")
+            raise InputError(
+                f"configuration {text!r}: unknown part {part!r}; choose from {BASELINE}, {', '.join(PARTS)}{hint}"
+            )
     return StepConfig(**dict.fromkeys(parts, True))
 
 
 def parse_configs(text: str) -> list[StepConfig]:
     configs = [parse_config(t) for t in text.split(",") if t.strip()]
     if not configs:
-        raise InputError(f"no configuration in {text!r}; give some of {BASELINE}, {', '.join(PARTS)}, joined by commas")
+        raise InputError(f"no configuration in {text!r}; give a comma-separated list of {BASELINE}, {', '.join(PARTS)}")
     return list(dict.fromkeys(configs))
 
 
 def precision_flags(config: StepConfig) -> AbstractContextManager[dict[str, Any]]:
-    """TF32 as the configuration says; the flags are put back when the context ends."""
+    """Allows or forbids TF32 as configured; the flags are restored when the context ends."""
     return tf32_allowed(config.tf32)

@@ -1,7 +1,7 @@
-"""Carries counters from Nsight Compute's launches to the launches of the census.
+"""Assigns the counters read by Nsight Compute to the launches of the census.
 
-The few counters were read on every launch of one step: they are carried launch by launch, in order. The full set was
-read once for each distinct launch: it is carried to all its likes. What does not match stays null and is counted.
+The few counters were read on every launch of one step and are assigned launch by launch, in order. The full set was
+read once per distinct launch and is assigned to all launches like it. Launches without a match stay null.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from voxtune.profile.ncu import CountedLaunch, read_raw, read_rules
 from voxtune.profile.session import Session, frame
 
 Identity = tuple[str, str, str]
-# An operator run alone finds other caches than in its step: wider than what tells classes of launches apart.
-_ALIKE_FACTOR, _ALIKE_US = 1.6, 4.0
+# Times within this factor, or this many microseconds, count as equal. Wider than in `align`: an isolated operator finds
+# the caches in another state.
+_SIMILAR_FACTOR, _SIMILAR_US = 1.6, 4.0
 
 
 @dataclass
-class Carried:
-    """How much of what was read found its place."""
+class Assignment:
+    """How many of the counted launches were matched, and the share of kernel time that they cover."""
 
     read: int
     matched: int
@@ -55,58 +56,58 @@ def keys(rows: pd.DataFrame) -> list[Key]:
     ]
 
 
-def carry_few(session: Session, counted: Sequence[CountedLaunch]) -> tuple[Carried, dict[int, Identity]]:
-    """Fills the few counters in place. Also gives, for each matched row, what Nsight Compute calls that launch."""
-    called: dict[int, Identity] = {}
+def assign_few(session: Session, counted: Sequence[CountedLaunch]) -> tuple[Assignment, dict[int, Identity]]:
+    """Fills the few counters in place. Also returns Nsight Compute's identity of each matched row."""
+    identities: dict[int, Identity] = {}
     for step in sorted(set(session.launches["step"].dropna())):
         rows = kernel_rows(session, step)
         places = align(keys(rows), [c.key for c in counted])
         matched = {row: counted[place] for row, place in zip(rows.index, places, strict=True) if place is not None}
         _write(session.launches, matched, tier="few")
-        called |= {row: launch.identity for row, launch in matched.items()}
-    return _carried(session, len(counted), called), called
+        identities |= {row: launch.identity for row, launch in matched.items()}
+    return _assignment(session, len(counted), identities), identities
 
 
-def carry_full(
-    session: Session, counted: Sequence[CountedLaunch], called: dict[int, Identity]
-) -> tuple[Carried, dict[int, CountedLaunch]]:
-    """Fills the full counters in place, on each launch like one that was read: same kernel and grid, alike in time."""
+def assign_full(
+    session: Session, counted: Sequence[CountedLaunch], identities: dict[int, Identity]
+) -> tuple[Assignment, dict[int, CountedLaunch]]:
+    """Fills the full counters in place, on each launch like a counted one: same kernel and grid, similar time."""
     by_identity: dict[Identity, list[CountedLaunch]] = {}
     for launch in counted:
         by_identity.setdefault(launch.identity, []).append(launch)
-    names = called or _names_by_key(session, counted)
+    identities = identities or _identities_by_key(session, counted)
     rows = session.launches
     times = rows["ncu_time_us"].fillna(rows["duration_us"]).to_dict()
-    nearest = {row: _nearest(by_identity.get(name, ()), times[row]) for row, name in names.items()}
+    nearest = {row: _nearest(by_identity.get(i, ()), times[row]) for row, i in identities.items()}
     matched = {row: launch for row, launch in nearest.items() if launch is not None}
     _write(session.launches, matched, tier="full")
-    return _carried(session, len(counted), matched), matched
+    return _assignment(session, len(counted), matched), matched
 
 
 def _nearest(candidates: Sequence[CountedLaunch], time_us: float) -> CountedLaunch | None:
-    """The one closest in time, if it is close at all: one grid may stand for tensors of very different size."""
+    """The candidate closest in time, if it is similar: one grid may be used for tensors of very different size."""
     timed = [c for c in candidates if c.time_us]
     if not timed:
         return candidates[0] if candidates else None
     best = min(timed, key=lambda c: abs(math.log((c.time_us or 1.0) / max(time_us, 1e-3))))
     low, high = sorted((best.time_us or 0.0, time_us))
-    return best if high <= max(_ALIKE_FACTOR * low, low + _ALIKE_US) else None
+    return best if high <= max(_SIMILAR_FACTOR * low, low + _SIMILAR_US) else None
 
 
-def carry_opcodes(session: Session, matched: dict[int, CountedLaunch]) -> None:
-    """The opcode table, under the census's own names: a mean launch of each name, grid and block.
+def assign_opcodes(session: Session, matched: dict[int, CountedLaunch]) -> None:
+    """Fills the opcode table: the mean launch of each name (as in the census), grid and block.
 
-    Launches of one grid may differ in work: each takes the mix of the one it is like, scaled to its own instructions.
+    Launches with the same grid may differ in work. Each gets the mix of its match, scaled to its own instructions.
     """
     launches = session.launches
     sums: dict[tuple[Any, ...], dict[str, float]] = {}
     times: dict[tuple[Any, ...], int] = {}
     columns = (launches.loc[list(matched), c] for c in ("name", "grid", "block", "instructions"))
     for launch, name, grid, block, own in zip(matched.values(), *columns, strict=True):
-        whole = sum(launch.opcodes.values())
-        if not whole:
+        total = sum(launch.opcodes.values())
+        if not total:
             continue
-        scale = 1.0 if pd.isna(own) else float(own) / whole
+        scale = 1.0 if pd.isna(own) else float(own) / total
         key = (name, grid, block)
         times[key] = times.get(key, 0) + 1
         mix = sums.setdefault(key, {})
@@ -120,8 +121,8 @@ def carry_opcodes(session: Session, matched: dict[int, CountedLaunch]) -> None:
     session.opcodes = frame(rows, "opcodes")
 
 
-def _names_by_key(session: Session, counted: Sequence[CountedLaunch]) -> dict[int, Identity]:
-    """Without the few counters' order: only where function, grid and block leave no choice on either side."""
+def _identities_by_key(session: Session, counted: Sequence[CountedLaunch]) -> dict[int, Identity]:
+    """Without the order of the few counters: only where function, grid and block are unambiguous on both sides."""
     ours: dict[Key, set[str]] = {}
     kernels = session.launches[session.launches["kind"] == "kernel"]
     of_row = dict(zip(kernels.index, keys(kernels), strict=True))
@@ -140,32 +141,32 @@ def _names_by_key(session: Session, counted: Sequence[CountedLaunch]) -> dict[in
 def _write(launches: pd.DataFrame, matched: dict[int, CountedLaunch], *, tier: str) -> None:
     columns = {name for launch in matched.values() for name in launch.values}
     for column in columns:
-        told = {row: launch.values[column] for row, launch in matched.items() if column in launch.values}
-        launches.loc[list(told), column] = list(told.values())
+        values = {row: launch.values[column] for row, launch in matched.items() if column in launch.values}
+        launches.loc[list(values), column] = list(values.values())
     launches.loc[list(matched), "counter_tier"] = tier
 
 
-def _carried(session: Session, read: int, matched: dict[int, Any]) -> Carried:
+def _assignment(session: Session, read: int, matched: dict[int, Any]) -> Assignment:
     kernels = session.launches[session.launches["kind"] == "kernel"]
     total = float(kernels["duration_us"].sum())
     share = float(kernels.loc[list(matched), "duration_us"].sum()) / total if total else 0.0
-    return Carried(read, len(matched), len(kernels), share)
+    return Assignment(read, len(matched), len(kernels), share)
 
 
 def prove_precision(session: Session, *, claims_fp32: bool) -> dict[str, Any]:
-    """Whether the step computed in FP32 alone, by counters: no launch may have kept a tensor core busy.
+    """Checks by counters whether the step computed in FP32 only: no launch may have used the tensor cores.
 
-    `holds` is None where too little was counted to say.
+    `holds` is None if too few launches were counted to decide.
     """
     kernels = session.launches[session.launches["kind"] == "kernel"]
     busy = kernels["tensor_pct"].fillna(0) > 0
-    # Where a version knows only the plain tensor metric, it counts HFMA2.MMA too: then the instructions decide.
+    # Some versions know only the plain tensor metric, which includes HFMA2.MMA. Then the instructions decide.
     if kernels["inst_hmma"].notna().any():
         busy &= ~((kernels["inst_hmma"] == 0) & (kernels["inst_gmma"].fillna(0) == 0)).fillna(False)
     counted = kernels["tensor_pct"].notna()
     total = float(kernels["duration_us"].sum())
     share = float(kernels.loc[counted, "duration_us"].sum()) / total if total else 0.0
-    found = bool(busy.any())
+    used = bool(busy.any())
     proof: dict[str, Any] = {
         "claim": "fp32" if claims_fp32 else None,
         "holds": None,
@@ -177,76 +178,84 @@ def prove_precision(session: Session, *, claims_fp32: bool) -> dict[str, Any]:
         "tensor_time_share": round(float(kernels.loc[busy, "duration_us"].sum()) / total, 5) if total else 0.0,
         "tensor_kernels": sorted(set(kernels.loc[busy, "name"]))[:10],
     }
-    if claims_fp32 and (found or share > 0.999):
-        proof["holds"] = not found
+    if claims_fp32 and (used or share > 0.999):
+        proof["holds"] = not used
     return proof
 
 
 COUNTER_TIERS = ("few", "full", "opcodes")
-# Share of the kernels' time from which a tier counts as done.
-_WANTED = {"few": 0.9999, "full": 0.99, "opcodes": 0.90}
+# Share of kernel time from which a tier counts as done.
+_REQUIRED = {"few": 0.9999, "full": 0.99, "opcodes": 0.90}
+
+
+# JSON keys of a saved report that differ from the attribute.
+_KEYS = {"result": "told"}
 
 
 @dataclass(kw_only=True)
-class Reading:
-    """What a tier's turn left: its pages, the metrics behind the columns, and what the worker told."""
+class TierReport:
+    """The output of a tier: Nsight Compute's pages, the metric of each column, and the worker's result."""
 
     tier: str
     columns: dict[str, str]
     raw: str
     details: str | None = None
     unknown: list[str] = field(default_factory=list)
-    told: dict[str, Any] = field(default_factory=dict)
+    result: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 
-    def keep(self, folder: Path) -> None:
-        """Writes it down, so that the session can be made again without a GPU."""
+    def save(self, folder: Path) -> None:
+        """Writes the report to `folder`, for `voxtune.profile.replay`."""
         folder.mkdir(parents=True, exist_ok=True)
-        rest = {k: v for k, v in vars(self).items() if k not in ("raw", "details")}
+        rest = {_KEYS.get(k, k): v for k, v in vars(self).items() if k not in ("raw", "details")}
         (folder / f"{self.tier}.json").write_text(json.dumps(rest, indent=1))
         (folder / f"{self.tier}-raw.csv.gz").write_bytes(gzip.compress(self.raw.encode(), 6))
         if self.details is not None:
             (folder / f"{self.tier}-details.csv.gz").write_bytes(gzip.compress(self.details.encode(), 6))
 
     @classmethod
-    def kept(cls, folder: Path, tier: str) -> Reading:
+    def load(cls, folder: Path, tier: str) -> TierReport:
         details = folder / f"{tier}-details.csv.gz"
+        rest = json.loads((folder / f"{tier}.json").read_text())
         return cls(
-            **json.loads((folder / f"{tier}.json").read_text()),
+            **{name: rest[_KEYS.get(name, name)] for name in ("tier", "columns", "unknown", "result", "seconds")},
             raw=gzip.decompress((folder / f"{tier}-raw.csv.gz").read_bytes()).decode(),
             details=gzip.decompress(details.read_bytes()).decode() if details.exists() else None,
         )
 
 
-def carry(session: Session, reading: Reading, called: dict[int, Identity]) -> tuple[str, dict[int, Identity]]:
-    """Fills the session in place; gives a line on it and, after the few, what each row is called by Nsight Compute."""
-    tier = reading.tier
-    counted = read_raw(reading.raw, reading.columns)
-    if reading.details is not None:
-        _add_rules(counted, reading.details)
+def assign_counters(
+    session: Session, report: TierReport, identities: dict[int, Identity]
+) -> tuple[str, dict[int, Identity]]:
+    """Fills the session in place. Returns a line that describes the result, and the identities of the matched rows."""
+    tier = report.tier
+    counted = read_raw(report.raw, report.columns)
+    if report.details is not None:
+        _add_rules(counted, report.details)
     if tier == "few":
-        carried, called = carry_few(session, counted)
+        assignment, identities = assign_few(session, counted)
     else:
-        carried, matched = carry_full(session, counted, called)
+        assignment, matched = assign_full(session, counted, identities)
         if tier == "opcodes":
-            carry_opcodes(session, matched)
-    why = _why(reading, carried)
+            assign_opcodes(session, matched)
+    shortfall = _shortfall(report, assignment)
     passes = max((c.passes for c in counted if c.passes), default=None)
     session.meta["tiers"][tier] = {
-        "done": why is None,
-        "why": why,
-        **carried.describe(),
-        "seconds": round(reading.seconds, 1),
-        "counting_s": reading.told.get("counting_s"),
+        "done": shortfall is None,
+        "why": shortfall,
+        **assignment.describe(),
+        "seconds": round(report.seconds, 1),
+        "counting_s": report.result.get("counting_s"),
         "passes": passes,
-        "unknown_metrics": reading.unknown,
+        "unknown_metrics": report.unknown,
     }
-    _add_timing(session, reading)
+    _add_timing(session, report)
     line = (
-        f"{tier}: counters on {carried.matched} of {carried.launches} launches, {100 * carried.time_share:.2f} % of kernel "
-        f"time; {len(counted)} read in {passes} passes each{f' ({why})' if why else ''}"
+        f"{tier}: counters on {assignment.matched} of {assignment.launches} launches, "
+        f"{100 * assignment.time_share:.2f} % of kernel time; "
+        f"{len(counted)} read in {passes} passes each{f' ({shortfall})' if shortfall else ''}"
     )
-    return line, called
+    return line, identities
 
 
 def _add_rules(counted: Sequence[CountedLaunch], details: str) -> None:
@@ -256,28 +265,28 @@ def _add_rules(counted: Sequence[CountedLaunch], details: str) -> None:
             launch.values["est_speedup_pct"], launch.values["est_rule"] = rules[launch.number]
 
 
-def _add_timing(session: Session, reading: Reading) -> None:
-    """What a step took under the counters; operators run alone are no step."""
-    seconds = reading.told.get("counting_s")
-    if reading.tier == "few" and seconds is not None:
+def _add_timing(session: Session, report: TierReport) -> None:
+    """Adds the time of a step under the counters. Isolated operators are not a step."""
+    seconds = report.result.get("counting_s")
+    if report.tier == "few" and seconds is not None:
         row = frame([{"tier": "few", "repeat": 0, "step_ms": 1e3 * seconds}], "timings")
         session.timings = pd.concat([session.timings, row], ignore_index=True)
 
 
-def _why(reading: Reading, carried: Carried) -> str | None:
-    """What is missing of a tier that was read; None when it is whole."""
+def _shortfall(report: TierReport, assignment: Assignment) -> str | None:
+    """What is missing in a tier that was read; None if it is complete."""
     reasons = []
-    if reading.told.get("interrupted"):
-        reasons.append("it was interrupted")
-    elif reading.told.get("expired"):
+    if report.result.get("interrupted"):
+        reasons.append("interrupted")
+    elif report.result.get("expired"):
         reasons.append("its time ran out")
-    elif not reading.told:
-        reasons.append("its worker did not end well")
-    failed = reading.told.get("failed")
-    if failed and carried.time_share < _WANTED[reading.tier]:
-        reasons.append(f"{len(failed)} operators did not run alone, such as: {next(iter(failed.values()))}")
-    if carried.time_share < _WANTED[reading.tier]:
-        reasons.append(f"counters cover {100 * carried.time_share:.1f} % of kernel time")
-    if reading.unknown:
-        reasons.append(f"this version of Nsight Compute has no metric for {', '.join(reading.unknown)}")
+    elif not report.result:
+        reasons.append("its worker failed")
+    failed = report.result.get("failed")
+    if failed and assignment.time_share < _REQUIRED[report.tier]:
+        reasons.append(f"{len(failed)} operators did not run in isolation, such as: {next(iter(failed.values()))}")
+    if assignment.time_share < _REQUIRED[report.tier]:
+        reasons.append(f"counters cover {100 * assignment.time_share:.1f} % of kernel time")
+    if report.unknown:
+        reasons.append(f"this version of Nsight Compute has no metric for {', '.join(report.unknown)}")
     return "; ".join(reasons) or None

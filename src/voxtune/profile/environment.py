@@ -1,4 +1,4 @@
-"""Where a session comes from: machine, versions, commit, command."""
+"""Provenance of a session: machine, versions, commit, command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _QUERY = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.l
 
 
 def environment(device: torch.device, ncu_version: str | None = None) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -33,31 +33,31 @@ def environment(device: torch.device, ncu_version: str | None = None) -> dict[st
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {
+        facts |= {
             "gpu": properties.name,
             "driver": smi(device).get("driver_version"),
             "capability": f"{properties.major}.{properties.minor}",
             "sm_count": properties.multi_processor_count,
             "memory_bytes": properties.total_memory,
         }
-    return found
+    return facts
 
 
 def clocks(device: torch.device) -> dict[str, Any] | None:
-    """The clocks as they are now, in MHz; None on a CPU."""
+    """The current clocks in MHz; None on a CPU."""
     if device.type != "cuda":
         return None
-    told = smi(device)
+    values = smi(device)
     return {
-        "sm_mhz": _number(told.get("clocks.sm")),
-        "sm_max_mhz": _number(told.get("clocks.max.sm")),
-        "memory_mhz": _number(told.get("clocks.mem")),
-        "power_limit_w": _number(told.get("power.limit")),
+        "sm_mhz": _number(values.get("clocks.sm")),
+        "sm_max_mhz": _number(values.get("clocks.max.sm")),
+        "memory_mhz": _number(values.get("clocks.mem")),
+        "power_limit_w": _number(values.get("power.limit")),
     }
 
 
 def smi(device: torch.device) -> dict[str, str]:
-    """What nvidia-smi says; nothing where it is missing."""
+    """The values of nvidia-smi by name; empty if it is not installed."""
     command = [
         "nvidia-smi",
         f"--id={device.index or 0}",
@@ -65,10 +65,10 @@ def smi(device: torch.device) -> dict[str, str]:
         "--format=csv,noheader,nounits",
     ]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    return dict(zip(_QUERY, (v.strip() for v in told.strip().split(",")), strict=False))
+    return dict(zip(_QUERY, (v.strip() for v in output.strip().split(",")), strict=False))
 
 
 def provenance() -> dict[str, Any]:
@@ -98,8 +98,8 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def _command() -> str:

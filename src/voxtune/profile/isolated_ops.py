@@ -1,11 +1,11 @@
-"""Runs chosen operators of a step one by one, each alone on the device, with counting on around it.
+"""Runs selected operators of a step in isolation, with the counters switched on.
 
-Nsight Compute replays a kernel once for each group of counters, and before each replay puts back all memory that the
-process holds: 7 GB for each of 23 replays of a kernel of three microseconds, and 25 GB of a training step. So the chosen
-operators are noted down in one step (shapes, strides, types), the network is let go, and each operator runs on
-tensors of its own, made like those it had. They need not keep the step's order: the costliest comes first.
+Nsight Compute replays a kernel once for each group of counters. Before each replay it restores all memory of the
+process: 7 GB for each of 23 replays of a kernel of three microseconds, and 25 GB of a training step. So the calls of the
+selected operators are recorded in one step (shapes, strides, types), the network is freed, and each operator runs on
+new tensors of the same form. The order is free: the most expensive operator comes first.
 
-Floating-point values are random: what a kernel does depends on shapes, not on them. Integers, which may be indices, are kept.
+Floating-point values are random, since the work of a kernel depends on shapes only. Integers are copied: they may be indices.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from voxtune.profile.op_numbering import Counting, NumberedOperators
+from voxtune.profile.census import synchronize
+from voxtune.profile.op_numbering import CounterSwitch, NumberedOperators
 
-_KEPT_VALUES = 1 << 20
+# Largest integer tensor whose values are copied.
+_MAX_VALUES = 1 << 20
 
 
 @dataclass(frozen=True)
-class TensorLike:
-    """A tensor's form. `storage` says which arguments of an operator share memory; `values` only of integers."""
+class TensorSpec:
+    """The form of a tensor. `storage` identifies arguments that share memory; `values` are kept for integers only."""
 
     storage: int
     size: tuple[int, ...]
@@ -39,46 +41,46 @@ class TensorLike:
 
     @property
     def extent(self) -> int:
-        """Bytes of storage that it reaches."""
+        """Bytes of storage up to its last element."""
         reach = 0 if 0 in self.size else 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
         return (self.offset + reach) * self.dtype.itemsize
 
 
-def tensor_like(tensor: Tensor) -> TensorLike:
-    keep = not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _KEPT_VALUES
-    return TensorLike(
+def tensor_spec(tensor: Tensor) -> TensorSpec:
+    copy = not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _MAX_VALUES
+    return TensorSpec(
         storage=tensor.untyped_storage()._cdata,
         size=tuple(tensor.shape),
         stride=tensor.stride(),
         offset=int(tensor.storage_offset()),
         dtype=tensor.dtype,
         device=tensor.device,
-        values=tensor.detach().to("cpu", copy=True) if keep else None,
+        values=tensor.detach().to("cpu", copy=True) if copy else None,
     )
 
 
 @dataclass
-class Noted:
-    """An operator and the form of what it was called with."""
+class OperatorCall:
+    """An operator and the form of its arguments."""
 
     function: Any
     args: Any
     kwargs: Any
-    likes: list[TensorLike] = field(default_factory=list)
+    specs: list[TensorSpec] = field(default_factory=list)
 
     def arguments(self) -> tuple[Any, Any]:
-        """New tensors of the noted form; those that shared memory share it again."""
+        """New tensors of the recorded form. Arguments that shared memory share it again."""
         bytes_of: dict[int, int] = {}
-        for like in self.likes:
-            bytes_of[like.storage] = max(bytes_of.get(like.storage, 0), like.extent)
-        made: dict[int, Tensor] = {}
+        for spec in self.specs:
+            bytes_of[spec.storage] = max(bytes_of.get(spec.storage, 0), spec.extent)
+        storages: dict[int, Tensor] = {}
 
         def make(leaf: Any) -> Any:
-            if not isinstance(leaf, TensorLike):
+            if not isinstance(leaf, TensorSpec):
                 return leaf
-            if leaf.storage not in made:
-                made[leaf.storage] = _filled(bytes_of[leaf.storage], leaf)
-            storage = made[leaf.storage].untyped_storage()
+            if leaf.storage not in storages:
+                storages[leaf.storage] = _filled(bytes_of[leaf.storage], leaf)
+            storage = storages[leaf.storage].untyped_storage()
             tensor = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
             tensor.set_(storage, leaf.offset, leaf.size, leaf.stride)
             if leaf.values is not None:
@@ -88,73 +90,72 @@ class Noted:
         return tree_map(make, (self.args, self.kwargs))
 
 
-def _filled(size: int, like: TensorLike) -> Tensor:
-    flat = torch.empty(max(1, -(-size // like.dtype.itemsize)), dtype=like.dtype, device=like.device)
-    return flat.normal_() if like.dtype.is_floating_point and like.dtype.itemsize > 1 else flat.zero_()
+def _filled(size: int, spec: TensorSpec) -> Tensor:
+    flat = torch.empty(max(1, -(-size // spec.dtype.itemsize)), dtype=spec.dtype, device=spec.device)
+    return flat.normal_() if spec.dtype.is_floating_point and spec.dtype.itemsize > 1 else flat.zero_()
 
 
-class _Noting(NumberedOperators):
-    def __init__(self, wanted: Iterable[int]):
+class _CallRecorder(NumberedOperators):
+    def __init__(self, numbers: Iterable[int]):
         super().__init__(lambda _number: nullcontext())
-        self.wanted, self.noted = set(wanted), dict[int, Noted]()
+        self.numbers, self.calls = set(numbers), dict[int, OperatorCall]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         number = self.count
-        if number in self.wanted and number not in self.noted and getattr(func, "namespace", "") != "profiler":
-            likes: list[TensorLike] = []
+        if number in self.numbers and number not in self.calls and getattr(func, "namespace", "") != "profiler":
+            specs: list[TensorSpec] = []
 
-            def note(leaf: Any) -> Any:
+            def describe(leaf: Any) -> Any:
                 if not isinstance(leaf, Tensor):
                     return leaf
-                likes.append(tensor_like(leaf))
-                return likes[-1]
+                specs.append(tensor_spec(leaf))
+                return specs[-1]
 
-            noted_args, noted_kwargs = tree_map(note, (args, kwargs or {}))
-            self.noted[number] = Noted(func, noted_args, noted_kwargs, likes)
+            spec_args, spec_kwargs = tree_map(describe, (args, kwargs or {}))
+            self.calls[number] = OperatorCall(func, spec_args, spec_kwargs, specs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def note_operators(step: Callable[[], Any], wanted: Iterable[int]) -> dict[int, Noted]:
-    """Runs one step and notes the operators of these numbers."""
-    mode = _Noting(wanted)
+def record_calls(step: Callable[[], Any], numbers: Iterable[int]) -> dict[int, OperatorCall]:
+    """Runs one step and records the calls of the operators with these numbers."""
+    mode = _CallRecorder(numbers)
     with mode:
         step()
-    return mode.noted
+    return mode.calls
 
 
-def count_alone(
-    order: Sequence[int], noted: dict[int, Noted], counting: Counting, deadline: float | None, device: torch.device
+def count_isolated(
+    order: Sequence[int],
+    calls: dict[int, OperatorCall],
+    counters: CounterSwitch,
+    deadline: float | None,
+    device: torch.device,
 ) -> dict[str, Any]:
-    """Counts the operators in this order until the deadline; gives what was counted and what failed, with the reason."""
+    """Counts the operators in this order until the deadline. Returns how many were counted, and failures with reasons."""
     done, failed = 0, dict[str, str]()
     for number in order:
         if deadline is not None and time.monotonic() >= deadline:
             return {"operators": done, "of_operators": len(order), "failed": failed, "expired": True}
         try:
-            if number not in noted:
-                raise LookupError("the step has no operator of this number")
-            _count_one(noted[number], counting, device)
+            if number not in calls:
+                raise LookupError("the step has no operator with this number")
+            _count_one(calls[number], counters, device)
             done += 1
         except torch.OutOfMemoryError as error:
             failed[str(number)] = str(error).splitlines()[0][:200]
         except (RuntimeError, TypeError, ValueError, LookupError) as error:
-            # One operator that cannot run alone costs its own launches; their share is missing in the coverage.
+            # An operator that cannot run in isolation only lowers the coverage.
             failed[str(number)] = f"{type(error).__name__}: {error}"[:200]
     return {"operators": done, "of_operators": len(order), "failed": failed, "expired": False}
 
 
-def _count_one(noted: Noted, counting: Counting, device: torch.device) -> None:
+def _count_one(call: OperatorCall, counters: CounterSwitch, device: torch.device) -> None:
     with torch.no_grad():
-        args, kwargs = noted.arguments()
-        _settle(device)
-        with counting:
-            noted.function(*args, **kwargs)
-            _settle(device)
+        args, kwargs = call.arguments()
+        synchronize(device)
+        with counters:
+            call.function(*args, **kwargs)
+            synchronize(device)
     del args, kwargs
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # memory that is held is memory that every replay puts back
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # every replay restores all reserved memory

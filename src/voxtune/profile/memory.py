@@ -1,7 +1,7 @@
-"""The memory held over a step, by what holds it.
+"""The memory in use during a step, by category.
 
-Weights, inputs, optimizer state and gradients are known by their addresses. The rest is told by its life: taken in the
-forward pass, it is an activation; taken and given back inside one operator, it is that operator's workspace.
+Weights, inputs, optimizer state and gradients are recognised by their addresses. Other memory is classified by its
+lifetime: allocated in the forward pass, it is an activation; allocated and freed inside one operator, it is workspace.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ SAMPLES = 240
 
 
 @dataclass
-class Holders:
-    """Addresses and bytes of what is known by name at one moment."""
+class KnownStorages:
+    """Address -> (category, bytes) of the known tensors at one moment."""
 
     known: dict[int, tuple[str, int]] = field(default_factory=dict)
 
     @classmethod
-    def now(
+    def snapshot(
         cls, network: nn.Module | None, optimizer: torch.optim.Optimizer | None, inputs: Iterable[Tensor]
-    ) -> Holders:
-        holders = cls()
+    ) -> KnownStorages:
+        storages = cls()
         parameters = [] if network is None else list(network.parameters())
-        holders._add("inputs", inputs)
-        holders._add("optimizer", _state(optimizer))
-        holders._add("gradients", (p.grad for p in parameters if p.grad is not None))
-        holders._add("weights", [*parameters, *(() if network is None else network.buffers())])
-        return holders
+        storages._add("inputs", inputs)
+        storages._add("optimizer", _state(optimizer))
+        storages._add("gradients", (p.grad for p in parameters if p.grad is not None))
+        storages._add("weights", [*parameters, *(() if network is None else network.buffers())])
+        return storages
 
     def _add(self, category: str, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -49,14 +49,14 @@ def _state(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
 
 
 def memory_rows(
-    trace: Trace, holders: list[Holders], phase: Callable[[Span | None, float], str], *, device: int
+    trace: Trace, holders: list[KnownStorages], phase: Callable[[Span | None, float], str], *, device: int
 ) -> list[dict[str, Any]]:
-    """`holders[i]` is the moment before step i, `holders[i + 1]` the one after; `phase` tells a span's part of the step."""
+    """`holders[i]` is the snapshot before step i, `holders[i + 1]` the one after; `phase` maps a span to its phase."""
     rows = []
     for i, step in enumerate(trace.steps):
         events = [a for a in trace.allocations if a.device == device and step.start <= a.time <= step.end]
-        told = _categories(events, holders[i + 1], phase)
-        rows += _timeline(i, step, events, told, holders[i], on_device=device != 0)
+        categories = _categories(events, holders[i + 1], phase)
+        rows += _timeline(i, step, events, categories, holders[i], on_device=device != 0)
     return rows
 
 
@@ -68,24 +68,26 @@ def peak_bytes(rows: list[dict[str, Any]]) -> int | None:
     return int(max(totals.values())) if totals else None
 
 
-def _categories(events: list[Allocation], after: Holders, phase: Callable[[Span | None, float], str]) -> dict[int, str]:
-    """Position of each taking event -> what it is for."""
-    given_back: dict[int, int] = {}
+def _categories(
+    events: list[Allocation], after: KnownStorages, phase: Callable[[Span | None, float], str]
+) -> dict[int, str]:
+    """Position of each allocation in `events` -> its category."""
+    freed_at: dict[int, int] = {}
     open_at: dict[int, int] = {}
     for i, event in enumerate(events):
         if event.bytes > 0:
             open_at[event.address] = i
         elif event.address in open_at:
-            given_back[open_at.pop(event.address)] = i
-    told = {}
+            freed_at[open_at.pop(event.address)] = i
+    categories = {}
     for i, event in enumerate(events):
         if event.bytes > 0:
-            end = events[given_back[i]] if i in given_back else None
-            told[i] = _category(event, end, after, phase(event.inside, event.time))
-    return told
+            end = events[freed_at[i]] if i in freed_at else None
+            categories[i] = _category(event, end, after, phase(event.inside, event.time))
+    return categories
 
 
-def _category(event: Allocation, end: Allocation | None, after: Holders, phase: str) -> str:
+def _category(event: Allocation, end: Allocation | None, after: KnownStorages, phase: str) -> str:
     if end is None and event.address in after.known:
         return after.known[event.address][0]
     operator = _operator(event.inside)
@@ -95,31 +97,37 @@ def _category(event: Allocation, end: Allocation | None, after: Holders, phase: 
 
 
 def _operator(span: Span | None) -> Span | None:
-    """The outermost operator around, below the node that autograd evaluates."""
-    found = None
+    """The outermost operator around `span`, inside the node that autograd evaluates."""
+    outermost = None
     for s in span.around() if span else ():
         if s.name.startswith(NODE):
             break
         if s.category == "cpu_op" and s.name.startswith("aten::"):
-            found = s
-    return found
+            outermost = s
+    return outermost
 
 
 def _timeline(
-    number: int, step: Span, events: list[Allocation], told: dict[int, str], before: Holders, *, on_device: bool
+    number: int,
+    step: Span,
+    events: list[Allocation],
+    categories: dict[int, str],
+    before: KnownStorages,
+    *,
+    on_device: bool,
 ) -> list[dict[str, Any]]:
     held = dict.fromkeys(CATEGORIES, 0.0)
     live = dict(before.known)
     for category, size in live.values():
         held[category] += size
     if on_device and events:
-        # The host's allocator counts from the start of the trace, the device's from the start of the process.
+        # The device's allocator counts from the start of the process, the host's only from the start of the trace.
         held["other"] = max(0.0, events[0].total - events[0].bytes - sum(held.values()))
     samples = [(step.start, dict(held))]
     for i, event in enumerate(events):
         if event.bytes > 0:
-            live[event.address] = (told[i], event.bytes)
-            held[told[i]] += event.bytes
+            live[event.address] = (categories[i], event.bytes)
+            held[categories[i]] += event.bytes
         else:
             category, size = live.pop(event.address, ("other", -event.bytes))
             held[category] = max(0.0, held[category] - size)
@@ -134,7 +142,7 @@ def _timeline(
 
 
 def _thin(samples: list[tuple[float, dict[str, float]]], step: Span) -> list[tuple[float, dict[str, float]]]:
-    """At most SAMPLES moments: in each slice of the step the one that held most, so that the peak stays."""
+    """At most SAMPLES moments: of each interval the one with the most memory, so that the peak is kept."""
     width = max(step.end - step.start, 1e-9) / SAMPLES
     best: dict[int, tuple[float, dict[str, float]]] = {}
     for sample in samples:

@@ -1,8 +1,9 @@
-"""Nsight Compute as a subprocess: where it is, what it knows, its command lines."""
+"""Nsight Compute as a subprocess: its location, metrics, command lines and CSV pages."""
 
 from __future__ import annotations
 
 import csv
+import logging
 import os
 import re
 import shutil
@@ -14,18 +15,20 @@ from pathlib import Path
 
 from voxtune.profile import schema
 from voxtune.profile.align import Key, launch_key
-from voxtune.profile.schema import Column
+from voxtune.profile.schema import TableColumn
 
-# A cell with all instances of an opcode metric is longer than the module's limit of 128 KiB.
+log = logging.getLogger("voxtune")
+
+# A cell with all instances of an opcode metric exceeds the csv module's limit of 128 KiB.
 csv.field_size_limit(2**31 - 1)
-# A report printed again scales each column as it sees fit ("ms", "Gbyte"), whatever it was asked for.
+# An imported report is printed in units of its own choice ("ms", "Gbyte"), whatever --print-units says.
 _SCALES = {f"{prefix}byte": 1000.0**power for power, prefix in enumerate(("", "K", "M", "G", "T"))}
 _SCALES |= {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3, "s": 1e6, "second": 1e6}
 
 
 @dataclass
 class CountedLaunch:
-    """One launch as Nsight Compute saw it. `values` holds columns of the launch table that were read."""
+    """One launch as recorded by Nsight Compute. `values` holds the columns of the launch table that were read."""
 
     number: str
     name: str
@@ -37,15 +40,15 @@ class CountedLaunch:
 
     @property
     def identity(self) -> tuple[str, str, str]:
-        """Tells apart what the key does not: template instances of one function."""
+        """Distinguishes template instances of one function, which the key does not."""
         return self.name, self.key.grid, self.key.block
 
 
 def read_raw(text: str, columns: Mapping[str, str]) -> list[CountedLaunch]:
-    """`columns` maps our column to the metric it is read from. A metric that was not collected stays absent."""
+    """The launches of a raw page. `columns` maps a column to its metric; a metric that was not collected is left out."""
     rows = _rows(text)
     units = next(rows, {})
-    if units.get("ID"):  # no line of units
+    if units.get("ID"):  # the page has no line of units
         rows, units = iter([units, *rows]), {}
     return [_launch(row, units, columns) for row in rows if row.get("Kernel Name")]
 
@@ -70,7 +73,7 @@ def _launch(row: dict[str, str], units: dict[str, str], columns: Mapping[str, st
 
 
 def _derived(values: dict[str, float | str | None]) -> dict[str, float | str | None]:
-    """What the launch table defines as the sum or difference of what was read."""
+    """Adds the columns that are sums or differences of others."""
     hmma, hfma2 = values.get("inst_hmma"), values.get("inst_hfma2")
     if isinstance(hmma, float) and isinstance(hfma2, float):
         values["inst_hmma"] = max(0.0, hmma - hfma2)
@@ -81,21 +84,21 @@ def _derived(values: dict[str, float | str | None]) -> dict[str, float | str | N
 
 
 def read_rules(text: str) -> dict[str, tuple[float, str]]:
-    """Launch number -> (largest estimated speed-up in %, rule). A gain of the whole kernel counts before a local one."""
+    """Launch number -> (largest estimated speed-up in %, rule). Estimates for the whole kernel precede local ones."""
     best: dict[str, tuple[bool, float, str]] = {}
     for row in _rows(text):
         gain, rule = number(row.get("Estimated Speedup")), row.get("Rule Name")
         if gain is None or not rule:
             continue
-        whole = row.get("Estimated Speedup Type", "").lower() != "local"
-        candidate = (whole, gain, rule if whole else f"{rule} (local)")
+        is_global = row.get("Estimated Speedup Type", "").lower() != "local"
+        candidate = (is_global, gain, rule if is_global else f"{rule} (local)")
         if row["ID"] not in best or candidate[:2] > best[row["ID"]][:2]:
             best[row["ID"]] = candidate
     return {k: (gain, rule) for k, (_, gain, rule) in best.items()}
 
 
 def _rows(text: str) -> Iterator[dict[str, str]]:
-    """The CSV below the tool's own lines, which come before it and after it."""
+    """The rows of the CSV, without the tool's messages before and after it."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
@@ -109,25 +112,25 @@ def _triple(text: str) -> str:
 
 
 def number(text: str | None) -> float | None:
-    """ "1,234.5" or "1,234 (12; 34)" as a number; None for what is none: n/a, nan, an empty cell."""
+    """The number in "1,234.5" or "1,234 (12; 34)"; None for anything else (n/a, nan, an empty cell)."""
     match = re.match(r"\s*(-?[\d,]*\.?\d+(?:[eE][-+]?\d+)?)(?=\s*(?:\(|$))", text or "")
     return float(match.group(1).replace(",", "")) if match else None
 
 
 def instances(text: str) -> dict[str, float]:
-    """ "16,992 (FFMA: 3,584; IMAD.WIDE: 1,824)" as {opcode: count}; without names (another version) nothing."""
+    """{opcode: count} of "16,992 (FFMA: 3,584; IMAD.WIDE: 1,824)"; empty for versions that print no names."""
     match = re.search(r"\((.*)\)\s*$", text, re.DOTALL)
-    found: dict[str, float] = {}
+    counts: dict[str, float] = {}
     for part in match.group(1).split(";") if match else ():
         name, colon, value = part.rpartition(":")
         count = number(value)
         if colon and count is not None:
-            found[name.strip()] = found.get(name.strip(), 0.0) + count
-    return found
+            counts[name.strip()] = counts.get(name.strip(), 0.0) + count
+    return counts
 
 
-def choose_metrics(columns: Iterable[Column], known: set[str] | None) -> tuple[dict[str, str], list[str]]:
-    """Column -> the first of its metrics that this version knows, and the columns for which it knows none."""
+def choose_metrics(columns: Iterable[TableColumn], known: set[str] | None) -> tuple[dict[str, str], list[str]]:
+    """Column -> the first of its metrics that this version supports; and the columns without a supported metric."""
     chosen, missing = {}, []
     for column in columns:
         names = [m for m in column.metric if known is None or m.split(".")[0] in known]
@@ -139,34 +142,34 @@ def choose_metrics(columns: Iterable[Column], known: set[str] | None) -> tuple[d
 
 
 def explain(log: str, status: int) -> str:
-    """One line on why Nsight Compute gave nothing, and what to do about it where that is known."""
+    """One line on why Nsight Compute produced no report and, if known, how to fix it."""
     if "ERR_NVGPUCTRPERM" in log:
         return (
-            "no permission to read GPU performance counters (ERR_NVGPUCTRPERM): run as root or with CAP_SYS_ADMIN, or let "
-            "every user in with the driver option NVreg_RestrictProfilingToAdminUsers=0 and a reload of the driver"
+            "no permission to read GPU performance counters (ERR_NVGPUCTRPERM): run as root or with CAP_SYS_ADMIN, or "
+            "allow all users with the driver option NVreg_RestrictProfilingToAdminUsers=0 and reload the driver"
         )
     if "ERR_NVGPUCTRNOTAVAIL" in log or "resource unavailable" in log.lower():
-        return "another tool holds the GPU's performance counters (such as DCGM): stop it, or pause it with dcgmi"
+        return "another tool (such as DCGM) is using the GPU's performance counters: stop it, or pause it with dcgmi"
     errors = re.findall(r"^==ERROR==\s*(.+)$", log, re.MULTILINE)
     if errors:
         return f"Nsight Compute: {_without_paths(errors[0].strip())}"
     if "No kernels were profiled" in log:
-        return "Nsight Compute saw no kernel between the start and the stop of counting"
+        return "Nsight Compute recorded no kernel while the counters were on"
     last = [line for line in log.strip().splitlines() if line.strip()]
-    return f"Nsight Compute ended with status {status}" + (
+    return f"Nsight Compute exited with status {status}" + (
         f": {_without_paths(last[-1].strip())[:200]}" if last else ""
     )
 
 
 def _without_paths(text: str) -> str:
-    """A session is carried to other machines: of a path only the last part means anything there."""
+    """Shortens paths to their last part: sessions are read on other machines."""
     return re.sub(r"(?<![\w.])/[^\s'\"]*/([^\s'\"/]+)", r"\1", text)
 
 
 def unknown_metric(log: str) -> str | None:
-    """The metric that this version refused, by its base name."""
-    found = re.search(r"(?:Failed to find metric|[Uu]nknown metric|metric)[^\n]*?\b(\w+__\w+)", _errors(log))
-    return found.group(1) if found else None
+    """The base name of the metric that this version refused."""
+    match = re.search(r"(?:Failed to find metric|[Uu]nknown metric|metric)[^\n]*?\b(\w+__\w+)", _errors(log))
+    return match.group(1) if match else None
 
 
 def _errors(log: str) -> str:
@@ -174,21 +177,21 @@ def _errors(log: str) -> str:
 
 
 _PLACES = ("/opt/nvidia/nsight-compute/*/ncu", "/usr/local/cuda*/bin/ncu", "/usr/local/cuda*/nsight-compute-*/ncu")
-# Their rules estimate what a kernel could gain. Those of ComputeWorkloadAnalysis and MemoryWorkloadAnalysis cost replays of
-# their own and give estimates of parts of a kernel alone ("local").
+# Sections whose rules estimate speed-ups. ComputeWorkloadAnalysis and MemoryWorkloadAnalysis are left out: they need more
+# replays and give only local estimates.
 SECTIONS = ("SpeedOfLight", "Occupancy", "SchedulerStats", "WarpStateStats")
 
 
 def find_ncu() -> str | None:
-    """Nsight Compute's command: VOXTUNE_NCU, else on the PATH, else where NVIDIA's installers put it (newest first)."""
-    told = os.environ.get("VOXTUNE_NCU")
-    if told is not None:
-        return told if Path(told).is_file() else None
-    found = shutil.which("ncu")
-    if found:
-        return found
-    placed = [str(p) for place in _PLACES for p in Path("/").glob(place[1:])]
-    return max(placed, key=_numbers, default=None)
+    """The path of ncu: VOXTUNE_NCU, else on the PATH, else the newest in the folders of NVIDIA's installers."""
+    configured = os.environ.get("VOXTUNE_NCU")
+    if configured is not None:
+        return configured if Path(configured).is_file() else None
+    on_path = shutil.which("ncu")
+    if on_path:
+        return on_path
+    installed = [str(p) for pattern in _PLACES for p in Path("/").glob(pattern[1:])]
+    return max(installed, key=_numbers, default=None)
 
 
 def _numbers(path: str) -> list[int]:
@@ -196,32 +199,30 @@ def _numbers(path: str) -> list[int]:
 
 
 class NcuError(Exception):
-    """Nsight Compute gave nothing; the message says why."""
+    """Nsight Compute produced no output; the message gives the reason."""
 
 
 @dataclass(kw_only=True)
 class Ncu:
-    """`cache` and `clock` control are Nsight Compute's: none leaves caches warm and clocks free, as in a real step."""
+    """`cache_control` and `clock_control` are Nsight Compute's options: none keeps caches warm and clocks unlocked."""
 
     path: str
     cache_control: str = "none"
     clock_control: str = "none"
-    notes: list[str] = field(default_factory=list)
 
     @cached_property
     def version(self) -> str | None:
-        told = re.search(r"Version\s+([\d.]+)", self._ask("--version"))
-        return told.group(1) if told else None
+        match = re.search(r"Version\s+([\d.]+)", self._output("--version"))
+        return match.group(1) if match else None
 
     @cached_property
     def _help(self) -> str:
-        return self._ask("--help")
+        return self._output("--help")
 
     @cached_property
     def metrics(self) -> set[str] | None:
-        """Base names of the metrics that this version knows for the GPUs here; None when it cannot say."""
-        told = self._ask("--query-metrics")
-        names = set(re.findall(r"^(\w+__\w+)\s", told, re.MULTILINE))
+        """Base names of the metrics that this version supports on this machine; None if unknown."""
+        names = set(re.findall(r"^(\w+__\w+)\s", self._output("--query-metrics"), re.MULTILINE))
         return names or None
 
     def command(
@@ -235,7 +236,7 @@ class Ncu:
         once: bool = False,
         source: bool = False,
     ) -> list[str]:
-        """`functions`: count only these; `once`: only the first launch of each function, grid and block."""
+        """`functions` limits counting to these; `once` to the first launch of each function, grid and block."""
         command = [self.path, "--config-file", "off", "--profile-from-start", "off"]
         command += ["--target-processes", "application-only"]
         command += ["--cache-control", self.cache_control, "--clock-control", self.clock_control]
@@ -258,20 +259,20 @@ class Ncu:
         if instances:
             command += ["--print-metric-instances", "details"]
         try:
-            # In a group of its own: a signal that asks us to stop is no reason to lose what was read.
+            # In its own process group, so that Ctrl-C does not stop the reading of a finished report.
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=limit_s, check=False, process_group=0
             )
         except subprocess.TimeoutExpired:
-            raise NcuError(f"Nsight Compute did not print its {page} page within {limit_s:.0f} s") from None
+            raise NcuError(f"Nsight Compute did not print the {page} page within {limit_s:.0f} s") from None
         if '"ID"' not in done.stdout:
             raise NcuError(explain(done.stdout + done.stderr, done.returncode))
         return done.stdout
 
-    def _ask(self, option: str) -> str:
+    def _output(self, option: str) -> str:
         try:
             done = subprocess.run([self.path, option], capture_output=True, text=True, timeout=60, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
-            self.notes.append(f"ncu {option}: {error}")
+            log.warning("%s %s: %s", self.path, option, error)
             return ""
         return done.stdout + done.stderr

@@ -1,8 +1,8 @@
-"""Numbers the operators of a step, and switches counting on and off.
+"""Numbers the operators of a step, and switches the counters on and off.
 
-Nsight Compute's own filters tell launches apart by function name and grid: template instances of one function, such as
-PyTorch's elementwise kernels, are one to them. An operator's number in the step is exact. The numbers hold in the
-backward pass too, since autograd carries the dispatch mode to its thread.
+Nsight Compute's own filters select launches by function name and grid. They cannot distinguish template instances of
+one function, such as PyTorch's elementwise kernels. The number of an operator in the step is exact. It is also valid in
+the backward pass, because autograd passes the dispatch mode on to its thread.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from voxtune.profile.align import Key, launch_key
-from voxtune.profile.trace import Trace
+from voxtune.profile.trace import Trace, decode_trace, export_trace
 
 OPERATOR = "voxtune::op#"
 Around = Callable[[int], AbstractContextManager[Any]]
 
 
 class NumberedOperators(TorchDispatchMode):
-    """Runs each operator inside `around(its number in this step)`."""
+    """Runs each operator inside the context `around(number)`."""
 
     def __init__(self, around: Around):
         super().__init__()
         self.around, self.count = around, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "namespace", "") == "profiler":  # named ranges come and go with the profiler
+        if getattr(func, "namespace", "") == "profiler":  # ranges exist only under the profiler
             return func(*args, **(kwargs or {}))
         number, self.count = self.count, self.count + 1
         with self.around(number):
@@ -38,25 +38,13 @@ class NumberedOperators(TorchDispatchMode):
 
 
 def number_launches(step: Callable[[], Any], device: torch.device) -> list[tuple[Key, int]]:
-    """Runs one step and gives, for each kernel in order of launch, its key and the number of its operator (or -1)."""
+    """Runs one step; returns each kernel's key and the number of its operator (or -1), in order of launch."""
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with profile(activities=activities) as recorded:
         with NumberedOperators(lambda n: record_function(f"{OPERATOR}{n}")):
             step()
         torch.cuda.synchronize(device)
-    return _numbers(_exported(recorded))
-
-
-def _exported(recorded: profile) -> Trace:
-    import tempfile
-    from pathlib import Path
-
-    from voxtune.profile.trace import read_trace
-
-    with tempfile.TemporaryDirectory(prefix="voxtune-") as folder:
-        path = Path(folder) / "trace.json"
-        recorded.export_chrome_trace(str(path))
-        return read_trace(path)
+    return _numbers(decode_trace(export_trace(recorded)))
 
 
 def _numbers(trace: Trace) -> list[tuple[Key, int]]:
@@ -71,10 +59,10 @@ def _numbers(trace: Trace) -> list[tuple[Key, int]]:
     return numbered
 
 
-class Counting:
-    """The profiler's switch: cudaProfilerStart and Stop.
+class CounterSwitch:
+    """Switches the counters on and off: cudaProfilerStart and cudaProfilerStop.
 
-    Both are called in the thread that launches: a stop from another one (a watch on the clock) had no effect on an H200.
+    Call both in the thread that launches the kernels. A stop from another thread had no effect on an H200.
     """
 
     def __init__(self, start: Callable[[], Any], stop: Callable[[], Any]):

@@ -1,7 +1,7 @@
 """Records sessions of a workload: the census, then the counters, one configuration after the other.
 
-On a GPU each part runs in a process of its own, since torch.profiler and Nsight Compute cannot share one. A part that
-fails or runs out of time costs that part alone; the session is saved after each.
+On a GPU each part runs in its own process, because torch.profiler and Nsight Compute cannot share one. The session is
+saved after each part; a part that fails or runs out of time does not affect the others.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ TIERS = ("census", "few", "full", "opcodes")
 
 @dataclass(frozen=True, kw_only=True)
 class RecordOptions:
-    """`limit_s` is for the counters of one session, `budget_s` for all sessions together (None: no end); `ahead` starts
-    workers early; `keep_raw` keeps the trace and Nsight Compute's pages in the session's folder, for
+    """`limit_s` limits the counters of one session, `budget_s` all sessions together (None: no limit). `ahead` starts
+    workers early. `keep_raw` keeps the trace and Nsight Compute's pages in the session's folder, for
     `voxtune.profile.replay`.
     """
 
@@ -48,25 +48,25 @@ class RecordOptions:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise InputError(f"mode {self.mode!r}: choose train or sample")
-        wrong = [t for t in self.tiers if t not in TIERS]
-        if wrong:
-            raise InputError(f"tier {wrong[0]!r}: choose from {', '.join(TIERS)}")
+            raise InputError(f"unknown mode {self.mode!r}; choose from {', '.join(MODES)}")
+        unknown = [t for t in self.tiers if t not in TIERS]
+        if unknown:
+            raise InputError(f"unknown tier {unknown[0]!r}; choose from {', '.join(TIERS)}")
         if "census" not in self.tiers:
-            raise InputError("the census is always needed: counters are carried to its launches")
+            raise InputError("tiers must include census: the counters are assigned to its launches")
         if min(self.batch, self.steps, self.repeats) < 1 or self.warmup < 0:
-            raise InputError("batch, steps and repeats must be at least 1, warmup at least 0")
+            raise InputError("batch, steps and repeats must be >= 1, warmup >= 0")
         if not self.limit_s > 0:
-            raise InputError(f"limit {self.limit_s}: give seconds above 0")
+            raise InputError(f"limit {self.limit_s}: must be > 0 seconds")
         if self.budget_s is not None and not self.budget_s >= 30:
-            raise InputError(f"budget {self.budget_s}: give at least 30 seconds, which one session needs")
+            raise InputError(f"budget {self.budget_s}: must be >= 30 seconds, the minimum for one session")
         if self.cache_control not in ("none", "all") or self.clock_control not in ("none", "base"):
-            raise InputError("cache control is none or all, clock control none or base")
+            raise InputError("cache control must be none or all, clock control none or base")
 
 
 @dataclass(kw_only=True)
-class Recorded:
-    """One configuration's outcome; `error` in place of a session when not even the census came about."""
+class RecordResult:
+    """The result of one configuration; `error` instead of a session if the census failed."""
 
     config: str
     folder: Path
@@ -76,8 +76,8 @@ class Recorded:
 
 
 @dataclass(kw_only=True)
-class Plan:
-    """All that the recording of one session is made of."""
+class SessionJob:
+    """What is needed to record one session."""
 
     target: Target
     source: str
@@ -121,7 +121,7 @@ class Plan:
 
         o = self.options
         counting = self.ncu is not None
-        why = {t: self.missing.get(t, "not recorded yet") for t in TIERS if t != "census"}
+        reasons = {t: self.missing.get(t, "not recorded yet") for t in TIERS if t != "census"}
         return {
             "name": f"{self.target.name} {o.mode} {self.config.name}",
             "workload": self.target.name,
@@ -131,7 +131,7 @@ class Plan:
             "batch": o.batch,
             "cache_control": o.cache_control if counting else None,
             "clock_control": o.clock_control if counting else None,
-            "tiers": {t: {"done": False, "why": reason} for t, reason in why.items()},
+            "tiers": {t: {"done": False, "why": reason} for t, reason in reasons.items()},
             **provenance(),
         }
 
@@ -144,21 +144,21 @@ def record(
     options: RecordOptions | None = None,
     device: str | torch.device | None = None,
     say: Callable[[str], None] = lambda _line: None,
-) -> list[Recorded]:
-    """Records `source` (a workload's name or a model's path) in each configuration into `out`/<mode>-<config>."""
+) -> list[RecordResult]:
+    """Records `source` (a workload's name or a model's path) in each configuration to `out`/<mode>-<config>."""
     options = options or RecordOptions()
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     target = find_target(source, options.size)
     parsed = list(dict.fromkeys(parse_config(c) for c in configs))
-    ncu, missing = _counters(options, where, say)
+    ncu, missing = _counters(options, torch_device, say)
     scratch = Path(tempfile.mkdtemp(prefix="voxtune-profile-"))
-    plans = [
-        Plan(
+    jobs = [
+        SessionJob(
             target=target,
             source=source,
             config=config,
             options=options,
-            device=where,
+            device=torch_device,
             folder=Path(out) / f"{options.mode}-{config.name}",
             scratch=scratch / config.name,
             ncu=ncu,
@@ -168,54 +168,54 @@ def record(
         for config in parsed
     ]
     try:
-        if where.type == "cuda":
-            from voxtune.profile.recording import record_on_gpu
+        if torch_device.type == "cuda":
+            from voxtune.profile.gpu_recording import record_on_gpu
 
-            return record_on_gpu(plans)
-        return [_record_here(plan) for plan in plans]
+            return record_on_gpu(jobs)
+        return [_record_here(job) for job in jobs]
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _record_here(plan: Plan) -> Recorded:
-    """The census in this process: on a CPU there is nothing else to record."""
+def _record_here(job: SessionJob) -> RecordResult:
+    """Records the census in this process: on a CPU there are no counters."""
     from voxtune.profile.worker import census
 
     started = time.monotonic()
-    census(plan.census_spec())
-    session = load_session(plan.folder)
-    session.meta["proof"] = {"claim": "fp32" if plan.config.fp32 else None, "holds": None, "by": None, "why": "no GPU"}
-    session.save(plan.folder)
+    census(job.census_spec())
+    session = load_session(job.folder)
+    session.meta["proof"] = {"claim": "fp32" if job.config.fp32 else None, "holds": None, "by": None, "why": "no GPU"}
+    session.save(job.folder)
     seconds = time.monotonic() - started
-    plan.say(f"{plan.folder.name}: census done in {seconds:.1f} s")
-    return Recorded(config=plan.config.name, folder=plan.folder, session=session, seconds=seconds)
+    job.say(f"{job.folder.name}: census done in {seconds:.1f} s")
+    return RecordResult(config=job.config.name, folder=job.folder, session=session, seconds=seconds)
 
 
 def _counters(
     options: RecordOptions, device: torch.device, say: Callable[[str], None]
 ) -> tuple[Ncu | None, dict[str, str]]:
-    """Nsight Compute if counters are wanted and can be had, and for each tier that cannot, why."""
-    missing = {t: "not asked for" for t in TIERS if t != "census" and t not in options.tiers}
-    wanted = [t for t in TIERS if t != "census" and t in options.tiers]
-    if not wanted:
+    """Nsight Compute, if counters are requested and available; and the reason for each tier that cannot be recorded."""
+    missing = {t: "not requested" for t in TIERS if t != "census" and t not in options.tiers}
+    requested = [t for t in TIERS if t != "census" and t in options.tiers]
+    if not requested:
         return None, missing
     path = find_ncu()
-    why = None
+    reason = None
     if device.type != "cuda":
-        why = "no GPU: counters are the GPU's own"
+        reason = "no GPU: the counters are hardware counters of the GPU"
     elif path is None:
-        why = (
+        reason = (
             "Nsight Compute (ncu) was not found on the PATH, in /opt/nvidia/nsight-compute or in /usr/local/cuda*/bin: "
-            "install it, or name it in VOXTUNE_NCU"
+            "install it, or set VOXTUNE_NCU to its path"
         )
-    if why is not None or path is None:
-        say(f"no counters: {why}")
-        return None, missing | dict.fromkeys(wanted, str(why))
+    if reason is not None or path is None:
+        say(f"no counters: {reason}")
+        return None, missing | dict.fromkeys(requested, str(reason))
     ncu = Ncu(path=path, cache_control=options.cache_control, clock_control=options.clock_control)
     return ncu, missing
 
 
-def summary(recorded: Recorded) -> dict[str, Any]:
+def summary(recorded: RecordResult) -> dict[str, Any]:
     row: dict[str, Any] = {"config": recorded.config, "folder": str(recorded.folder), "seconds": recorded.seconds}
     if recorded.session is None:
         return row | {"error": recorded.error}
@@ -239,19 +239,19 @@ def summary_lines(row: dict[str, Any]) -> list[str]:
     if "error" in row:
         return [f"{row['config']}: FAILED: {row['error']}"]
     peak = f", peak {row['peak_bytes'] / 2**30:.2f} GiB" if row["peak_bytes"] else ""
-    told = [
-        f"{row['config']}: step {row['step_ms']:.2f} ms bare (p20 {row['step_ms_p20']:.2f}, p80 {row['step_ms_p80']:.2f}), "
-        f"{row['launches']} launches{peak}, unknown {100 * row['unknown_time_share']:.2f} % of time; {row['folder']}"
+    lines = [
+        f"{row['config']}: step {row['step_ms']:.2f} ms unprofiled (p20 {row['step_ms_p20']:.2f}, p80 {row['step_ms_p80']:.2f}), "
+        f"{row['launches']} launches{peak}, {100 * row['unknown_time_share']:.2f} % of time unclassified; {row['folder']}"
     ]
     for tier, state in row["tiers"].items():
         share = f"{100 * state['time_share']:.2f} % of kernel time" if "time_share" in state else ""
-        why = f"missing: {state['why']}" if state.get("why") else ""
-        told.append(f"  {tier:8} {'; '.join(filter(None, [share, why])) or 'done'}")
+        missing = f"missing: {state['why']}" if state.get("why") else ""
+        lines.append(f"  {tier:8} {'; '.join(filter(None, [share, missing])) or 'done'}")
     proof = row["proof"] or {}
     if proof.get("claim") == "fp32":
-        said = {True: "proved by counters", False: "BROKEN: tensor cores were used", None: "not proved"}
-        told.append(f"  fp32     {said[proof.get('holds')]}")
-    return told
+        verdicts = {True: "confirmed by counters", False: "FAILED: tensor cores were used", None: "not checked"}
+        lines.append(f"  fp32     {verdicts[proof.get('holds')]}")
+    return lines
 
 
 def failed_tiers(rows: Sequence[dict[str, Any]], tiers: Sequence[str]) -> list[str]:

@@ -1,7 +1,7 @@
-"""Makes a session again from its raw recording: `python -m voxtune.profile.replay FOLDER...`, no GPU needed.
+"""Rebuilds sessions from their raw recordings, without a GPU: `python -m voxtune.profile.replay FOLDER...`.
 
-A session recorded with --keep-raw holds the trace and Nsight Compute's pages in its folder raw/. Whatever is read from
-them better than it was on the day of the recording, is read so here.
+A session recorded with --keep-raw holds the trace and Nsight Compute's pages in its folder raw/. Rebuilding applies later
+improvements of the parsers to an old recording.
 """
 
 from __future__ import annotations
@@ -11,28 +11,26 @@ import sys
 from pathlib import Path
 
 from voxtune.errors import InputError
-from voxtune.profile.census import RawCensus
+from voxtune.profile.census import RAW, RawCensus
 from voxtune.profile.configs import parse_config
-from voxtune.profile.counters import COUNTER_TIERS, Identity, Reading, carry, prove_precision
+from voxtune.profile.counters import COUNTER_TIERS, Identity, TierReport, assign_counters, prove_precision
 from voxtune.profile.session import Session, find_sessions, frame, load_session
-
-RAW = "raw"
 
 
 def replay(folder: str | Path) -> Session:
-    """The session of `folder`, made anew and saved."""
+    """Rebuilds the session in `folder` and saves it."""
     folder = Path(folder)
     raw = folder / RAW
     if not (raw / "census.json").exists():
-        raise InputError(f"{folder}: no raw recording in it; record it with --keep-raw")
+        raise InputError(f"{folder}: no raw recording; record the session with --keep-raw")
     session = load_session(folder)
-    census = RawCensus.kept(raw).census()
+    census = RawCensus.load(raw).census()
     session.launches, session.memory = frame(census.launches, "launches"), frame(census.memory, "memory")
     session.timings, session.opcodes = frame(census.timings, "timings"), frame([], "opcodes")
-    called: dict[int, Identity] = {}
+    identities: dict[int, Identity] = {}
     for tier in COUNTER_TIERS:
         if (raw / f"{tier}.json").exists():
-            _, called = carry(session, Reading.kept(raw, tier), called)
+            _, identities = assign_counters(session, TierReport.load(raw, tier), identities)
     if any((raw / f"{tier}.json").exists() for tier in COUNTER_TIERS):
         claims = parse_config(session.meta["config"]).fp32
         session.meta["proof"] = prove_precision(session, claims_fp32=claims)

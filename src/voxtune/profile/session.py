@@ -1,6 +1,6 @@
-"""A Session: one configuration's recorded steps, as Parquet tables and a JSON of where they come from.
+"""A Session: the recorded steps of one configuration, as Parquet tables and a JSON file with their provenance.
 
-A folder holds session.json, launches.parquet and, where they were recorded, opcodes, memory and timings.
+A session folder holds session.json, launches.parquet and, if recorded, opcodes, memory and timings.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_ROWS = 2_000_000
 class Session:
     """`meta` (all JSON): name, workload, mode (train or sample), config, size, batch, steps, environment (gpu, driver,
     torch, cuda, cudnn, triton, ncu, python), clocks, cache_control, clock_control, commit, command, created, tiers
-    ({tier: {"done": bool, "why": str | null}}), window (null, or the launches kept), peak_bytes.
+    ({tier: {"done": bool, "why": str | null}}), window (null, or the part of the step), peak_bytes.
     Tables are pandas frames with exactly the columns of `schema.TABLES`; an unrecorded table is empty.
     """
 
@@ -56,7 +56,7 @@ class Session:
 
 
 def frame(rows: list[dict[str, Any]], table: str) -> pd.DataFrame:
-    """Rows as a frame of that table: absent keys become null, unknown keys are our mistake."""
+    """The rows as a frame of that table. Missing keys become null; unknown keys are an internal error."""
     import pandas as pd
 
     names = [c.name for c in schema.TABLES[table]]
@@ -71,7 +71,7 @@ def empty(table: str) -> pd.DataFrame:
 
 
 def load_session(folder: str | Path) -> Session:
-    """Reads a session folder; a missing, truncated, foreign or newer one is the user's error, by name."""
+    """Reads a session folder. Raises InputError if it is missing, damaged, of another version or not a session."""
     folder = Path(folder)
     meta = _read_meta(folder / "session.json")
     tables = {table: _read_table(folder / f"{table}.parquet", table) for table in schema.TABLES}
@@ -79,31 +79,31 @@ def load_session(folder: str | Path) -> Session:
 
 
 def find_sessions(path: str | Path) -> list[Path]:
-    """`path` itself if it is a session, else the sessions directly or one folder below it."""
+    """`path` itself if it is a session, else the sessions one or two folders below it."""
     path = Path(path)
     if (path / "session.json").is_file():
         return [path]
-    found = sorted(p.parent for p in [*path.glob("*/session.json"), *path.glob("*/*/session.json")])
-    if not found:
+    folders = sorted(p.parent for p in [*path.glob("*/session.json"), *path.glob("*/*/session.json")])
+    if not folders:
         raise InputError(
-            f"{path}: no session here (a session folder holds session.json); record one with voxtune profile"
+            f"{path}: no session found (a session folder contains session.json); record one with voxtune profile"
         )
-    return found
+    return folders
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
     try:
         meta = json.loads(path.read_bytes())
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}; a session folder holds session.json") from None
+        raise InputError(f"{path}: {error.strerror}; a session folder contains session.json") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error}); the session is damaged, record it again") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        raise InputError(f"{path}: not a session of this project")
+        raise InputError(f"{path}: not a Voxtune session")
     version = meta.get("version")
     if version != schema.VERSION:
         raise InputError(
-            f"{path}: session version {version!r}, this program reads version {schema.VERSION}; record it again"
+            f"{path}: session version {version!r} is not supported (expected {schema.VERSION}); record it again"
         )
     for key, kind in (("name", str), ("mode", str), ("config", str), ("environment", dict), ("tiers", dict)):
         if not isinstance(meta.get(key), kind):
@@ -120,7 +120,7 @@ def _read_table(path: Path, table: str) -> pd.DataFrame:
     with _reporting(path, (OSError, pa.ArrowException)):
         file = pq.ParquetFile(path)
         if file.metadata.num_rows > MAX_ROWS:
-            raise InputError(f"{path}: {file.metadata.num_rows} rows, more than the {MAX_ROWS} of any real session")
+            raise InputError(f"{path}: {file.metadata.num_rows} rows, more than the maximum of {MAX_ROWS}")
         arrow = file.read()
     names = [c.name for c in schema.TABLES[table]]
     missing = [n for n in names if n not in arrow.column_names]

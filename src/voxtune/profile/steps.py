@@ -1,6 +1,6 @@
-"""One step of a workload, as its users run it: of training (batch, L1 loss, Adam) or of sampling (DDPM).
+"""One step of a workload: of training (batch, L1 loss, Adam) or of sampling (DDPM).
 
-Everything a step reads lies on the device before it starts; set-up is no part of it.
+All inputs of a step are on the device before it starts. Set-up is not part of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODES = ("train", "sample")
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What is run: a published workload by name, or a model on disk."""
+    """What to run: a published workload, or a model on disk."""
 
     name: str
     network: NetworkConfig
@@ -35,11 +35,11 @@ class Target:
 
 
 def find_target(text: str, size: tuple[int, ...] | None = None) -> Target:
-    """A workload's name, else the path of a model; `size` in place of its own."""
+    """The target of a workload's name or a model's path; `size` replaces its own size."""
     if text in WORKLOADS or not Path(text).exists():
-        found = workload(text)
-        diffusion = DiffusionConfig(schedule=found.schedule, steps=found.steps)
-        target = Target(name=found.name, network=found.network, size=size or found.size, diffusion=diffusion)
+        entry = workload(text)
+        diffusion = DiffusionConfig(schedule=entry.schedule, steps=entry.steps)
+        target = Target(name=entry.name, network=entry.network, size=size or entry.size, diffusion=diffusion)
     else:
         from voxtune.runtime.storage import load
 
@@ -53,14 +53,14 @@ def find_target(text: str, size: tuple[int, ...] | None = None) -> Target:
 
 
 def smallest_size(text: str) -> tuple[int, ...]:
-    """The smallest size at which every level of the network still has two voxels a side."""
+    """The smallest size at which every level of the network still has two voxels per dimension."""
     network = find_target(text).network
     return (2 * network.divisor,) * network.dimensions
 
 
 @dataclass(kw_only=True)
 class WorkloadStep:
-    """`run()` is one whole step; `close()` puts back what the configuration changed."""
+    """`run()` runs one whole step; `close()` restores the flags that the configuration changed."""
 
     run: Callable[[], Any]
     network: nn.Module
@@ -72,7 +72,7 @@ class WorkloadStep:
 
 def make_step(target: Target, mode: str, config: StepConfig, *, batch: int, device: torch.device) -> WorkloadStep:
     if mode not in MODES:
-        raise InputError(f"mode {mode!r}: choose train or sample")
+        raise InputError(f"unknown mode {mode!r}; choose from {', '.join(MODES)}")
     stack = ExitStack()
     flags = stack.enter_context(precision_flags(config))
     torch.manual_seed(0)
@@ -100,12 +100,12 @@ def _network(target: Target) -> nn.Module:
 
 
 def _planned(network: nn.Module, mode: str, batch: _Batch) -> nn.Module:
-    """The fastest ready plan, without the recorded graph: inside one, counters see no kernels."""
+    """The fastest ready plan without its CUDA graph: counters cannot see the kernels inside a graph."""
     from voxtune.plan.api import CPU_READY, READY
     from voxtune.plan.build import build as build_plan
 
     if mode == "train":
-        raise InputError("configuration 'plan' is for sampling: a plan has no gradients")
+        raise InputError("configuration 'plan' is for sampling only: a plan has no gradients")
     plan = READY[0].without("cuda_graph") if batch.device.type == "cuda" else CPU_READY[0]
     return build_plan(network, (batch.image, batch.t_N, batch.mask), None, plan)
 
@@ -114,14 +114,14 @@ class _Batch:
     """The tensors of one step."""
 
     def __init__(self, target: Target, batch: int, device: torch.device, config: StepConfig):
-        network, sides = target.network, target.size
+        network, size = target.network, target.size
         self.device = device
 
-        def draw(channels: int) -> Tensor:
-            return config.place(torch.randn(batch, channels, *sides, device=device))
+        def noise(channels: int) -> Tensor:
+            return config.place(torch.randn(batch, channels, *size, device=device))
 
-        self.image, self.noise = draw(network.out_channels), draw(network.out_channels)
-        self.mask = draw(network.mask_channels) if network.mask_channels else None
+        self.image, self.noise = noise(network.out_channels), noise(network.out_channels)
+        self.mask = noise(network.mask_channels) if network.mask_channels else None
         self.t = len(make_schedule(target.diffusion)) // 2
         self.t_N = torch.full((batch,), self.t, dtype=torch.int64, device=device)
 

@@ -1,13 +1,16 @@
-"""A Kineto trace (torch.profiler's JSON) as nested spans: which operator, range and step each launch lies in."""
+"""A Kineto trace (torch.profiler's JSON) as nested spans: the operator, range and step of each launch."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from torch.profiler import profile
 
 STEP = "voxtune::step#"
 MODULE = "module::"
@@ -18,7 +21,7 @@ _DEVICE = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 
 @dataclass(eq=False, slots=True)
 class Span:
-    """Something on the host with a beginning and an end; `inside` is the span that encloses it on its thread."""
+    """An interval of host time: an operator, a range or a runtime call. `inside` encloses it on the same thread."""
 
     name: str
     category: str
@@ -27,14 +30,14 @@ class Span:
     end: float
     args: dict[str, Any]
     inside: Span | None = None
-    within: float = 0.0  # the time of operators directly inside
+    within: float = 0.0  # time of the operators directly inside
 
     @property
     def sequence(self) -> int:
         return int(self.args.get("Sequence number", -1))
 
     def around(self) -> Iterator[Span]:
-        """This span and all that enclose it, from the inside out."""
+        """This span and the spans that enclose it, innermost first."""
         span: Span | None = self
         while span is not None:
             yield span
@@ -46,7 +49,7 @@ class Span:
 
 @dataclass(eq=False, slots=True)
 class Work:
-    """Something on the device, and the host's call that asked for it."""
+    """A kernel, copy or fill on the device, and the host call that launched it."""
 
     name: str
     kind: str
@@ -58,7 +61,7 @@ class Work:
 
 @dataclass(eq=False, slots=True)
 class Allocation:
-    """A change of the memory held: `bytes` is negative when it is given back."""
+    """An allocation; or a release, with negative `bytes`."""
 
     time: float
     address: int
@@ -80,10 +83,21 @@ class Trace:
         return next((i for i, s in enumerate(self.steps) if s.start <= time <= s.end), None)
 
 
-def read_trace(path: str | Path) -> Trace:
-    path = Path(path)
-    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+def export_trace(profiler: profile) -> bytes:
+    """The trace of a finished torch.profiler as JSON."""
+    with tempfile.TemporaryDirectory(prefix="voxtune-") as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return path.read_bytes()
+
+
+def decode_trace(data: bytes) -> Trace:
     return parse_trace(json.loads(data)["traceEvents"])
+
+
+def read_trace(path: Path) -> Trace:
+    """The trace of a gzipped JSON file."""
+    return decode_trace(gzip.decompress(path.read_bytes()))
 
 
 def parse_trace(events: list[dict[str, Any]]) -> Trace:
@@ -132,7 +146,7 @@ def _allocation(event: dict[str, Any]) -> Allocation:
 
 
 def _nest(items: list[Span | Allocation]) -> None:
-    """Sets `inside` by one walk in order of time; of two that start together the longer encloses the other."""
+    """Sets `inside` in order of time. Of two spans that start together, the longer one encloses the other."""
 
     def order(item: Span | Allocation) -> tuple[float, float]:
         return (item.start, -item.end) if isinstance(item, Span) else (item.time, 0.0)
@@ -145,7 +159,7 @@ def _nest(items: list[Span | Allocation]) -> None:
         if isinstance(item, Allocation):
             item.inside = open_spans[-1] if open_spans else None
             continue
-        # A call that ends a hair after its range, by rounding, still lies in it; one that straddles it does not.
+        # Rounding may end a call slightly after its range. A call that overlaps the end by more is not inside.
         while open_spans and item.end > open_spans[-1].end + 0.5:
             open_spans.pop()
         item.inside = open_spans[-1] if open_spans else None
@@ -165,6 +179,6 @@ def _work(events: list[dict[str, Any]], calls: dict[int, Span]) -> list[Work]:
         args = event.get("args", {})
         call = calls.get(args.get("correlation", -1))
         work.append(Work(str(event["name"]), kind, float(event["ts"]), float(event.get("dur", 0)), args, call))
-    # The order of asking; a graph asks once for many, and then the device's order tells.
+    # In order of launch. A CUDA graph launches many kernels in one call: those are in order of the device.
     work.sort(key=lambda w: (w.call.start if w.call else w.start, w.start))
     return work

@@ -1,7 +1,7 @@
-"""The program under the profilers: `python -m voxtune.profile.worker SPEC`.
+"""The program that the profilers run: `python -m voxtune.profile.worker SPEC`.
 
-It loads PyTorch, waits for the file `go` beside SPEC, reads SPEC, sets up the workload's step, and then either takes
-the census or runs steps between the start and the stop of counting. It writes result.json beside SPEC.
+It imports PyTorch, waits for the file `go` next to SPEC, reads SPEC and sets up the workload's step. Then it either
+takes the census or runs a step with the counters switched on. It writes result.json next to SPEC.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from voxtune.profile.workers import PARENT
+from voxtune.profile.worker_pool import PARENT
 
 WAIT_LIMIT_S = 1800.0
 
@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> int:
     spec_path = Path(arguments[0])
     import voxtune.profile.census
     import voxtune.profile.op_numbering
-    import voxtune.profile.steps  # noqa: F401  loaded now, so that the turn itself is short
+    import voxtune.profile.steps  # noqa: F401  imported now to keep the turn itself short
 
     if not _await(spec_path.with_name("go")):
         return 3
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _await(go: Path) -> bool:
-    """Whether the turn came; a worker whose starter went away leaves by itself."""
+    """Whether the turn came. A worker ends by itself if the process that started it is gone."""
     starter, since = int(os.environ.get(PARENT, os.getppid())), time.monotonic()
     while not go.exists():
         if not _alive(starter) or time.monotonic() - since > WAIT_LIMIT_S:
@@ -68,14 +68,14 @@ def _step(spec: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def census(spec: dict[str, Any]) -> dict[str, Any]:
-    """Takes the census and saves it as the session at `spec["out"]`; gives the numbers of the launches' operators."""
+    """Takes the census and saves it as the session at `spec["out"]`; returns the operator numbers of the launches."""
     from voxtune.profile.capture import session_of
-    from voxtune.profile.census import take_census
+    from voxtune.profile.census import RAW, take_census
     from voxtune.profile.op_numbering import number_launches
 
     device, config, step = _step(spec)
     try:
-        taken = take_census(
+        result = take_census(
             step.run,
             device,
             network=step.network,
@@ -84,9 +84,9 @@ def census(spec: dict[str, Any]) -> dict[str, Any]:
             steps=spec["steps"],
             warmup=spec["warmup"],
             repeats=spec["repeats"],
-            keep=Path(spec["out"]) / "raw" if spec.get("keep_raw") else None,
+            raw=Path(spec["out"]) / RAW if spec.get("keep_raw") else None,
         )
-        session = session_of(taken, device, {**spec["meta"], "flags": step.flags}, ncu_version=spec.get("ncu_version"))
+        session = session_of(result, device, {**spec["meta"], "flags": step.flags}, ncu_version=spec.get("ncu_version"))
         session.save(spec["out"])
         numbered: list[Any] = []
         if device.type == "cuda" and spec.get("number") and not config.compile:
@@ -97,13 +97,13 @@ def census(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def count(spec: dict[str, Any], began: float) -> dict[str, Any]:
-    """Runs a whole step, or chosen operators of it each alone, between the start and the stop of counting."""
+    """Runs a whole step, or each of the selected operators in isolation, with the counters switched on."""
     import gc
 
     import torch
 
-    from voxtune.profile.isolated_ops import count_alone, note_operators
-    from voxtune.profile.op_numbering import Counting
+    from voxtune.profile.isolated_ops import count_isolated, record_calls
+    from voxtune.profile.op_numbering import CounterSwitch
 
     device, _, step = _step(spec)
     close = step.close
@@ -111,24 +111,24 @@ def count(spec: dict[str, Any], began: float) -> dict[str, Any]:
         for _ in range(spec["warmup"]):
             step.run()
         torch.cuda.synchronize(device)
-        counting = Counting(torch.cuda.profiler.start, torch.cuda.profiler.stop)
+        counters = CounterSwitch(torch.cuda.profiler.start, torch.cuda.profiler.stop)
         operators = spec.get("operators")
-        told: dict[str, Any] = {"expired": False}
+        result: dict[str, Any] = {"expired": False}
         if operators is None:
             ready = time.monotonic()
-            with counting:
+            with counters:
                 step.run()
                 torch.cuda.synchronize(device)
         else:
-            noted = note_operators(step.run, operators)
+            calls = record_calls(step.run, operators)
             del step
             gc.collect()
             torch.cuda.empty_cache()
             ready = time.monotonic()
             deadline = began + spec["deadline_s"] if spec.get("deadline_s") else None
-            told = count_alone(operators, noted, counting, deadline, device)
-            told["bytes_held"] = torch.cuda.memory_reserved(device)
-        return {"setup_s": ready - began, "counting_s": time.monotonic() - ready, **told}
+            result = count_isolated(operators, calls, counters, deadline, device)
+            result["bytes_held"] = torch.cuda.memory_reserved(device)
+        return {"setup_s": ready - began, "counting_s": time.monotonic() - ready, **result}
     finally:
         close()
 

@@ -1,7 +1,7 @@
-"""Worker processes that are ready before their turn.
+"""Worker processes that are started before their turn.
 
-Importing PyTorch costs a worker more than many a step. All workers of a session start together, load what they need
-without touching the GPU, and wait for a file that says go; so only one at a time is on the GPU.
+Importing PyTorch takes a worker longer than many a step. All workers of a session start together, import what they need
+without using the GPU, and wait for the file `go`. Only one worker at a time uses the GPU.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Names the process that started the worker, since Nsight Compute stands between the two.
+# Environment variable with the id of the process that started the worker: the worker's parent may be Nsight Compute.
 PARENT = "VOXTUNE_PROFILE_PARENT"
-# Beyond a worker's own deadline: an operator in flight, and the writing of the report.
+# Seconds beyond a worker's own deadline, for the running operator and for writing the report.
 GRACE_S = 6.0
 
 
@@ -30,8 +30,8 @@ def worker_program(spec: Path) -> list[str]:
 
 
 @dataclass
-class Outcome:
-    """`result` is what the worker wrote; None when it failed or was `stopped`: at its limit, or because we were asked to."""
+class WorkerOutcome:
+    """`result` is the worker's result.json; None if it failed or was `stopped` (by its time limit or by a signal)."""
 
     status: int
     log: str
@@ -41,8 +41,8 @@ class Outcome:
 
 
 @dataclass
-class Member:
-    """One worker: its folder holds spec.json, go, result.json and log."""
+class Worker:
+    """One worker process. Its folder holds spec.json, go, result.json and log."""
 
     folder: Path
     process: subprocess.Popen[bytes] | None = None
@@ -68,12 +68,12 @@ class Member:
             )
 
     def go(self, spec: dict[str, Any]) -> None:
-        """The spec counts only now: what it asks for may depend on what the workers before it found."""
+        """Starts the worker's turn. Only now is the spec known: it may depend on the results of earlier workers."""
         self.spec.write_text(json.dumps(spec))
         self.started = time.monotonic()
         (self.folder / "go").write_text("go")
 
-    def wait(self, limit_s: float, stop: threading.Event) -> Outcome:
+    def wait(self, limit_s: float, stop: threading.Event) -> WorkerOutcome:
         assert self.process is not None, "the worker was not started"
         until, stopped = time.monotonic() + limit_s, False
         status = self.process.poll()
@@ -82,34 +82,34 @@ class Member:
                 status = self.process.wait(timeout=0.1)
             stopped = status is None and (stop.is_set() or time.monotonic() >= until)
         if status is None:
-            status = self.end()
+            status = self.terminate()
         log = (self.folder / "log").read_text(errors="replace")
-        result = self.folder / "result.json"
-        told = json.loads(result.read_text()) if result.exists() else None
-        return Outcome(status, log, time.monotonic() - self.started, told, stopped)
+        path = self.folder / "result.json"
+        result = json.loads(path.read_text()) if path.exists() else None
+        return WorkerOutcome(status, log, time.monotonic() - self.started, result, stopped)
 
-    def end(self) -> int:
-        """Ends the worker's own process group; gently if it had its turn, so that a report is still written."""
+    def terminate(self) -> int:
+        """Ends the worker's process group; with SIGINT first if its turn began, so that a report is still written."""
         if self.process is None:
             return 0
         gentle = ((signal.SIGINT, 10.0), (signal.SIGTERM, 3.0)) if (self.folder / "go").exists() else ()
-        for sign, patience in (*gentle, (signal.SIGKILL, 10.0)):
+        for number, patience in (*gentle, (signal.SIGKILL, 10.0)):
             if self.process.poll() is not None:
                 break
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, sign)
+                os.killpg(self.process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=patience)
         return self.process.returncode if self.process.returncode is not None else -9
 
 
-class Crew:
+class WorkerPool:
     """The workers of one session by name, in the order of their turns."""
 
     def __init__(
         self,
         folder: Path,
-        commands: dict[str, Callable[[Member], Sequence[str]]],
+        commands: dict[str, Callable[[Worker], Sequence[str]]],
         *,
         ahead: bool,
         stop: threading.Event,
@@ -118,37 +118,37 @@ class Crew:
         self.stop = stop
         self.variables = variables or {}
         self.folder = folder
-        self.members = {name: Member(folder / name) for name in commands}
+        self.workers = {name: Worker(folder / name) for name in commands}
         self.commands = commands
         self.ahead = ahead
         self._started: set[str] = set()
 
-    def assemble(self, names: Iterable[str]) -> None:
-        """Starts those of these workers that may start before their turn."""
+    def start_ahead(self, names: Iterable[str]) -> None:
+        """Starts the named workers before their turn, if `ahead` is set."""
         for name in names if self.ahead else ():
-            if name in self.members:
+            if name in self.workers:
                 self._start(name)
 
-    def run(self, name: str, spec: dict[str, Any], limit_s: float) -> Outcome:
+    def run(self, name: str, spec: dict[str, Any], limit_s: float) -> WorkerOutcome:
         self._start(name)
-        member = self.members[name]
-        member.go(spec)
-        return member.wait(limit_s, self.stop)
+        worker = self.workers[name]
+        worker.go(spec)
+        return worker.wait(limit_s, self.stop)
 
-    def replace(self, name: str, command: Callable[[Member], Sequence[str]]) -> None:
-        """Another command for a worker that has not had its turn, or that is to have another one."""
-        if name in self.members:
-            self.members[name].end()
+    def replace(self, name: str, command: Callable[[Worker], Sequence[str]]) -> None:
+        """Replaces a worker by a new one with another command."""
+        if name in self.workers:
+            self.workers[name].terminate()
         turn = sum(1 for _ in self.folder.glob(f"{name}*"))
-        self.members[name] = Member(self.folder / (f"{name}-{turn}" if turn else name))
+        self.workers[name] = Worker(self.folder / (f"{name}-{turn}" if turn else name))
         self.commands[name] = command
         self._started.discard(name)
 
-    def dismiss(self) -> None:
-        for member in self.members.values():
-            member.end()
+    def terminate(self) -> None:
+        for worker in self.workers.values():
+            worker.terminate()
 
     def _start(self, name: str) -> None:
         if name not in self._started:
             self._started.add(name)
-            self.members[name].start(self.commands[name](self.members[name]), self.variables)
+            self.workers[name].start(self.commands[name](self.workers[name]), self.variables)

@@ -31,13 +31,13 @@ def test_every_counter_of_the_schema_has_a_metric_on_an_h200() -> None:
     chosen, missing = choose_metrics(schema.COUNTERS, known_to_gh100())
     assert missing == []
     assert {"tensor_ops", "est_speedup_pct", "est_rule"} == {c.name for c in schema.COUNTERS} - set(chosen)
-    # Without the metric that leaves HFMA2.MMA out, the next one known is taken.
+    # Without the metric that excludes HFMA2.MMA, the next supported one is used.
     known = {m for m in known_to_gh100() if "hmma_hgmma" not in m}
     assert choose_metrics(schema.FEW, known)[0]["tensor_pct"] == schema.TENSOR_PIPE[0]
     assert choose_metrics(schema.FEW, {"gpu__time_duration"})[1] == [c.name for c in schema.FEW[1:]]
 
 
-def test_a_recorded_step_is_read_whole() -> None:
+def test_a_recorded_step_is_read_completely() -> None:
     chosen, _ = choose_metrics(schema.FEW, {m for m in known_to_gh100() if "hmma_hgmma" not in m})
     counted = read_raw(text("few.csv.gz"), chosen)
     assert len(counted) == 1260
@@ -55,8 +55,8 @@ def test_a_recorded_step_is_read_whole() -> None:
     assert {c.passes for c in counted} == {1}
 
 
-def test_a_report_printed_again_is_read_in_its_own_units() -> None:
-    """Pages of an H200's report: columns come in ms and Gbyte, rules with and without an estimate."""
+def test_an_imported_report_is_read_in_its_own_units() -> None:
+    """Pages of a report from an H200: columns in ms and Gbyte, rules with and without an estimate."""
     chosen, _ = choose_metrics((*schema.FEW, *schema.FULL), known_to_gh100())
     counted = read_raw(text("sample_full_raw.csv.gz"), chosen)
     assert len(counted) == 8 and {c.passes for c in counted} == {23}
@@ -79,7 +79,7 @@ def test_cells_with_all_instances_give_their_total() -> None:
     assert len(counted) == 40
     assert counted[7].values["ffma"] == 16777216.0
     assert counted[7].values["stall_long_scoreboard"] == 17.56
-    assert "inst_hfma2" not in counted[7].values  # it was not collected: absent, not zero
+    assert "inst_hfma2" not in counted[7].values  # not collected: missing, not zero
     assert counted[7].opcodes == {}  # recorded without the opcodes' names
 
 
@@ -116,12 +116,12 @@ def test_instances_need_names() -> None:
     assert instances("") == {}
 
 
-def test_the_rule_with_the_largest_gain_of_the_whole_kernel_counts() -> None:
+def test_the_rule_with_the_largest_global_estimate_is_used() -> None:
     assert read_rules(DETAILS) == {"0": (41.81, "CPIStall"), "1": (1085.2, "AchievedOccupancy (local)")}
     assert read_rules("nothing here") == {}
 
 
-def test_complaints_are_told_with_the_remedy() -> None:
+def test_errors_are_explained_with_the_remedy() -> None:
     assert "NVreg_RestrictProfilingToAdminUsers=0" in explain(NO_PERMISSION, 1)
     assert "CAP_SYS_ADMIN" in explain(NO_PERMISSION, 1)
     assert "no kernel" in explain("==WARNING== No kernels were profiled.", 0)
@@ -133,9 +133,9 @@ def test_complaints_are_told_with_the_remedy() -> None:
     assert unknown_metric(NO_PERMISSION) is None
 
 
-def test_a_reason_names_no_path_of_the_machine() -> None:
-    told = explain("==ERROR== Could not open report file '/tmp/somewhere/full/report.ncu-rep'.", 1)
-    assert told == "Nsight Compute: Could not open report file 'report.ncu-rep'."
+def test_an_explanation_contains_no_paths() -> None:
+    message = explain("==ERROR== Could not open report file '/tmp/somewhere/full/report.ncu-rep'.", 1)
+    assert message == "Nsight Compute: Could not open report file 'report.ncu-rep'."
     assert (
-        explain("cannot run /opt/x/ncu: 3/4 done", 1) == "Nsight Compute ended with status 1: cannot run ncu: 3/4 done"
+        explain("cannot run /opt/x/ncu: 3/4 done", 1) == "Nsight Compute exited with status 1: cannot run ncu: 3/4 done"
     )

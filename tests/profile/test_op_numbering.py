@@ -8,7 +8,7 @@ from torch import nn
 from voxtune.profile.op_numbering import NumberedOperators
 
 
-def a_step() -> object:
+def make_step() -> object:
     network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.SiLU())
     optimizer = torch.optim.Adam(network.parameters(), foreach=True)
     x = torch.randn(1, 3, 8, 8)
@@ -23,16 +23,16 @@ def a_step() -> object:
 
 
 def test_operators_have_the_same_numbers_in_every_step() -> None:
-    step, seen = a_step(), []
+    step, seen = make_step(), []
 
-    class Watching(NumberedOperators):
+    class Recorder(NumberedOperators):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append(str(func))
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     counts = []
     for _ in range(2):
-        mode = Watching(lambda _n: nullcontext())
+        mode = Recorder(lambda _n: nullcontext())
         with mode:
             step()
         counts.append(mode.count)
