@@ -21,7 +21,7 @@ from voxtune.report.build import build
 from voxtune.report.console import print_document, print_table
 from voxtune.report.figure import Bars, Series
 from voxtune.report.html import embed, render_html
-from voxtune.report.numbers import clip, heading, number
+from voxtune.report.numbers import clip, cudnn_version, heading, number
 from voxtune.report.svg import render_svg, write_svgs
 
 LIBRARY = "58936d6237391e167ec5dcd64858518d051df29c768245da46076f69b493a500"
@@ -141,7 +141,7 @@ def test_partial_counters_are_noted():
     session = make(launches=60)
     session.meta["tiers"]["full"] = {"done": False, "why": "its time ran out", "time_share": 0.17}
     figures = {f.id: f for f in build([session]).figures()}
-    assert figures["caches-overall"].title == "Launches with counters"
+    assert figures["caches-overall"].title == "Caches and DRAM, launches with counters"
     assert "17 %" in figures["caches-overall"].caption
     assert figures["mix-ms"].caption == ""
 
@@ -164,7 +164,9 @@ def test_number_formats():
     ]
     assert heading(Column("wall_ms", "ms", better="low")) == ("wall", "ms ↓")
     assert heading(Column("ms", "ms")) == ("time", "ms")
+    assert heading(Column("few_a_launch", "ms")) == ("few per launch", "ms")
     assert clip("abcdefghijkl", 7) == "abcd…kl"
+    assert [cudnn_version(v) for v in (91900, "91002", 8902, None)] == ["9.19.0", "9.10.2", "8902", "None"]
 
 
 # Machado, Oliveira and Fernandes 2009, severity 1.

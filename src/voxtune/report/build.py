@@ -13,7 +13,7 @@ from voxtune.analysis.table import Table
 from voxtune.errors import InputError
 from voxtune.report.charts import MODES
 from voxtune.report.document import Document, Fact, Section
-from voxtune.report.numbers import MISSING, clip, number
+from voxtune.report.numbers import MISSING, clip, cudnn_version, number
 from voxtune.report.sections import comparison, counters, findings, step
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _subtitle(sessions: Sequence[Session]) -> str:
     gpus = " and ".join(_environment(sessions, "gpu")) or "a CPU"
     sizes = " and ".join(_values(sessions, lambda m: _size(m.get("size"))))
     versions = [
-        f"{label} {' and '.join(versions)}"
+        f"{label} {' and '.join(cudnn_version(v) if key == 'cudnn' else v for v in versions)}"
         for key, label in (("torch", "PyTorch"), ("cuda", "CUDA"), ("cudnn", "cuDNN"))
         if (versions := _environment(sessions, key))
     ]

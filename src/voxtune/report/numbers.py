@@ -39,9 +39,24 @@ def cell(value: Any, column: Column) -> str:
 _ENDINGS = {"%": "pct", "µs": "us", "us": "us", "GB/s": "gbs", "TFLOP/s": "tflops", "s": "seconds"}
 
 
+# Titles of columns whose names are kept for JSON.
+_TITLES = {
+    "few": "few tier",
+    "few_a_launch": "few per launch",
+    "full_a_launch": "full per launch",
+    "opcodes_a_launch": "opcodes per launch",
+    "turns": "all tiers",
+    "named": "precision by name",
+    "what": "item",
+}
+
+
 def heading(column: Column) -> tuple[str, str]:
     """The column title without unit suffix, and the unit with an arrow for the better direction."""
-    name, ending = column.name.replace("_", " "), _ENDINGS.get(column.unit, column.unit.lower())
+    name, ending = (
+        _TITLES.get(column.name) or column.name.replace("_", " "),
+        _ENDINGS.get(column.unit, column.unit.lower()),
+    )
     words = name.split(" ")
     if column.unit and words[-1] == ending and len(words) > 1:
         name = " ".join(words[:-1])
@@ -62,6 +77,12 @@ _NAMES = {
     "tflops": "rate",
     "gflop": "FLOPs",
 }
+
+
+def cudnn_version(version: Any) -> str:
+    """cuDNN 9 reports major * 10000 + minor * 100 + patch."""
+    code = int(version) if str(version).isdigit() else 0
+    return f"{code // 10000}.{code // 100 % 100}.{code % 100}" if code >= 90000 else str(version)
 
 
 def clip(text: str, width: int) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from voxtune.errors import InputError
 from voxtune.files import one_line, write_atomic
 from voxtune.report.figure import Waterfall, WaterfallRow
+from voxtune.report.numbers import cudnn_version
 from voxtune.report.svg import render_svg
 
 BASELINE = "baseline_fp32"
@@ -113,10 +114,6 @@ def _caption(results: dict[str, Any], base: dict[str, Any]) -> str:
 
 
 def _versions(versions: dict[str, Any]) -> list[str]:
-    cudnn = versions.get("cudnn")
-    # cuDNN 9 counts as major * 10000 + minor * 100 + patch.
-    known = {
-        "PyTorch": versions.get("torch"),
-        "cuDNN": f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}" if isinstance(cudnn, int) else None,
-    }
-    return [f"{name} {version}" for name, version in known.items() if version]
+    names = {"torch": "PyTorch", "cudnn": "cuDNN"}
+    text = {key: cudnn_version(v) if key == "cudnn" else v for key, v in versions.items() if v}
+    return [f"{name} {text[key]}" for key, name in names.items() if key in text]

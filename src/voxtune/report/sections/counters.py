@@ -92,23 +92,24 @@ def _counter_section(
 ) -> Section:
     """All sessions overall, then each session by kernel class."""
     tables = {n: analyse(s) for n, s in zip(names, sessions, strict=True)}
-    heading = _heading(names, sessions)
+    heading = _heading(title, names, sessions)
     overall = grouped_bars(tables, id=f"{id}-overall", title=heading, row=OVERALL, values=values, unit=unit)
 
     def one(session: Session, i: int) -> list[Block]:
         table = tables[names[i]]
         figure = bars_from_rows(
-            table, id=f"{id}-{i}", title="By kernel class", key="class", values=values, unit=unit, digits=1
+            table, id=f"{id}-{i}", title=f"{title} by kernel class", key="class", values=values, unit=unit, digits=1
         )
         if figure is None:
-            return [not_recorded(session, tier, f"{title}: counters")]
+            return [not_recorded(session, tier, f"{title} counters")]
         return [figure, block(id, table, i, folded=True)]
 
     return overview(id, title, lead, [overall], names, sessions, one, "full")
 
 
-def _heading(names: Sequence[str], sessions: Sequence[Session]) -> str:
-    return "Launches with counters" if coverage_note(names, sessions, "full") else "Whole step"
+def _heading(title: str, names: Sequence[str], sessions: Sequence[Session]) -> str:
+    part = "launches with counters" if coverage_note(names, sessions, "full") else "whole step"
+    return f"{title}, {part}"
 
 
 def pipes(names: Sequence[str], sessions: Sequence[Session]) -> Section:
@@ -135,7 +136,7 @@ def warps(names: Sequence[str], sessions: Sequence[Session]) -> Section:
 def stalls(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     tables = {n: counters.stalls(s) for n, s in zip(names, sessions, strict=True)}
     reasons = list(dict.fromkeys(c.name for t in tables.values() for c in t.columns if c.name.startswith("stall_")))[:8]
-    heading = _heading(names, sessions)
+    heading = _heading("Stalls", names, sessions)
     figure = grouped_bars(
         tables, id="stalls-overall", title=heading, row=OVERALL, values=reasons, unit="warps per issue"
     )
