@@ -99,7 +99,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error}); the session is damaged, record it again") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        raise InputError(f"{path}: not a Voxtune session")
+        raise InputError(f"{path}: not a session of Voxtune")
     version = meta.get("version")
     if version != schema.VERSION:
         raise InputError(
