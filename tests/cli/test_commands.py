@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import nibabel as nib
 import numpy as np
 import pytest
 import typer
 
+import voxtune
 from tests.factories import GOLDENS
 from tests.factories.nifti import write_mask
 from voxtune.cli.choices import OLD_OPTIONS, REGISTRIES
@@ -164,6 +166,13 @@ def test_info_of_a_published_workload(capsys):
     facts = json.loads(out)
     assert facts["parameters"] == 40_226_433
     assert 5.5e12 < facts["flop_per_step"] < 5.6e12
+
+
+def test_info_shows_the_default_settings_of_sample(capsys):
+    demo = Path(voxtune.__file__).parent / "models" / "demo"
+    settings = voxtune.load(demo).resolve()
+    assert json.loads(run(capsys, "info", demo, "--json")[1])["sampling"] == settings.record()
+    assert f"{settings.sampler}, {settings.steps} steps" in run(capsys, "info", demo)[1]
 
 
 def test_sample_uses_the_given_spacing_and_clipping(capsys, model, tmp_path):

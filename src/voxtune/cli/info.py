@@ -25,15 +25,15 @@ def command(
     config = workload_config(model) if model in WORKLOADS and not Path(model).exists() else load(model).config
     facts = describe(config, parse_size(size) if size else None)
     output = Output(json=json, quiet=quiet)
-    sides = " x ".join(map(str, facts["size"]))
+    size_text = " x ".join(map(str, facts["size"]))
     rows = {
         "workload": facts["workload"],
         "parameters": f"{facts['parameters']:,} ({facts['weights_mib']} MiB in float32)",
-        "size": f"{sides} (tensor order); dimensions must be multiples of {facts['divisor']}",
+        "size": f"{size_text} (tensor order); dimensions must be multiples of {facts['divisor']}",
         "channels": f"{facts['in_channels']} in, {facts['out_channels']} out",
         "one step": f"{facts['flop_per_step'] / 1e12:.3f} TFLOP",
         "diffusion": f"{facts['diffusion']['schedule']} schedule, {facts['diffusion']['steps']} steps",
-        "sampling": f"{facts['sampling']['sampler']}, {facts['sampling']['steps']} steps unless told otherwise",
+        "sampling": _sampling(facts["sampling"]),
         "labels": facts["labels"] or "none (unconditional)",
         "images": ", ".join(facts["images"]) if facts["images"] else None,
         "grid": _grid(facts),
@@ -43,6 +43,14 @@ def command(
             if value is not None:
                 output.say(f"{name:11} {value}")
     output.result(facts)
+
+
+def _sampling(settings: dict[str, Any]) -> str:
+    """The settings that `voxtune sample` uses by default."""
+    cache = settings.get("cache")
+    cached = f", feature cache {cache['interval']}:{cache['depth']}" if cache else ""
+    stored = ", stored by voxtune steps" if "steps_auto" in settings else ""
+    return f"{settings['sampler']}, {settings['steps']} steps, {settings['spacing']} spacing{cached} (default{stored})"
 
 
 def _grid(facts: dict[str, Any]) -> str | None:

@@ -53,10 +53,7 @@ def describe(config: ModelConfig, size: tuple[int, ...] | None = None) -> dict[s
         "out_channels": network.out_channels,
         "flop_per_step": forward_flops(network, sides),
         "diffusion": {"schedule": config.diffusion.schedule, "steps": config.diffusion.steps},
-        "sampling": {
-            "sampler": config.sampling.sampler,
-            "steps": config.sampling.steps or config.diffusion.steps,
-        },
+        "sampling": config.sampling.resolve(config.available_steps).record(),
         "labels": None if data is None else data.describe_labels(),
         "images": None if data is None else list(data.images),
         "spacing_mm": None if data is None else list(data.spacing),

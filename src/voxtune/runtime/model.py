@@ -70,6 +70,11 @@ class ModelConfig:
     def family(self) -> str:
         return self.network.family
 
+    @property
+    def available_steps(self) -> int:
+        """The diffusion steps that sampling can use."""
+        return self.diffusion.steps if self.sampling.start is None else self.sampling.start + 1
+
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, "workload": self.family, **to_mapping(self)}
 
@@ -230,8 +235,7 @@ class Model:
 
     @property
     def available_steps(self) -> int:
-        start = self.config.sampling.start
-        return len(self.schedule) if start is None else start + 1
+        return self.config.available_steps
 
     def _start(self, noise: Tensor, t: int, cond: Tensor | None) -> Tensor:
         """The first x: pure noise as published, or noise about the prior of each label."""
