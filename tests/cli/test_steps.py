@@ -384,7 +384,7 @@ def test_subjects_and_segmenters_of_another_grid_are_refused(capsys, folders, tm
     found = unpack(tmp_path / "fit.npz")[1]
     assert (found.contract.size, found.contract.spacing) == (contract.size, contract.spacing)
     code, _, err = run(capsys, *packed, "--overwrite", "--size", "16,16,16")
-    assert code == 2 and "leave --size" in err
+    assert code == 2 and "--model cannot be combined with --size" in err
     code, _, err = run(capsys, "steps", tmp_path / "other", "--held-out", 2, *options)
     assert code == 2 and "size (" in err and "differs" in err and "segmenter" in err
 

@@ -1,4 +1,4 @@
-"""What training sees: scaled images and encoded masks on the contract's grid, from folders or from the cohort."""
+"""Sources of training subjects: scaled images and encoded masks on the contract's grid, from folders or the cohort."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import pytest
 from tests.factories.contracts import BRATS
 from tests.factories.nifti import oriented_affine, save
 from voxtune.data import dataset
-from voxtune.data import dataset as processes
 from voxtune.data.bids import write_cohort
 from voxtune.data.cohort import cohort_contract, subject
 from voxtune.data.contract import DataContract, generic_contract
-from voxtune.data.dataset import CohortSource, PairedFolders
+from voxtune.data.dataset import CohortSource, PairedFolders, map_in_processes
 from voxtune.errors import InputError
 
 SIZE = (16, 16, 16)
@@ -39,20 +38,21 @@ def check_item(item, contract: DataContract):
 
 
 def test_cohort_and_its_files_are_the_same_source(cohort):
-    drawn = CohortSource(CONTRACT, seed=7, count=3)
+    simulated = CohortSource(CONTRACT, seed=7, count=3)
     read = PairedFolders(CONTRACT, cohort, cohort / "derivatives")
-    assert len(drawn) == len(read) == 3 and read.check().ok
+    assert len(simulated) == len(read) == 3 and read.check().ok
     for i in range(3):
-        check_item(drawn[i], CONTRACT)
-        assert np.array_equal(drawn[i][1], read[i][1])
-        assert np.abs(drawn[i][0] - read[i][0]).max() < 0.005
+        check_item(simulated[i], CONTRACT)
+        assert np.array_equal(simulated[i][1], read[i][1])
+        assert np.abs(simulated[i][0] - read[i][0]).max() < 0.005
 
 
 def test_cohort_source_matches_the_subject():
     image, cond = CohortSource(CONTRACT, seed=7, count=1)[0]
-    drawn = subject(7, 0, SIZE)
-    assert np.array_equal(cond[1] > 0, drawn.labels_DHW == 2) and np.array_equal(cond[0] > 0, drawn.labels_DHW == 1)
-    assert np.corrcoef(image.ravel(), drawn.image_DHW.ravel())[0, 1] > 0.9999
+    expected = subject(7, 0, SIZE)
+    assert np.array_equal(cond[1] > 0, expected.labels_DHW == 2)
+    assert np.array_equal(cond[0] > 0, expected.labels_DHW == 1)
+    assert np.corrcoef(image.ravel(), expected.image_DHW.ravel())[0, 1] > 0.9999
 
 
 @pytest.mark.parametrize("orientation", ["LPS", "SAR", "PIR"])
@@ -89,19 +89,19 @@ def test_index_out_of_range():
 
 
 @pytest.mark.parametrize(
-    ("contract", "word"),
+    ("contract", "message"),
     [
-        (BRATS, "bring your own folders"),
+        (BRATS, "use your own images and masks"),
         (dataclasses.replace(CONTRACT, spacing=(1.0, 1.0, 1.0)), "spacing to 12 mm"),
-        (dataclasses.replace(CONTRACT, spacing=(12.0, 13.0, 12.0)), "one spacing"),
+        (dataclasses.replace(CONTRACT, spacing=(12.0, 13.0, 12.0)), "isotropic voxels"),
     ],
 )
-def test_contracts_the_cohort_cannot_serve(contract, word):
-    with pytest.raises(InputError, match=word):
+def test_contracts_that_the_cohort_does_not_support(contract, message):
+    with pytest.raises(InputError, match=message):
         CohortSource(contract, seed=0, count=1)
 
 
-def test_a_vanished_or_damaged_file_is_named(cohort):
+def test_missing_and_damaged_files_are_named(cohort):
     source = PairedFolders(CONTRACT, cohort, cohort / "derivatives", cache_bytes=0)
     source[0]
     source.pairs[0].images[0].unlink()
@@ -120,7 +120,7 @@ def make_pair(folder, name, image, labels, image_affine, mask_affine):
     save(folder / f"{name}_seg.nii.gz", labels.astype(np.uint8), mask_affine)
 
 
-def test_pairs_of_other_geometry_are_refused(tmp_path):
+def test_pairs_with_different_affines_are_rejected(tmp_path):
     labels = np.ones((6, 6, 6))
     make_pair(tmp_path, "a", labels, labels, oriented_affine("RAS"), oriented_affine("LAS"))
     source = PairedFolders(generic_contract(1, 1, (8, 8, 8)), tmp_path, tmp_path)
@@ -129,8 +129,8 @@ def test_pairs_of_other_geometry_are_refused(tmp_path):
     assert not source.check().ok
 
 
-def test_image_and_mask_move_together(tmp_path):
-    """An image that equals its mask still does so on the model's grid: padded, turned and resampled."""
+def test_image_and_mask_are_placed_alike(tmp_path):
+    """An image that equals its mask is equal to it on the model's grid, too."""
     labels = np.random.default_rng(0).integers(0, 2, (5, 6, 7))
     affine = oriented_affine("PIR")
     make_pair(tmp_path, "a", labels, labels, affine, affine)
@@ -138,12 +138,12 @@ def test_image_and_mask_move_together(tmp_path):
     assert np.array_equal(image, cond)
 
 
-def test_size_may_be_chosen(tmp_path):
+def test_size_replaces_that_of_the_contract(tmp_path):
     labels = np.ones((6, 6, 6))
     make_pair(tmp_path, "a", labels, labels, np.eye(4), np.eye(4))
     source = PairedFolders(generic_contract(1, 1, (4, 4, 4)), tmp_path, tmp_path, size=(8, 8, 8))
     assert source[0][0].shape == (1, 8, 8, 8)
-    with pytest.raises(InputError, match="span 6 voxels"):
+    with pytest.raises(InputError, match="extend over 6 voxels"):
         PairedFolders(generic_contract(1, 1, (4, 4, 4)), tmp_path, tmp_path)[0]
 
 
@@ -159,47 +159,45 @@ def test_four_images(tmp_path):
     assert np.array_equal((image + 1) / 2, cond)
 
 
-def test_subjects_drawn_side_by_side_are_the_same():
+def test_subjects_simulated_in_parallel_are_the_same():
     contract = cohort_contract((16, 16, 16))
-    alone, together = CohortSource(contract, 3, 4), CohortSource(contract, 3, 4)
-    together.warm(2)
-    assert len(together._cache._kept) == 4
+    serial, parallel = CohortSource(contract, 3, 4), CohortSource(contract, 3, 4)
+    parallel.warm(2)
+    assert len(parallel._cache._items) == 4
     for i in range(4):
-        for a, b in zip(alone[i], together[i], strict=True):
+        for a, b in zip(serial[i], parallel[i], strict=True):
             np.testing.assert_array_equal(a, b)
 
 
-def test_processes_are_sent_the_cohort_and_not_what_is_drawn_already():
+def test_the_cache_is_not_pickled_for_processes():
     source = CohortSource(cohort_contract((16, 16, 16)), 3, 40)
     for index in range(40):
         source._cache.put(index, (np.zeros((1, 16, 16, 16), np.float32), np.zeros((16, 16, 16), np.uint8)))
-    assert len(pickle.dumps(source.drawing())) < 2000 < source._cache.bytes
+    assert len(pickle.dumps(source.simulation())) < 2000 < source._cache.bytes
 
 
-def test_only_what_fits_the_cache_is_drawn_ahead(monkeypatch):
-    asked = []
-    monkeypatch.setattr(dataset, "map_in_processes", lambda work, count, processes: asked.append(count) or [])
+def test_only_subjects_that_fit_into_the_cache_are_simulated_ahead(monkeypatch):
+    counts = []
+    monkeypatch.setattr(dataset, "map_in_processes", lambda work, count, processes: counts.append(count) or [])
     contract = cohort_contract((16, 16, 16))
     CohortSource(contract, 3, 40, cache_bytes=3 * 5 * 16**3).warm(4)
     CohortSource(contract, 3, 40, cache_bytes=100).warm(4)
-    assert asked == [3]
+    assert counts == [3]
 
 
 def hang(index: int) -> None:
     time.sleep(600)
 
 
-@pytest.mark.parametrize(("work", "said"), [(os._exit, "a process died"), (hang, "no subject for minutes")])
-def test_processes_that_die_or_hang_are_told_and_not_waited_for(monkeypatch, work, said):
+@pytest.mark.parametrize(("work", "reason"), [(os._exit, "a process died"), (hang, "timeout")])
+def test_a_process_that_dies_or_hangs_gives_a_warning(monkeypatch, work, reason):
     source = CohortSource(cohort_contract((16, 16, 16)), 3, 2)
-    monkeypatch.setattr(source, "drawing", lambda: work)
-    monkeypatch.setattr(
-        dataset, "map_in_processes", partial(processes.map_in_processes, timeout_s=0.5 if work is hang else 60)
-    )
-    told = []
-    began = time.monotonic()
-    source.warm(2, told.append)
-    assert time.monotonic() - began < 60
-    assert len(told) == 1
-    assert said in told[0]
-    assert not source._cache._kept
+    monkeypatch.setattr(source, "simulation", lambda: work)
+    monkeypatch.setattr(dataset, "map_in_processes", partial(map_in_processes, timeout_s=0.5 if work is hang else 60))
+    warnings = []
+    start = time.monotonic()
+    source.warm(2, warnings.append)
+    assert time.monotonic() - start < 60
+    assert len(warnings) == 1
+    assert reason in warnings[0]
+    assert not source._cache._items

@@ -1,4 +1,4 @@
-"""To the model's grid and back: exact for padding in every orientation, centred to the half voxel for resampling."""
+"""Placement on the model's grid and back: exact for padding in every orientation, centred for resampling."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_cropping_keeps_every_labelled_voxel(shape, size, source, data):
 
 
 @pytest.mark.parametrize("source", ORIENTATIONS)
-def test_axes_run_as_the_contract_says(source):
-    """A voxel's world position, not its index, decides where it lands in (D, H, W) = (S, A, R)."""
+def test_axes_follow_the_orientation_of_the_contract(source):
+    """A voxel keeps its world coordinates on (D, H, W) = (S, A, R)."""
     labels = np.zeros((4, 5, 6), np.int32)
     labels[1, 0, 4] = 1
     affine = oriented_affine(source)
@@ -81,7 +81,7 @@ def test_orientation_agrees_with_nibabel():
 @settings(max_examples=60, deadline=None)
 @given(st.tuples(*[st.integers(8, 16)] * 3), spacings, st.sampled_from(ORIENTATIONS), st.sampled_from(ORIENTATIONS))
 def test_resampling_reproduces_a_linear_ramp(shape, spacing, source, target):
-    """A ramp in world coordinates is the same ramp on the model's grid and, returned, on the source's."""
+    """A ramp in world coordinates is the same ramp on the model's grid."""
     affine = oriented_affine(source, spacing)
     ramp = world_ramp(affine, shape)
     contract = generic_contract(1, 1, (40, 40, 40), spacing=(1.7, 1.3, 1.1), orientation=target)
@@ -99,12 +99,12 @@ def world_ramp(affine, shape):
 
 
 def inside(placement):
-    """Model voxels whose centres lie between the centres of source voxels, where linear interpolation is exact."""
-    sides = []
+    """Model voxels whose centres are between the centres of source voxels, where linear interpolation is exact."""
+    axes = []
     for i, n in enumerate(placement.size[::-1]):
         at = placement.origin[i] + placement.scale[i] * np.arange(n)
-        sides.append((at >= 0) & (at <= placement.shape[placement.axes[i]] - 1))
-    x, y, z = sides
+        axes.append((at >= 0) & (at <= placement.shape[placement.axes[i]] - 1))
+    x, y, z = axes
     return z[:, None, None] & y[None, :, None] & x[None, None, :]
 
 
@@ -129,7 +129,7 @@ def test_doubling_and_halving_labels_is_exact():
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0.5, 3.0), st.sampled_from(ORIENTATIONS))
 def test_resampling_a_ball_and_back_stays_close(spacing, source):
-    """Nearest labels through another spacing return with only their surface changed."""
+    """Labels resampled to another spacing and back change only at their surface."""
     shape = tuple(int(30 / spacing) + i for i in range(3))
     affine = oriented_affine(source, (spacing,) * 3)
     centre = (np.array(shape) - 1) / 2
@@ -145,12 +145,12 @@ def test_choice_and_reason_are_reported():
     forced = fit(volume(np.ones((8, 8, 8))), WHOLE_HEAD, mode="pad")
     assert same.mode == "pad" and "matches" in same.describe()
     assert other.mode == "resample" and "differs" in other.describe() and "LAS to RAS" in other.describe()
-    assert forced.mode == "pad" and "asked for" in forced.reason and "\n" not in forced.describe()
+    assert forced.mode == "pad" and "requested" in forced.reason and "\n" not in forced.describe()
     assert json.loads(json.dumps(same.to_dict()))["mode"] == "pad"
 
 
-def test_labels_that_cannot_fit_are_refused_with_extents():
-    with pytest.raises(InputError, match=r"axis X.*span 12 voxels \(12\.0 mm\).*has 8"):
+def test_labels_larger_than_the_grid_are_rejected_with_their_extent():
+    with pytest.raises(InputError, match=r"axis X.*extend over 12 voxels .*\(12\.0 mm\).*has 8"):
         fit(volume(np.ones((12, 8, 8))), UNIT)
     assert fit(volume(np.ones((12, 8, 8))), UNIT, label=False).size == (8, 8, 8)
     assert fit(volume(np.ones((12, 8, 8))), UNIT, size=(8, 8, 12)).size == (8, 8, 12)
@@ -162,7 +162,7 @@ def test_empty_and_wide_volume_is_cropped_about_its_centre():
 
 
 @pytest.mark.parametrize(
-    ("array", "affine", "mode", "word"),
+    ("array", "affine", "mode", "message"),
     [
         (np.ones((4, 4)), np.eye(4), "auto", "3D"),
         (np.ones((4, 4, 4)), np.full((4, 4), np.nan), "auto", "affine"),
@@ -172,12 +172,12 @@ def test_empty_and_wide_volume_is_cropped_about_its_centre():
         (np.ones((4, 4, 4)), np.eye(4), "stretch", "mode"),
     ],
 )
-def test_what_cannot_be_placed(array, affine, mode, word):
-    with pytest.raises(InputError, match=word):
+def test_invalid_volumes_are_rejected(array, affine, mode, message):
+    with pytest.raises(InputError, match=message):
         fit(volume(array, affine), UNIT, mode=mode)
 
 
-def test_fill_where_the_model_does_not_reach():
+def test_fill_outside_the_grid_of_the_model():
     labels = np.zeros((20, 8, 8), np.int32)
     labels[9:11] = 1
     placement = fit(volume(labels), UNIT)

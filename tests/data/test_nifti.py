@@ -1,4 +1,4 @@
-"""Files that are read and written keep values and geometry; what cannot be a volume is refused by name."""
+"""Reading and writing preserve values and geometry; files that are not a volume raise an error with their name."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_scaled_integer_storage(folder, dtype, slope, intercept):
     assert np.allclose(read_volume(path).array, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_scaled_storage_of_whole_labels_is_exact(folder):
+def test_scaled_storage_of_integer_labels_is_exact(folder):
     path = save(folder / "scaled_labels.nii", np.array([[[0, 1, 2]]], dtype=np.int16))
     data = bytearray(path.read_bytes())
     data[112:120] = np.array([2.0, 1.0], dtype="<f4").tobytes()
@@ -85,7 +85,7 @@ def test_float_image_written_as_scaled_integers(folder):
     assert np.array_equal(read_volume(write_volume(folder / "f.nii", image, like)).array, image)
 
 
-def test_volume_made_in_memory_gets_both_forms(folder):
+def test_volume_from_memory_has_qform_and_sform(folder):
     affine = oriented_affine("PIR", (0.7, 1.1, 2.0))
     read = read_volume(
         write_volume(folder / "memory.nii.gz", np.zeros((3, 4, 5), np.float32), volume(np.zeros((3, 4, 5)), affine))
@@ -94,14 +94,14 @@ def test_volume_made_in_memory_gets_both_forms(folder):
     assert read.qform[1] == read.sform[1] == 1
 
 
-def test_mask_without_forms_keeps_its_place(folder):
+def test_mask_without_qform_and_sform_keeps_its_affine(folder):
     path = save(folder / "bare.nii", np.ones((3, 4, 5), np.uint8), np.diag([2.0, 3.0, 4.0, 1.0]), sform=0, qform=0)
     read = read_labels(path)
     back = read_labels(write_volume(folder / "bare_out.nii", read.array, read))
     assert np.array_equal(back.affine, read.affine) and back.qform == (None, 0) and back.sform == (None, 0)
 
 
-def test_description_and_extensions_stay_behind(folder):
+def test_description_and_extensions_are_not_copied(folder):
     image = nib.Nifti1Image(np.ones((2, 2, 2), np.uint8), np.eye(4))
     image.header["descrip"] = b"patient name"
     image.header.extensions.append(nib.nifti1.Nifti1Extension("comment", b"patient name"))
@@ -110,7 +110,7 @@ def test_description_and_extensions_stay_behind(folder):
     assert b"patient" not in write_volume(folder / "clean.nii", read.array, read).read_bytes()
 
 
-def test_same_volume_same_bytes(folder):
+def test_writing_is_deterministic(folder):
     array = np.arange(60, dtype=np.int16).reshape(3, 4, 5)
     one, two = (write_volume(folder / f"same{i}.nii.gz", array, volume(array)).read_bytes() for i in range(2))
     assert one == two
@@ -123,7 +123,7 @@ def test_single_volume_4d_is_squeezed(folder, shape):
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (7,), (3, 4, 5, 2), (3, 4, 5, 1, 3)])
-def test_other_dimensions_are_refused(folder, shape):
+def test_other_dimensions_are_rejected(folder, shape):
     path = save(folder / "dims.nii", np.zeros(shape, np.float32))
     with pytest.raises(InputError, match=r"dims\.nii.*expected one 3D volume"):
         read_volume(path)
@@ -147,19 +147,19 @@ def test_nonfinite_voxels(folder, bad):
     assert not np.isfinite(read_volume(path, allow_nonfinite=True).array).all()
 
 
-def test_fractions_are_no_labels(folder):
+def test_fractional_labels_are_rejected(folder):
     path = save(folder / "prob.nii", np.full((2, 2, 2), 0.25, np.float32))
-    with pytest.raises(InputError, match=r"found 0\.25"):
+    with pytest.raises(InputError, match=r"got 0\.25"):
         read_labels(path)
 
 
-def test_huge_labels_are_refused(folder):
+def test_huge_labels_are_rejected(folder):
     path = save(folder / "huge.nii", np.full((2, 2, 2), 1e12, np.float64))
     with pytest.raises(InputError, match="32 bits"):
         read_labels(path)
 
 
-def test_complex_and_colour_are_refused(folder):
+def test_complex_and_colour_are_rejected(folder):
     path = save(folder / "complex.nii", np.ones((2, 2, 2), np.complex64))
     with pytest.raises(InputError, match="complex64"):
         read_volume(path)
@@ -180,15 +180,15 @@ def test_folder_in_place_of_a_file(folder):
         read_volume(folder / "dir.nii")
 
 
-def test_unwritable_place_is_named(folder):
+def test_unwritable_paths_are_named(folder):
     (folder / "file").write_text("")
     with pytest.raises(InputError, match=r"file.*(Not a directory|File exists)"):
         write_volume(folder / "file" / "x.nii", np.zeros((2, 2, 2)), volume(np.zeros((2, 2, 2))))
-    with pytest.raises(InputError, match="not a NIfTI name"):
+    with pytest.raises(InputError, match=r"must end in \.nii"):
         write_volume(folder / "x.png", np.zeros((2, 2, 2)), volume(np.zeros((2, 2, 2))))
 
 
-def test_full_disk_leaves_the_old_file(folder, monkeypatch):
+def test_full_disk_keeps_the_old_file(folder, monkeypatch):
     path = folder / "kept.nii"
     path.write_bytes(b"old")
 
@@ -201,7 +201,7 @@ def test_full_disk_leaves_the_old_file(folder, monkeypatch):
     assert path.read_bytes() == b"old" and not list(folder.glob(".kept*"))
 
 
-def test_absent_nibabel_says_what_to_install(folder, monkeypatch):
+def test_missing_nibabel_names_the_package_to_install(folder, monkeypatch):
     path = save(folder / "fine.nii", np.zeros((2, 2, 2), np.uint8))
     monkeypatch.setitem(__import__("sys").modules, "nibabel", None)
     with pytest.raises(InputError, match="pip install nibabel"):

@@ -1,4 +1,4 @@
-"""Each thing that does not fit is found, named, and told with what was found."""
+"""Checks of masks and pairs: each problem is one finding with the name of the file and the values."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def test_good_mask_has_no_findings():
 def test_missing_label_is_a_warning_with_its_name():
     report = check_mask(volume(mask(1)), WHOLE_HEAD)
     message = only(report, "warning", "missing-label")
-    assert "2 (tumour)" in message and "found 0, 1" in message and report.ok
+    assert "2 (tumour)" in message and "the mask has 0, 1, the model" in message and report.ok
     report.raise_errors()
 
 
-def test_several_missing_labels_are_each_named():
+def test_each_missing_label_has_a_warning():
     report = check_mask(volume(mask(4)), BRATS)
     assert len(report.warnings) == 3 and report.ok
 
 
-def test_unknown_label_lists_found_and_known():
+def test_unknown_label_lists_the_labels_of_mask_and_model():
     message = only(check_mask(volume(mask(1, 2, 7)), WHOLE_HEAD), "error", "unknown-label")
-    assert "unknown label 7" in message and "found 0, 1, 2, 7" in message and "1 (brain), 2 (tumour)" in message
+    assert "unknown label 7" in message and "the mask has 0, 1, 2, 7" in message and "1 (brain), 2 (tumour)" in message
 
 
 def test_many_unknown_labels_stay_one_short_line():
@@ -79,18 +79,18 @@ def test_file_that_cannot_be_read_is_a_finding(tmp_path):
     assert check_mask(save(tmp_path / "ok.nii", mask(1, 2, dtype=np.uint8)), WHOLE_HEAD).ok
 
 
-def test_raise_errors_says_all_in_one_line():
+def test_raise_errors_gives_all_messages_on_one_line():
     with pytest.raises(InputError, match=r"unknown label.*none of the model's labels") as caught:
         check_mask(volume(mask(9)), WHOLE_HEAD).raise_errors()
     assert "\n" not in str(caught.value)
 
 
-def test_report_for_machines():
+def test_report_as_json():
     data = json.loads(json.dumps(check_mask(volume(mask(1)), WHOLE_HEAD).to_dict()))
     assert data["ok"] is True and data["findings"][0]["code"] == "missing-label"
 
 
-def test_pairs_on_one_grid():
+def test_pairs_on_the_same_grid():
     affine = oriented_affine("LPS", (1, 2, 3))
     nudged = affine + 1e-5
     assert check_pair(volume(mask(), affine), volume(mask(), nudged)) == Report()
@@ -104,6 +104,6 @@ def test_pairs_that_differ():
         only(check_pair(moved, volume(mask(), oriented_affine("RAS"))), "error", "pair-affine")
 
 
-def test_label_lost_in_resampling_is_told():
+def test_label_lost_in_resampling_gives_a_warning():
     message = only(check_lost_labels(mask(1, 2), mask(1), WHOLE_HEAD, "m.nii"), "warning", "lost-label")
     assert "2 (tumour)" in message

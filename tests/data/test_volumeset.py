@@ -1,4 +1,4 @@
-"""Folders to be judged: which files belong together, and what is refused with a name and a fix."""
+"""Sets of volumes for evaluation: matching by name, and errors that name the file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def mask(labels=2):
     return array
 
 
-def test_bids_synthetic_and_plain_names_meet(tmp_path):
+def test_synthetic_volumes_are_matched_with_references(tmp_path):
     for name in ("sub-01/anat/sub-01_T1w", "sub-02/anat/sub-02_T1w", "derivatives/masks/sub-01/anat/sub-01_dseg"):
         write(tmp_path / "real" / f"{name}.nii.gz")
     for name in ("sub-01_desc-synth01_T1w", "sub-01_desc-synth02_T1w", "sub-09_desc-synth01_T1w"):
@@ -49,14 +49,14 @@ def test_bids_synthetic_and_plain_names_meet(tmp_path):
     assert list(find_masks(tmp_path / "real")) == ["sub-01"]
 
 
-def test_one_folder_may_hold_both_kinds(tmp_path):
+def test_one_folder_with_references_and_synthetic_volumes(tmp_path):
     for name in ("sub-01_T1w", "sub-01_desc-synth01_T1w", "sub-01_dseg"):
         write(tmp_path / f"{name}.nii.gz")
     assert [f.path.name for f in find_images(tmp_path)] == ["sub-01_T1w.nii.gz"]
     assert [f.path.name for f in find_images(tmp_path, synthetic=True)] == ["sub-01_desc-synth01_T1w.nii.gz"]
 
 
-def test_several_modalities_need_a_choice(tmp_path):
+def test_several_modalities_require_a_choice(tmp_path):
     for name in ("a_T1w", "a_T2w", "b_T1n"):
         write(tmp_path / f"{name}.nii.gz")
     with pytest.raises(InputError, match="--image"):
@@ -68,11 +68,11 @@ def test_several_modalities_need_a_choice(tmp_path):
         find_images(tmp_path, "FLAIR")
 
 
-def test_what_has_no_single_partner_is_refused(tmp_path):
+def test_ambiguous_partners_are_rejected(tmp_path):
     for name in ("one/sub-01_T1w", "two/sub-01_T1w"):
         write(tmp_path / "real" / f"{name}.nii.gz")
     write(tmp_path / "synth" / "sub-01_desc-synth01_T1w.nii.gz")
-    with pytest.raises(InputError, match="several real images for subject sub-01"):
+    with pytest.raises(InputError, match="several reference images for subject sub-01"):
         pair_by_subject(find_images(tmp_path / "real"), find_images(tmp_path / "synth"))
     for name in ("a_seg", "a_dseg"):
         write(tmp_path / "masks" / f"{name}.nii.gz")
@@ -100,24 +100,24 @@ def test_a_volume_is_placed_by_its_mask(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("labels", "affine", "word"),
+    ("labels", "affine", "message"),
     [
         (np.zeros((8, 8, 9), dtype=np.uint8), None, "shape"),
-        (mask(), np.diag([1.0, 1.0, 2.0, 1.0]), "mm away"),
+        (mask(), np.diag([1.0, 1.0, 2.0, 1.0]), "displaced by .* mm"),
         (mask(3), None, "unknown label 3"),
         (np.zeros((8, 8, 8), dtype=np.uint8), None, "empty"),
     ],
 )
-def test_masks_that_do_not_fit_are_refused_by_name(tmp_path, labels, affine, word):
+def test_invalid_masks_are_rejected_by_name(tmp_path, labels, affine, message):
     write(tmp_path / "a_T1w.nii.gz")
     path = write(tmp_path / "a_dseg.nii.gz", labels, affine)
     [file] = find_images(tmp_path)
-    with pytest.raises(InputError, match=word) as refused:
+    with pytest.raises(InputError, match=message) as error:
         read_placed(file, path, CONTRACT, strict=True)
-    assert "a_dseg.nii.gz" in str(refused.value) or "a_T1w.nii.gz" in str(refused.value)
+    assert "a_dseg.nii.gz" in str(error.value) or "a_T1w.nii.gz" in str(error.value)
 
 
-def test_where_labels_are_not_asked_about_the_grid_still_is(tmp_path):
+def test_the_grid_of_a_mask_is_checked_even_if_its_labels_are_not(tmp_path):
     write(tmp_path / "a_T1w.nii.gz")
     [file] = find_images(tmp_path)
     other = write(tmp_path / "b_dseg.nii.gz", mask(3))
@@ -135,15 +135,15 @@ def test_pairs_must_share_a_grid(tmp_path):
     ):
         write(tmp_path / name / "a.nii.gz", array, affine)
         [real], [synth] = find_images(tmp_path / "r"), find_images(tmp_path / name)
-        with pytest.raises(InputError) as refused:
+        with pytest.raises(InputError) as error:
             read_pair(real, synth)
-        assert str(synth.path) in str(refused.value)
+        assert str(synth.path) in str(error.value)
 
 
-def test_faults_are_told_once_and_together():
-    faults = FileErrors()
+def test_errors_are_collected_without_duplicates():
+    errors = FileErrors()
     for i in (0, 0, 1, 2, 3, 4, 5, 6):
-        faults.add(InputError(f"file{i}"))
-    with pytest.raises(InputError, match=r"file0; file1; .*file4; and 2 more") as told:
-        faults.raise_all()
-    assert "file6" not in str(told.value)
+        errors.add(InputError(f"file{i}"))
+    with pytest.raises(InputError, match=r"file0; file1; .*file4; and 2 more") as error:
+        errors.raise_all()
+    assert "file6" not in str(error.value)

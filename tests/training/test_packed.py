@@ -162,9 +162,9 @@ def test_invalid_files_are_errors(tmp_path, file):
         bright = {**good, "images": good["images"] + np.uint16(9000)}
         wide = {**good, "images": good["images"].astype(np.float32)}
     for name, broken, message in (
-        ("labels.npz", parts, "labels that its own contract does not name"),
-        ("bright.npz", bright, "not whole numbers from 0 to 4095"),
-        ("wide.npz", wide, "not whole numbers from 0 to 4095"),
+        ("labels.npz", parts, "labels that are not in its contract"),
+        ("bright.npz", bright, "must be integers from 0 to 4095"),
+        ("wide.npz", wide, "must be integers from 0 to 4095"),
     ):
         np.savez(tmp_path / name, **broken)
         for read in (unpack, lambda path: PackedSource(path, CONTRACT)):
@@ -244,13 +244,13 @@ def test_the_pack_command_with_simulated_subjects_and_folders(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["subjects"] == 3
     assert [label.name for label in unpack(file)[0].contract.labels] == ["brain", "tumour"]
     for wrong, word in (
-        (["--held-out", "4"], "both sides"),
+        (["--held-out", "4"], "must be from 1 to 3"),
         (["--cohort", "3"], "cannot be combined"),
         (["--labels", "brain=1,tumour=2,other=300"], "up to 255"),
-        (["--seed", "0"], "a seed is the cohort's"),
+        (["--seed", "0"], "--seed requires --cohort"),
     ):
         assert main([*command, *folders, *wrong]) == 2
         assert word in capsys.readouterr().err
     assert main([*command, "--cohort", "3", "--labels", "brain=1", "--overwrite"]) == 2
-    assert "leave them away with --cohort" in capsys.readouterr().err
+    assert "--labels cannot be combined with --cohort" in capsys.readouterr().err
     assert len(unpack(file)[0]) == 3

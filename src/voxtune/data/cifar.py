@@ -1,8 +1,8 @@
-"""CIFAR-10 as it is published, in either of its two forms, as a source of training images.
+"""CIFAR-10 in its published formats, as a source of training images.
 
-The Python form: pickles `data_batch_1` .. `data_batch_5` of a dictionary with `data` (N, 3072) uint8 and `labels`. The binary
-form: `data_batch_1.bin` .. with records of one label and 3072 pixels. An image is 32 x 32: all of red, then green, then
-blue, each row by row from the top. `test_batch` is the test set and never trained on.
+Python version: pickles `data_batch_1` .. `data_batch_5` of a dictionary with `data` (N, 3072) uint8 and `labels`. Binary
+version: `data_batch_1.bin` .. with records of one label byte and 3072 pixels. Images are (3, 32, 32) in C order.
+`test_batch` is not read.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ CHANNELS, SIDE, CLASSES = 3, 32, 10
 PIXELS = CHANNELS * SIDE * SIDE
 PUBLISHED_BATCHES = 5
 BATCH = re.compile(r"data_batch_([1-9]\d{0,3})(\.bin)?")
-# What the archives unpack to, which lets a user name the folder above.
+# Folders in the archives, so that the user can also give the parent folder.
 FOLDERS = ("cifar-10-batches-py", "cifar-10-batches-bin")
-# A published file has 31 MB.
+# The published files have 31 MB.
 MAX_FILE_BYTES = 2**28
 EXPECTED = (
     "data_batch_1 to data_batch_5 (the Python version) or data_batch_1.bin to data_batch_5.bin (the binary version)"
@@ -33,17 +33,17 @@ EXPECTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """Images as (N, 3, 32, 32) uint8 and the class of each, 0 to 9."""
+    """Images (N, 3, 32, 32) as uint8, and their classes, 0 to 9."""
 
     images_NCHW: np.ndarray
     labels_N: np.ndarray
 
 
 class Cifar10:
-    """The training images below a folder, in [-1, 1]; `mirror` adds each one's mirror image after them.
+    """The training images in a folder, in [-1, 1]; `mirror` appends the mirror image of each.
 
-    Everything is read and checked when made: 150 MB for the whole set. `labels_N` is kept for whoever wants it; the network
-    is unconditional and never sees it.
+    All files are read and checked on construction: 150 MB for the complete set. `labels_N` is not used in training; the
+    network is unconditional.
     """
 
     def __init__(self, folder: str | Path, *, size: tuple[int, int] = (SIDE, SIDE), mirror: bool = True) -> None:
@@ -60,46 +60,44 @@ class Cifar10:
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, None]:
         if not 0 <= index < len(self):
-            raise IndexError(f"image {index} of {len(self)}")
-        mirrored, place = divmod(index, len(self.images_NCHW))
-        image_CHW = to_signed(resize(self.images_NCHW[place], self.size))
+            raise IndexError(f"image {index} is out of range for {len(self)} images")
+        mirrored, number = divmod(index, len(self.images_NCHW))
+        image_CHW = to_signed(resize(self.images_NCHW[number], self.size))
         return (image_CHW[:, :, ::-1] if mirrored else image_CHW), None
 
 
 def find_batches(folder: Path) -> dict[int, Path]:
-    """The files of training images by their number, in the one form that the folder, or one inside it, holds."""
+    """The training batches by number, in the folder or in an unpacked archive inside it."""
     with reporting_os_errors(folder):
         if folder.is_file():
-            raise InputError(
-                f"{folder}: is a file; unpack the archive, if it is one, and give the folder of its batches"
-            )
-        places = [place for place in (folder, *(folder / name for name in FOLDERS)) if place.is_dir()]
-        found = [batches for place in places for batches in _forms(place) if batches]
-    if not places:
-        raise InputError(f"{folder}: no such folder; give the one with the CIFAR-10 batches")
-    if not found:
-        raise InputError(f"{folder}: holds no CIFAR-10 batches; expected {EXPECTED}")
-    if len(found) > 1:
-        both = " and ".join(str(next(iter(batches.values()))) for batches in found)
-        raise InputError(f"{folder}: holds CIFAR-10 more than once ({both}); keep one, or name its folder")
-    return found[0]
+            raise InputError(f"{folder}: is a file; unpack the archive and give its folder")
+        folders = [path for path in (folder, *(folder / name for name in FOLDERS)) if path.is_dir()]
+        versions = [batches for path in folders for batches in _versions(path) if batches]
+    if not folders:
+        raise InputError(f"{folder}: no such folder; give the folder of the CIFAR-10 batches")
+    if not versions:
+        raise InputError(f"{folder}: contains no CIFAR-10 batches; expected {EXPECTED}")
+    if len(versions) > 1:
+        both = " and ".join(str(next(iter(batches.values()))) for batches in versions)
+        raise InputError(f"{folder}: contains CIFAR-10 more than once ({both}); give the folder of one version")
+    return versions[0]
 
 
-def _forms(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
-    """The batches of the Python form and of the binary form, by number."""
-    forms: tuple[dict[int, Path], dict[int, Path]] = ({}, {})
+def _versions(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
+    """The batches of the Python version and of the binary version, by number."""
+    versions: tuple[dict[int, Path], dict[int, Path]] = ({}, {})
     for path in sorted(folder.iterdir()):
         if (match := BATCH.fullmatch(path.name)) and path.is_file():
-            forms[match[2] is not None][int(match[1])] = path
-    return {n: forms[0][n] for n in sorted(forms[0])}, {n: forms[1][n] for n in sorted(forms[1])}
+            versions[match[2] is not None][int(match[1])] = path
+    return {n: versions[0][n] for n in sorted(versions[0])}, {n: versions[1][n] for n in sorted(versions[1])}
 
 
 def read_batch(path: Path) -> Batches:
-    """One file in either form, told by its name."""
+    """Reads one file of either version, depending on its name."""
     with reporting_os_errors(path), path.open("rb") as file:
         data = file.read(MAX_FILE_BYTES + 1)
     if len(data) > MAX_FILE_BYTES:
-        raise InputError(f"{path}: larger than any CIFAR-10 batch; is this the right file?")
+        raise InputError(f"{path}: too large for a CIFAR-10 batch")
     try:
         images, labels = _binary(data) if path.suffix == ".bin" else _pickled(data)
     except InputError as error:
@@ -111,7 +109,7 @@ def _binary(data: bytes) -> tuple[np.ndarray, np.ndarray]:
     record = 1 + PIXELS
     if not data or len(data) % record:
         raise InputError(
-            f"{len(data)} bytes are no whole number of records of 1 + {PIXELS}: truncated, or not CIFAR-10"
+            f"{len(data)} bytes is not a multiple of the record size 1 + {PIXELS}: truncated, or not CIFAR-10"
         )
     records = np.frombuffer(data, dtype=np.uint8).reshape(-1, record)
     return records[:, 1:], _classes(records[:, 0])
@@ -120,7 +118,7 @@ def _binary(data: bytes) -> tuple[np.ndarray, np.ndarray]:
 def _pickled(data: bytes) -> tuple[np.ndarray, np.ndarray]:
     content = unpickle(data)
     if not isinstance(content, dict):
-        raise InputError(f"expected a dictionary with data and labels, found {type(content).__name__}")
+        raise InputError(f"expected a dictionary with data and labels, got {type(content).__name__}")
     named = {stored_text(key): value for key, value in content.items()}
     for name in ("data", "labels"):
         if name not in named:
@@ -131,7 +129,7 @@ def _pickled(data: bytes) -> tuple[np.ndarray, np.ndarray]:
         raise InputError(f"'data' has shape {images.shape}, expected (images, {PIXELS})")
     labels = named["labels"]
     if not isinstance(labels, list) or not all(type(label) is int for label in labels):
-        raise InputError("'labels' is no list of whole numbers")
+        raise InputError("'labels' is not a list of integers")
     if len(labels) != len(images):
         raise InputError(f"{len(labels)} labels for {len(images)} images")
     return images, _classes(np.array(labels))
@@ -140,5 +138,5 @@ def _pickled(data: bytes) -> tuple[np.ndarray, np.ndarray]:
 def _classes(labels: np.ndarray) -> np.ndarray:
     if labels.min() < 0 or labels.max() >= CLASSES:
         wrong = labels[(labels < 0) | (labels >= CLASSES)][0]
-        raise InputError(f"label {wrong} is none of 0 to {CLASSES - 1}: damaged, or not CIFAR-10")
+        raise InputError(f"label {wrong} is not from 0 to {CLASSES - 1}: damaged, or not CIFAR-10")
     return labels.astype(np.uint8)

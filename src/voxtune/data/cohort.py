@@ -1,8 +1,8 @@
-"""The embedded cohort: subject i of seed s, at any resolution, without a download.
+"""The simulated cohort: subject i of a seed, at any resolution, without a download.
 
-A subject is MNI152 seen through a random smooth warp, with its own contrast and bias field, and with lesions that push
-the tissue around them aside. Everything random is drawn once per subject and lives in millimetres, so a subject has
-the same anatomy at every resolution; only the noise belongs to the grid.
+A subject is the MNI152 template under a random smooth deformation, with its own contrast and bias field, and with lesions
+that displace the tissue around them. All random values are drawn once per subject and are in millimetres, so a subject
+has the same anatomy at every resolution; only the noise depends on the grid.
 
 Legend: points (3, X, Y, Z) in millimetres; arrays of a Subject are (D, H, W) = (Z, Y, X).
 """
@@ -18,20 +18,20 @@ from voxtune.data.contract import DataContract, Label, Shape, check_size
 from voxtune.data.nifti import Volume
 from voxtune.errors import InputError
 
-# Subjects from here on are never trained on.
+# Subjects with this number or higher are never used for training.
 HELD_OUT = 100_000
 BRAIN, TUMOUR = 1, 2
 LABELS = (Label(name="brain", value=BRAIN, channel=0), Label(name="tumour", value=TUMOUR, channel=1))
-# Millimetres (Z, Y, X) that hold any subject's brain; a cubic grid covers 192 mm, as 128 voxels of 1.5 mm do.
+# Field of view (Z, Y, X) in mm that contains the brain of every subject; a cubic grid covers 192 mm, as 128 x 1.5 mm.
 FIELD_OF_VIEW = (176.0, 192.0, 168.0)
 REACH_MM = 110.0
-# MNI millimetres between the bodies of the lateral ventricles, which differ most between people.
+# Centre of the lateral ventricles in MNI space, in mm; their size varies most between people.
 VENTRICLES = np.array([0.0, -14.0, 14.0])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Subject:
-    """A T1 image in [0, 1] and its labels (0 background, 1 brain, 2 tumour) in RAS."""
+    """A simulated subject: a T1 image in [0, 1] and its labels (0 background, 1 brain, 2 tumour) in RAS."""
 
     id: str
     image_DHW: np.ndarray
@@ -39,18 +39,18 @@ class Subject:
     affine: np.ndarray
 
     def image_volume(self) -> Volume:
-        """The image as a volume in file order."""
+        """The image as a volume (X, Y, Z)."""
         return Volume(array=np.ascontiguousarray(self.image_DHW.transpose(2, 1, 0)), affine=self.affine)
 
     def label_volume(self) -> Volume:
-        """The label map as a volume in file order."""
+        """The label map as a volume (X, Y, Z)."""
         return Volume(array=np.ascontiguousarray(self.labels_DHW.transpose(2, 1, 0)), affine=self.affine)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Lesion:
-    centre: np.ndarray  # MNI millimetres
-    stretch: np.ndarray  # (3, 3): turns and squeezes a unit ball
+    centre: np.ndarray  # MNI space, mm
+    stretch: np.ndarray  # (3, 3): rotation and scaling of a unit ball
     radius_mm: float
     push: float
     core: float
@@ -61,7 +61,7 @@ class Lesion:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Traits:
-    """All that is random about a subject but its noise."""
+    """All random properties of a subject except the noise."""
 
     linear: np.ndarray
     shift: np.ndarray
@@ -78,12 +78,12 @@ class Traits:
 def subject(
     seed: int, index: int, size: Shape, *, spacing: float | None = None, healthy_fraction: float = 0.1
 ) -> Subject:
-    """Subject `index` of the cohort `seed` on a grid (D, H, W) of isotropic `spacing` (by default `cohort_spacing`)."""
+    """Simulates subject `index` of cohort `seed` on a grid (D, H, W) of isotropic `spacing` (default: `cohort_spacing`)."""
     check_size(size)
     if seed < 0 or index < 0:
         raise InputError(f"cohort seed {seed}, subject {index}: both must be 0 or more")
     if not 0.0 <= healthy_fraction <= 1.0:
-        raise InputError(f"healthy_fraction {healthy_fraction}: give a number from 0 to 1")
+        raise InputError(f"healthy_fraction is {healthy_fraction}, must be from 0 to 1")
     spacing = cohort_spacing(size) if spacing is None else spacing
     traits_seed, noise_seed = np.random.SeedSequence([seed, index]).spawn(2)
     traits = draw_traits(np.random.Generator(np.random.Philox(traits_seed)), healthy_fraction)
@@ -108,21 +108,21 @@ def subject(
 
 
 def cohort_spacing(size: Shape) -> float:
-    """Millimetres between voxels at which a grid (D, H, W) just holds a whole brain."""
+    """The smallest isotropic spacing in mm at which a grid (D, H, W) contains a whole brain."""
     return max(extent / n for extent, n in zip(FIELD_OF_VIEW, size, strict=True))
 
 
 def cohort_contract(size: Shape) -> DataContract:
-    """The contract of a model trained on the cohort at `size`."""
+    """The data contract of a model trained on the cohort at `size`."""
     check_size(size)
     spacing = cohort_spacing(size)
     return DataContract(size=size, spacing=(spacing,) * 3, orientation="RAS", labels=LABELS)
 
 
 def draw_traits(rng: np.random.Generator, healthy_fraction: float) -> Traits:
-    """A subject's own traits; the order of the draws is what keeps subject i the same."""
+    """Draws the random properties of a subject; the order of the draws must not change, or subject i would."""
     angles = rng.uniform(-1, 1, 3) * np.radians([5.0, 3.0, 3.0])
-    # MNI152 is larger than most heads, so subjects are scaled down from it.
+    # MNI152 is larger than most heads, so subjects are scaled down.
     scales = rng.uniform(0.88, 0.96) * rng.uniform(0.97, 1.015, 3)
     shift = rng.uniform(-1.5, 1.5, 3)
     warps = tuple(SmoothField.draw(rng, REACH_MM, step, sd, 3) for step, sd in ((45.0, 1.8), (20.0, 1.3)))
@@ -164,7 +164,7 @@ def _draw_lesion(rng: np.random.Generator) -> Lesion:
 
 
 def _warp(traits: Traits, coords: tuple[np.ndarray, ...]) -> np.ndarray:
-    """Where in MNI space each voxel of the subject lies."""
+    """The position of each voxel in MNI space."""
     linear = traits.linear.astype(np.float32)
     offset = (BRAIN_CENTRE + traits.shift).astype(np.float32)
     x, y, z = (
@@ -177,7 +177,7 @@ def _warp(traits: Traits, coords: tuple[np.ndarray, ...]) -> np.ndarray:
 
 
 def _lesion_level(lesion: Lesion, points: np.ndarray, coords: tuple[np.ndarray, ...]) -> np.ndarray:
-    """0 at the lesion's centre, 1 on its irregular surface."""
+    """Relative distance from the lesion's centre: 0 at the centre, 1 on its irregular surface."""
     away = points - lesion.centre.astype(np.float32).reshape(3, 1, 1, 1)
     stretched = (
         sum(factor * part for factor, part in zip(row, away, strict=True)) for row in lesion.stretch.astype("f4")
@@ -187,7 +187,7 @@ def _lesion_level(lesion: Lesion, points: np.ndarray, coords: tuple[np.ndarray, 
 
 
 def _push_aside(points: np.ndarray, centre_mm: np.ndarray, radius_mm: float, push: float) -> np.ndarray:
-    """Mass effect: tissue at the centre is spread, tissue around it pressed outwards; monotone for push below 1."""
+    """Mass effect: displaces tissue outwards from the centre; monotone for push below 1."""
     centre = centre_mm.astype(np.float32).reshape(3, 1, 1, 1)
     away = points - centre
     squared = (away**2).sum(axis=0) / np.float32((1.5 * radius_mm) ** 2)
@@ -216,7 +216,7 @@ def _image(
 def _with_lesion(
     image: np.ndarray, lesion: Lesion, level: np.ndarray, brain: np.ndarray, white: np.ndarray
 ) -> np.ndarray:
-    """Dark oedema in the white matter around, a brighter rim, a dark core whose texture is the tissue's, faded."""
+    """Adds dark oedema in the surrounding white matter, a brighter rim, and a dark core with attenuated texture."""
     oedema = np.float32(lesion.oedema) * _below(level, 1.45, 0.12) * white
     image = image - oedema
     for target, edge, width, strength in ((lesion.rim, 1.0, 0.03, 0.85), (lesion.core, 0.74, 0.06, 0.9)):
@@ -226,7 +226,7 @@ def _with_lesion(
 
 
 def _below(level: np.ndarray, edge: float, width: float) -> np.ndarray:
-    """1 well below `edge`, 0 well above, smooth between."""
+    """A smooth step from 1 below `edge` to 0 above it."""
     return 1.0 / (1.0 + np.exp(np.clip((level - edge) / width, -30.0, 30.0)))
 
 

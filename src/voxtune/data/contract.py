@@ -1,6 +1,6 @@
-"""What a model expects of a mask and an image: grid, labels, channels, ranges.
+"""The data contract of a model: grid, labels, channels and value ranges of its masks and images.
 
-Legend: C labels or images, D H W = the Z, Y, X axes of the file once it is in the contract's orientation.
+Legend: C labels or images; D H W are the Z, Y, X axes of a file in the contract's orientation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """One structure of the mask: the value it has in files, the channel it has in the model's condition."""
+    """One structure of the mask: its value in files and its channel in the model's condition."""
 
     name: str
     value: int
@@ -27,20 +27,20 @@ class Label:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise InputError(f"label of value {self.value}: the name is empty; give it a name")
+            raise InputError(f"label with value {self.value}: the name is empty")
         if self.value < 1:
-            raise InputError(f"label {self.name!r}: value {self.value} must be 1 or more (0 is background)")
+            raise InputError(f"label {self.name!r}: value is {self.value}, must be 1 or more (0 is background)")
         if self.channel < 0:
-            raise InputError(f"label {self.name!r}: channel {self.channel} must be 0 or more")
+            raise InputError(f"label {self.name!r}: channel is {self.channel}, must be 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataContract:
-    """The grid, the labels and the ranges a model was trained on.
+    """The grid, labels and value ranges that a model was trained with.
 
-    `size` and `spacing` (mm) are in tensor order (D, H, W); `orientation` names the file's X, Y, Z axes, so "RAS" means
-    X runs to the right. `mask_range`: "signed" is one-hot as -1 / +1, "unit" as 0 / 1. `scaling`: images go to [-1, 1]
-    by the minimum and maximum of the whole "volume" or of each "slice" along the file's last axis.
+    `size` and `spacing` (mm) are in tensor order (D, H, W); `orientation` is the axis code of the file's X, Y, Z axes, so
+    in "RAS" X increases to the right. `mask_range`: one-hot masks are -1 / +1 ("signed") or 0 / 1 ("unit"). `scaling`:
+    images are scaled to [-1, 1] by the minimum and maximum of the "volume" or of each "slice" along the file's last axis.
     """
 
     size: tuple[int, int, int]
@@ -54,26 +54,26 @@ class DataContract:
     def __post_init__(self) -> None:
         check_size(self.size)
         if len(self.spacing) != 3 or not all(math.isfinite(s) and s > 0 for s in self.spacing):
-            raise InputError(f"spacing {self.spacing}: give three positive finite numbers of millimetres (D, H, W)")
+            raise InputError(f"spacing {self.spacing}: must be three positive finite numbers in mm (D, H, W)")
         check_orientation(self.orientation)
         if self.mask_range not in ("signed", "unit"):
-            raise InputError(f"mask_range {self.mask_range!r}: choose 'signed' (-1 / +1) or 'unit' (0 / 1)")
+            raise InputError(f"unknown mask_range {self.mask_range!r}; choose from 'signed' (-1 / +1), 'unit' (0 / 1)")
         if self.scaling not in ("volume", "slice"):
-            raise InputError(f"scaling {self.scaling!r}: choose 'volume' or 'slice'")
+            raise InputError(f"unknown scaling {self.scaling!r}; choose from 'volume', 'slice'")
         if not self.images or not all(self.images) or _repeated([i.lower() for i in self.images]):
-            raise InputError(f"images {self.images}: give at least one image name, each once")
+            raise InputError(f"images {self.images}: must be one or more unique names")
         self._check_labels()
 
     def _check_labels(self) -> None:
         if not self.labels:
-            raise InputError("labels: a mask model needs at least one label; give name, value and channel")
+            raise InputError("labels: at least one label with name, value and channel is required")
         for field in ("name", "value", "channel"):
-            again = _repeated([getattr(label, field) for label in self.labels])
-            if again:
-                raise InputError(f"labels: {field} {again[0]!r} is used twice; each label needs its own")
+            duplicates = _repeated([getattr(label, field) for label in self.labels])
+            if duplicates:
+                raise InputError(f"labels: duplicate {field} {duplicates[0]!r}; it must be unique")
         channels = sorted(label.channel for label in self.labels)
         if channels != list(range(len(channels))):
-            raise InputError(f"labels: channels {channels} must count 0, 1, 2, ... without a gap")
+            raise InputError(f"labels: channels {channels} must be 0, 1, 2, ... without gaps")
 
     @property
     def values(self) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ class DataContract:
 
     @property
     def classes(self) -> dict[str, int]:
-        """A segmenter's class of each label by name: 0 is the background, then in channel order."""
+        """The class of each label by name: 1 + channel; 0 is the background."""
         return {label.name: 1 + label.channel for label in sorted(self.labels, key=lambda label: label.channel)}
 
     def resized(self, size: Shape) -> DataContract:
@@ -91,18 +91,18 @@ class DataContract:
         return replace(self, size=size, spacing=(depth, height, width))
 
     def name_of(self, value: int) -> str:
-        """`value` with its name, for messages."""
+        """A label value with its name, for messages."""
         return next((f"{label.value} ({label.name})" for label in self.labels if label.value == value), str(value))
 
     def describe_labels(self) -> str:
-        """All labels in one line, background included."""
+        """All labels on one line, including the background."""
         return ", ".join(["0 (background)", *(self.name_of(v) for v in sorted(self.values))])
 
 
 def check_size(size: Any) -> None:
-    """Refuses a grid that is not three positive integers."""
+    """Raises InputError unless `size` is three positive integers."""
     if len(size) != 3 or not all(isinstance(n, int | np.integer) and n > 0 for n in size):
-        raise InputError(f"size {size}: give three positive whole numbers of voxels (D, H, W)")
+        raise InputError(f"size {size}: must be three positive integers (D, H, W)")
 
 
 def _repeated(items: list[Any]) -> list[Any]:
@@ -118,9 +118,9 @@ def generic_contract(
     orientation: str = "RAS",
     mask_range: Literal["signed", "unit"] = "signed",
 ) -> DataContract:
-    """A contract for a model that carries none: labels 1..n in channel order, images named by number."""
+    """A contract for a model without one: labels 1 .. n in channel order, numbered images."""
     if n_labels < 1 or n_images < 1:
-        raise InputError(f"{n_labels} labels and {n_images} images: a mask model needs at least one of each")
+        raise InputError(f"{n_labels} labels and {n_images} images: at least one of each is required")
     return DataContract(
         size=size,
         spacing=spacing,
@@ -132,30 +132,30 @@ def generic_contract(
 
 
 def encode_mask(labels_DHW: np.ndarray, contract: DataContract) -> np.ndarray:
-    """The condition of the model, float32 (C, D, H, W): one channel a label, in the contract's range."""
+    """The condition of the model, float32 (C, D, H, W): one channel per label, in the contract's range."""
     assert labels_DHW.ndim == 3, f"labels must be (D, H, W), not {labels_DHW.shape}"
     unknown = unknown_labels(labels_DHW, contract)
     if unknown:
         raise InputError(
-            f"mask holds unknown label {', '.join(map(str, unknown[:8]))}; "
-            f"the model knows {contract.describe_labels()}; renumber the mask"
+            f"unknown label {', '.join(map(str, unknown[:8]))} in the mask; "
+            f"the model has {contract.describe_labels()}; renumber the mask"
         )
     inside, outside = np.float32(1.0), np.float32(-1.0 if contract.mask_range == "signed" else 0.0)
     return np.stack([np.where(labels_DHW == value, inside, outside) for value in contract.values])
 
 
 def unknown_labels(labels: np.ndarray, contract: DataContract) -> list[int]:
-    """Values in `labels` that are neither background nor in the contract."""
-    strange = labels != 0
+    """Values in `labels` that are neither background nor labels of the contract."""
+    unknown = labels != 0
     for value in contract.values:
-        strange &= labels != value
-    return [int(value) for value in np.unique(labels[strange])] if strange.any() else []
+        unknown &= labels != value
+    return [int(value) for value in np.unique(labels[unknown])] if unknown.any() else []
 
 
 def scale_image(image_DHW: np.ndarray, contract: DataContract) -> np.ndarray:
-    """One image to float32 in [-1, 1] by its minimum and maximum; a constant volume or slice becomes -1, background."""
+    """Scales an image to float32 in [-1, 1] by its minimum and maximum; a constant volume or slice becomes -1."""
     assert image_DHW.ndim == 3, f"an image must be (D, H, W), not {image_DHW.shape}"
-    # D is the file's last axis: the published whole-head model scales each of its slices alone.
+    # D is the file's last axis: the published whole-head model scales each slice separately.
     axes = (1, 2) if contract.scaling == "slice" else (0, 1, 2)
     image = image_DHW.astype(np.float64)
     low, high = image.min(axis=axes, keepdims=True), image.max(axis=axes, keepdims=True)
@@ -164,10 +164,10 @@ def scale_image(image_DHW: np.ndarray, contract: DataContract) -> np.ndarray:
 
 
 def unscale_image(image: np.ndarray, low: float = 0.0, high: float = 1.0) -> np.ndarray:
-    """A model's output, clipped to [-1, 1], as intensities in [low, high].
+    """Maps a model's output, clipped to [-1, 1], to intensities in [low, high].
 
-    A synthetic image has no scanner units to return to: -1 (background) becomes `low`, +1 becomes `high`, for the
-    whole volume, whichever scaling the model was trained with.
+    The range applies to the whole volume, whichever scaling the model was trained with; synthetic images have no
+    scanner units.
     """
     unit = (np.clip(image, -1.0, 1.0).astype(np.float32) + 1.0) / 2.0
     return (low + unit * (high - low)).astype(np.float32)

@@ -1,7 +1,7 @@
-"""Where training takes its subjects from: folders of a user, or the embedded cohort.
+"""Sources of training subjects: a user's folders, or the simulated cohort.
 
-A source has a length and gives `source[i] -> (image (C, D, H, W) in [-1, 1], condition (L, D, H, W))` as float32 arrays
-on the contract's grid. What was prepared once is kept in memory up to a limit; beyond it, subjects are read again.
+A source has a length, and `source[i]` is (image (C, D, H, W) in [-1, 1], condition (L, D, H, W)) as float32 arrays on the
+contract's grid. Prepared subjects are cached in memory up to a limit.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from voxtune.data.preflight import Finding, Report, check_lost_labels, check_mas
 from voxtune.errors import InputError
 
 T = TypeVar("T")
-# Far longer than a process needs to start and to draw a subject: whoever takes more will not come back.
+# Far longer than a process takes to start and simulate a subject: a process that exceeds it hangs.
 TIMEOUT_S = 300.0
 
 
 def map_in_processes(
     work: Callable[[int], T], count: int, processes: int, *, timeout_s: float = TIMEOUT_S
 ) -> Iterator[T]:
-    """work(0), work(1), ... work(count - 1), in order. `work` goes to the processes anew with every number: keep it small.
+    """Yields work(0), work(1), ... work(count - 1) in order. `work` is pickled for every number, so it should be small.
 
-    Raises TimeoutError where a result does not come, BrokenProcessPool where a process dies (out of memory, mostly).
+    Raises TimeoutError if a result takes longer than `timeout_s`, BrokenProcessPool if a process dies.
     """
     others = set(active_children())
-    # Fresh processes: a forked one would inherit locks of threads that it does not have.
+    # Not forked: a forked process inherits locks held by threads that it does not have.
     pool = ProcessPoolExecutor(min(processes, count), mp_context=get_context("spawn"))
     with _one_thread_each(), pool:
         try:
@@ -53,7 +53,7 @@ def map_in_processes(
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             if isinstance(error, TimeoutError):
-                # Leaving the block waits for the processes, and these do not end of themselves.
+                # Leaving the block waits for the processes, and a hanging one never ends.
                 for process in set(active_children()) - others:
                     process.kill()
             raise
@@ -61,7 +61,7 @@ def map_in_processes(
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Processes started meanwhile compute with one thread each: many of them with many threads would crawl."""
+    """Processes started within the context use one thread each, to avoid oversubscription."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(dict.fromkeys(names, "1"))
@@ -78,12 +78,12 @@ def _one_thread_each() -> Iterator[None]:
 log = logging.getLogger("voxtune")
 
 CACHE_BYTES = 2 * 2**30
-# Of a drawn subject: a float32 image and its labels.
-BYTES_A_VOXEL = 5
+# Of a simulated subject: a float32 image and uint8 labels.
+BYTES_PER_VOXEL = 5
 
 
 class PairedFolders:
-    """Images and masks of a user, paired by name. Names are checked when made; `check` looks into every mask."""
+    """A user's images and masks, matched by name. `check` reads and checks every file."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class PairedFolders:
         return image_CDHW.copy(), encode_mask(labels_DHW, self.contract)
 
     def check(self) -> Report:
-        """The pre-flight of every mask and pair, before any work."""
+        """Checks every mask and pair."""
         report = Report()
         for pair in self.pairs:
             masked = check_mask(pair.mask, self.contract)
@@ -142,7 +142,7 @@ class PairedFolders:
 
 
 class CohortSource:
-    """Subjects 0 .. count-1 of the embedded cohort `seed`, drawn on the contract's own grid."""
+    """Simulated subjects 0 .. count-1 of cohort `seed`, on the contract's grid."""
 
     def __init__(
         self,
@@ -154,11 +154,11 @@ class CohortSource:
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         if count < 1:
-            raise InputError(f"{count} subjects: ask for one or more")
+            raise InputError(f"number of subjects is {count}; it must be 1 or more")
         if len(contract.images) != 1 or not {label.value for label in LABELS} <= set(contract.values):
             raise InputError(
-                f"the embedded cohort has one T1w image and the labels 1 (brain), 2 (tumour); the model wants "
-                f"{len(contract.images)} images and {contract.describe_labels()}: bring your own folders"
+                f"the simulated cohort has one T1w image and the labels 1 (brain), 2 (tumour), but the model has "
+                f"{len(contract.images)} images and {contract.describe_labels()}; use your own images and masks"
             )
         self.contract = contract
         self.seed = seed
@@ -175,66 +175,68 @@ class CohortSource:
         return image_CDHW.copy(), encode_mask(labels_DHW, self.contract)
 
     def warm(self, processes: int, warn: Callable[[str], None] | None = None) -> None:
-        """Draws all subjects that fit the cache now, side by side: drawing one takes a tenth of a second or more.
+        """Simulates all subjects that fit into the cache, in parallel; one takes a tenth of a second or more.
 
-        Where the processes fail, `warn` is told, and what is missing is drawn when it is needed.
+        If a process fails, `warn` is called, and the remaining subjects are simulated when they are needed.
         """
-        count = min(self.count, self._cache.room(math.prod(self.contract.size) * BYTES_A_VOXEL))
+        count = min(self.count, self._cache.capacity(math.prod(self.contract.size) * BYTES_PER_VOXEL))
         if count < 1:
             return
         try:
-            for index, prepared in enumerate(map_in_processes(self.drawing(), count, processes)):
+            for index, prepared in enumerate(map_in_processes(self.simulation(), count, processes)):
                 self._cache.put(index, prepared)
         except (BrokenProcessPool, TimeoutError) as error:
-            told = "no subject for minutes" if isinstance(error, TimeoutError) else "a process died; out of memory?"
-            (warn or log.warning)(f"drawing the cohort with {processes} processes failed ({told}): going on with one")
+            reason = "timeout" if isinstance(error, TimeoutError) else "a process died, possibly out of memory"
+            (warn or log.warning)(
+                f"simulating subjects with {processes} processes failed ({reason}); continuing with one"
+            )
 
-    def drawing(self) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
-        """index -> subject. Apart from `self`, so that no process is sent the cache."""
-        return partial(_draw, self.contract, self.seed, self.spacing, self.healthy_fraction)
+    def simulation(self) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
+        """The function index -> subject, without `self`, so that the cache is not pickled."""
+        return partial(_simulate, self.contract, self.seed, self.spacing, self.healthy_fraction)
 
     def _prepare(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.drawing()(index)
+        return self.simulation()(index)
 
 
-def _draw(
+def _simulate(
     contract: DataContract, seed: int, spacing: float, healthy_fraction: float, index: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    drawn = subject(seed, index, _ras_size(contract), spacing=spacing, healthy_fraction=healthy_fraction)
-    return _on_grid([drawn.image_volume()], drawn.label_volume(), contract, "pad")
+    simulated = subject(seed, index, _ras_size(contract), spacing=spacing, healthy_fraction=healthy_fraction)
+    return _on_grid([simulated.image_volume()], simulated.label_volume(), contract, "pad")
 
 
 class _Cache:
-    """Keeps what came first until the limit. Epochs visit every subject, so evicting would only lose what is needed."""
+    """Keeps the first items up to a limit. Every epoch visits all subjects, so evicting items would not help."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.bytes = 0
-        self._kept: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._items: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def get(self, index: int, prepare: Callable[[int], tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-        if index in self._kept:
-            return self._kept[index]
+        if index in self._items:
+            return self._items[index]
         prepared = prepare(index)
         self.put(index, prepared)
         return prepared
 
-    def room(self, item_bytes: int) -> int:
-        """How many more items of this size it keeps."""
+    def capacity(self, item_bytes: int) -> int:
+        """How many more items of this size fit."""
         return (self.limit_bytes - self.bytes) // item_bytes
 
     def put(self, index: int, prepared: tuple[np.ndarray, np.ndarray]) -> bool:
-        """Whether it was kept."""
+        """Stores an item if it fits; returns whether it is stored."""
         cost = sum(array.nbytes for array in prepared)
-        if index in self._kept or self.bytes + cost > self.limit_bytes:
-            return index in self._kept
-        self._kept[index] = prepared
+        if index in self._items or self.bytes + cost > self.limit_bytes:
+            return index in self._items
+        self._items[index] = prepared
         self.bytes += cost
         return True
 
 
 def _on_grid(images: list[Volume], mask: Volume, contract: DataContract, mode: Mode) -> tuple[np.ndarray, np.ndarray]:
-    """Scaled images (C, D, H, W) and compact labels (D, H, W); the condition made of them is many times larger."""
+    """Scaled images (C, D, H, W) and labels (D, H, W), which are many times smaller than the condition."""
     placement = fit(mask, contract, mode)
     labels_DHW = placement.apply(mask.array, label=True)
     if labels_DHW.max() <= 255:
@@ -244,7 +246,7 @@ def _on_grid(images: list[Volume], mask: Volume, contract: DataContract, mode: M
 
 
 def _ras_size(contract: DataContract) -> Shape:
-    """The contract's grid as the (D, H, W) of a RAS volume, so that turning it to the contract's axes is exact."""
+    """The contract's size as (D, H, W) of a RAS volume, so that reordering it to the contract's axes is exact."""
     (x, y, z), _ = reorder(contract.orientation, "RAS")
     size_XYZ = contract.size[::-1]
     return (size_XYZ[z], size_XYZ[y], size_XYZ[x])
@@ -254,15 +256,15 @@ def _isotropic_spacing(contract: DataContract) -> float:
     low, high = min(contract.spacing), max(contract.spacing)
     needed = cohort_spacing(_ras_size(contract))
     if high > low * 1.001 or low < needed * 0.999:
-        view = " x ".join(f"{mm:g}" for mm in FIELD_OF_VIEW)
+        extent = " x ".join(f"{mm:g}" for mm in FIELD_OF_VIEW)
         raise InputError(
-            f"the embedded cohort needs {view} mm (D, H, W) and one spacing for all axes; the model has "
-            f"{contract.size} voxels at {contract.spacing} mm: set the spacing to {needed:g} mm or more"
+            f"the simulated cohort requires a field of view of {extent} mm (D, H, W) and isotropic voxels; the model has "
+            f"{contract.size} voxels of {contract.spacing} mm; set the spacing to {needed:g} mm or more"
         )
     return low
 
 
 def _checked(index: int, length: int) -> int:
     if not 0 <= index < length:
-        raise IndexError(f"subject {index} of {length}")
+        raise IndexError(f"subject {index} is out of range for {length} subjects")
     return index

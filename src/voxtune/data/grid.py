@@ -1,9 +1,9 @@
-"""The mask's way to the model's grid, and the result's way back to the mask's own.
+"""Placement of a mask on the model's grid, and of the result back on the grid of the mask.
 
-One affine map per axis joins the two grids: source voxel = origin + scale * model voxel, in voxel centres. Padding and
-cropping are scale 1 with a whole origin, so they are exact; resampling is any other scale.
+One linear map per axis relates the grids: source voxel = origin + scale * model voxel, at voxel centres. Padding and
+cropping have scale 1 and an integer origin, so they are exact; any other scale is resampling.
 
-Legend: XYZ the file's axes, xyz the same axes turned to the contract's orientation, DHW = zyx.
+Legend: XYZ the axes of the file, xyz the same axes reordered to the contract's orientation, DHW = zyx.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SPACING_TOLERANCE = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """How one source grid lies on the model's grid. Triples are in xyz order but for `shape` (XYZ) and `size` (DHW)."""
+    """How a source grid maps to the model's grid. Triples are in xyz order except `shape` (XYZ) and `size` (DHW)."""
 
     shape: Shape
     size: Shape
@@ -41,55 +41,55 @@ class Placement:
     source_affine: tuple[tuple[float, ...], ...]
 
     def apply(self, array_XYZ: np.ndarray, *, label: bool, fill: float = 0) -> np.ndarray:
-        """From the source's grid to the model's, (D, H, W): nearest for labels, linear for images."""
-        assert array_XYZ.shape == self.shape, f"{array_XYZ.shape} is not the placed grid {self.shape}"
-        turned = flipped(array_XYZ.transpose(self.axes), self.flips)
+        """Maps an array from the source grid to the model's (D, H, W): nearest for labels, linear for images."""
+        assert array_XYZ.shape == self.shape, f"shape {array_XYZ.shape} is not that of the source grid, {self.shape}"
+        array_xyz = flipped(array_XYZ.transpose(self.axes), self.flips)
         coords = [o + s * np.arange(n) for o, s, n in zip(self.origin, self.scale, self.size[::-1], strict=True)]
-        return np.ascontiguousarray(_sample(turned, coords, label, fill).transpose(2, 1, 0))
+        return np.ascontiguousarray(_sample(array_xyz, coords, label, fill).transpose(2, 1, 0))
 
     def invert(self, array_DHW: np.ndarray, *, label: bool, fill: float = 0) -> np.ndarray:
-        """From the model's grid back to the source's, (X, Y, Z); `fill` where the model's grid does not reach."""
-        assert array_DHW.shape == self.size, f"{array_DHW.shape} is not the model's grid {self.size}"
-        turned_shape = [self.shape[axis] for axis in self.axes]
-        coords = [(np.arange(n) - o) / s for o, s, n in zip(self.origin, self.scale, turned_shape, strict=True)]
-        turned = _sample(array_DHW.transpose(2, 1, 0), coords, label, fill)
-        return np.ascontiguousarray(flipped(turned, self.flips).transpose(np.argsort(self.axes)))
+        """Maps an array from the model's grid back to the source grid (X, Y, Z); `fill` outside the model's grid."""
+        assert array_DHW.shape == self.size, f"shape {array_DHW.shape} is not that of the model's grid, {self.size}"
+        shape_xyz = [self.shape[axis] for axis in self.axes]
+        coords = [(np.arange(n) - o) / s for o, s, n in zip(self.origin, self.scale, shape_xyz, strict=True)]
+        array_xyz = _sample(array_DHW.transpose(2, 1, 0), coords, label, fill)
+        return np.ascontiguousarray(flipped(array_xyz, self.flips).transpose(np.argsort(self.axes)))
 
     @property
     def model_affine(self) -> np.ndarray:
-        """World coordinates of the model's grid, for (x, y, z) = tensor (W, H, D) indices."""
+        """The affine of the model's grid, for indices (x, y, z) = tensor (W, H, D)."""
         step = np.diag([*self.scale, 1.0])
         step[:3, 3] = self.origin
         return np.array(self.source_affine) @ reorder_affine(self.shape, self.axes, self.flips) @ step
 
     def ras_array(self, array_DHW: np.ndarray) -> tuple[np.ndarray, tuple[float, float, float]]:
-        """An array on the model's grid, in RAS for a picture, and its millimetres a voxel."""
+        """An array on the model's grid as (D, H, W) in RAS, and its voxel spacing in mm."""
         return ras_array(Volume(array=array_DHW.transpose(2, 1, 0), affine=self.model_affine))
 
     def describe(self) -> str:
-        """One line: what is done and why."""
-        turn = (
+        """What is done to the mask and why, on one line."""
+        reordered = (
             "" if self.orientation == self.source_orientation else f", {self.source_orientation} to {self.orientation}"
         )
         verb = "padded / cropped" if self.mode == "pad" else "resampled"
         grids = f"{_by(self.shape)} at {_by(self.source_spacing)} mm to {_by(self.size[::-1])}"
-        return f"mask {verb} from {grids}{turn}: {self.reason}"
+        return f"mask {verb} from {grids}{reordered}: {self.reason}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The placement for JSON."""
+        """The placement as a JSON mapping."""
         return {**asdict(self), "description": self.describe()}
 
 
 def fit(
     volume: Volume, contract: DataContract, mode: Mode = "auto", size: Shape | None = None, label: bool = True
 ) -> Placement:
-    """Places `volume` on the contract's grid (or one of `size`, D H W). With `label`, no labelled voxel is cut off.
+    """Places `volume` on the contract's grid, or on a grid of `size` (D, H, W).
 
-    An axis that is too short is padded evenly; one that is too long is cropped to a window centred on the labelled
-    voxels (on the volume where there are none).
+    A short axis is padded on both sides. A long axis is cropped to a window around the labelled voxels, none of which is
+    cut off; without `label`, or without labelled voxels, to the centre of the volume.
     """
     if mode not in ("auto", "pad", "resample"):
-        raise InputError(f"mode {mode!r}: choose 'auto', 'pad' or 'resample'")
+        raise InputError(f"unknown mode {mode!r}; choose from 'auto', 'pad', 'resample'")
     size = contract.size if size is None else size
     check_size(size)
     if volume.array.ndim != 3 or 0 in volume.shape:
@@ -97,14 +97,14 @@ def fit(
     check_affine(volume.affine, volume.name)
     source_orientation = axis_codes(volume.affine)
     axes, flips = reorder(source_orientation, contract.orientation)
-    wanted = contract.spacing[::-1]
+    model_spacing = contract.spacing[::-1]
     spacing = tuple(volume.spacing[axis] for axis in axes)
-    chosen, reason = _choose(mode, spacing, wanted)
-    scale = tuple(w / s if chosen == "resample" else 1.0 for w, s in zip(wanted, spacing, strict=True))
-    turned = flipped(volume.array.transpose(axes), flips)
-    boxes = _boxes(turned) if label else None
+    chosen, reason = _choose(mode, spacing, model_spacing)
+    scale = tuple(m / s if chosen == "resample" else 1.0 for m, s in zip(model_spacing, spacing, strict=True))
+    array_xyz = flipped(volume.array.transpose(axes), flips)
+    boxes = _boxes(array_xyz) if label else None
     origin = []
-    for i, (n, k, s) in enumerate(zip(turned.shape, size[::-1], scale, strict=True)):
+    for i, (n, k, s) in enumerate(zip(array_xyz.shape, size[::-1], scale, strict=True)):
         box = boxes[i] if boxes is not None else None
         origin.append(_origin(n, k, s, box, f"{volume.name}: axis {'XYZ'[axes[i]]}", s * spacing[i]))
     return Placement(
@@ -124,54 +124,54 @@ def fit(
 
 
 def to_ras(volume: Volume) -> Volume:
-    """The same voxels with their axes in RAS; nothing is resampled."""
+    """The same voxels with the axes reordered to RAS, without resampling."""
     axes, flips = reorder(axis_codes(volume.affine), "RAS")
     affine = volume.affine @ reorder_affine(volume.shape, axes, flips)
     return replace(volume, array=flipped(volume.array.transpose(axes), flips), affine=affine)
 
 
 def ras_array(volume: Volume) -> tuple[np.ndarray, tuple[float, float, float]]:
-    """The array as (D, H, W) in RAS, and its millimetres a voxel."""
+    """The array as (D, H, W) in RAS, and its voxel spacing in mm."""
     volume = to_ras(volume)
     x, y, z = volume.spacing
     return volume.array.transpose(2, 1, 0), (z, y, x)
 
 
 def _choose(
-    mode: Mode, spacing: tuple[float, ...], wanted: tuple[float, ...]
+    mode: Mode, spacing: tuple[float, ...], model_spacing: tuple[float, ...]
 ) -> tuple[Literal["pad", "resample"], str]:
-    worst = max(abs(s / w - 1.0) for s, w in zip(spacing, wanted, strict=True))
-    matches = worst <= SPACING_TOLERANCE
-    fact = f"spacing {'matches' if matches else 'differs from'} the model's {_by(wanted)} mm"
+    deviation = max(abs(s / m - 1.0) for s, m in zip(spacing, model_spacing, strict=True))
+    matches = deviation <= SPACING_TOLERANCE
+    reason = f"spacing {'matches' if matches else 'differs from'} the model's {_by(model_spacing)} mm"
     if mode != "auto":
-        return mode, f"asked for; {fact}"
-    return ("pad" if matches else "resample"), fact
+        return mode, f"requested; {reason}"
+    return ("pad" if matches else "resample"), reason
 
 
-def _origin(n: int, size: int, scale: float, box: tuple[int, int] | None, what: str, spacing: float) -> float:
-    """Source coordinate of model voxel 0 on one axis of `n` voxels, `box` the first and last labelled voxel."""
-    # The resampled axis keeps the centre of the field of view; at scale 1 these are n voxels at 0, 1, ...
+def _origin(n: int, size: int, scale: float, box: tuple[int, int] | None, where: str, spacing: float) -> float:
+    """Source coordinate of model voxel 0 on an axis of `n` voxels; `box` is the first and last labelled voxel."""
+    # The resampled axis has the same centre as the source axis; at scale 1 it is the source axis.
     steps = n if scale == 1.0 else max(1, math.ceil(n / scale - 1e-6))
     first = (n - 1) / 2 - scale * (steps - 1) / 2
     if steps <= size:
         return first - scale * ((size - steps) // 2)
     if box is None:
         return first + scale * ((steps - size) // 2)
-    # Model steps whose nearest source voxel may be labelled.
+    # Model voxels whose nearest source voxel may be labelled.
     low = max(0, math.ceil((box[0] - 0.5 - first) / scale - 1e-9)) if scale != 1.0 else box[0]
     high = min(steps - 1, math.floor((box[1] + 0.5 - first) / scale + 1e-9)) if scale != 1.0 else box[1]
     extent = high - low + 1
     if extent > size:
         raise InputError(
-            f"{what}: labelled voxels span {extent} voxels ({extent * spacing:.1f} mm) of the model's spacing, "
-            f"its grid has {size} ({size * spacing:.1f} mm); crop the mask, or use a model or size that is larger"
+            f"{where}: the labels extend over {extent} voxels of the model's spacing ({extent * spacing:.1f} mm), but its grid "
+            f"has {size} ({size * spacing:.1f} mm); crop the mask, or use a larger model or size"
         )
     start = min(max(low - (size - extent) // 2, 0), steps - size)
     return first + scale * start
 
 
 def _boxes(array: np.ndarray) -> list[tuple[int, int]] | None:
-    """First and last nonzero index on each axis; None where all is zero."""
+    """First and last nonzero index on each axis; None if all voxels are zero."""
     boxes = []
     labelled = array != 0
     for axis in range(3):
@@ -183,12 +183,12 @@ def _boxes(array: np.ndarray) -> list[tuple[int, int]] | None:
 
 
 def _sample(array: np.ndarray, coords: list[np.ndarray], label: bool, fill: float) -> np.ndarray:
-    """`array` at the product of per-axis coordinates; `fill` beyond the outer faces of the edge voxels."""
+    """`array` on the grid of per-axis coordinates; `fill` outside the outer faces of the array."""
     result = array if label else array.astype(np.float32)
     inside = []
     for axis, at in enumerate(coords):
         n = array.shape[axis]
-        # Resampled coordinates carry rounding; the tolerance keeps a voxel that lies on the face itself.
+        # The tolerance keeps a voxel on the face itself despite rounding.
         inside.append((at >= -0.5 - 1e-6) & (at <= n - 0.5 + 1e-6))
         result = _nearest(result, at, axis) if label else _linear(result, at, axis)
     for axis, mask in enumerate(inside):

@@ -1,8 +1,7 @@
-"""NIfTI files in and out: geometry kept to the bit, damaged files refused by name.
+"""Reading and writing NIfTI files: the geometry is preserved exactly, damaged files raise InputError.
 
-A file is read whole into memory before nibabel parses it. That checks the gzip checksum, leaves no memory map that
-would crash the process when a file is cut short under it, and lets the header's claims be checked before any
-allocation.
+A file is read into memory completely before nibabel parses it. This verifies the gzip checksum, avoids a memory map that
+crashes the process if the file is truncated meanwhile, and allows the header to be checked before any allocation.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ import numpy as np
 from voxtune.errors import InputError
 from voxtune.files import one_line, write_atomic
 
-# Deflate looks 32 KiB back, so a piece of this size loses little by not seeing the one before it.
+# Deflate refers back 32 KiB at most, so independent pieces of this size compress almost as well.
 PIECE = 2**19
-# Deflate, no name, no time stamp, no system: the same data gives the same bytes.
+# Without name, time stamp and system, so that the same data gives the same bytes.
 HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 
 
 def gzip_bytes(data: bytes, level: int = 4) -> bytes:
-    """`data` as one gzip member, whatever reads gzip can read it; the same bytes for any number of threads.
+    """Compresses `data` in parallel to one gzip member; the bytes do not depend on the number of threads.
 
-    Not several members, which are as valid: browsers decompress the first alone.
+    One member, because browsers decompress only the first.
     """
     view = memoryview(data)
     pieces = [view[start : start + PIECE] for start in range(0, len(view), PIECE)] or [view]
@@ -41,17 +40,17 @@ def gzip_bytes(data: bytes, level: int = 4) -> bytes:
 
 
 def _deflated(piece: memoryview, level: int, *, last: bool) -> bytes:
-    """Blocks that end on a whole byte, so that others can follow; those of the last piece end the stream."""
+    """Deflate blocks that end on a byte boundary, so that others can follow; the last piece ends the stream."""
     stream = zlib.compressobj(level, zlib.DEFLATED, -zlib.MAX_WBITS)
     return stream.compress(piece) + stream.flush(zlib.Z_FINISH if last else zlib.Z_SYNC_FLUSH)
 
 
 MAX_VOXELS = 2**30
-# Headers that count in metres or micrometres are rare, often wrong, and told by sides that no scanner makes.
+# Voxel sizes outside this range indicate a header in metres or micrometres, or a wrong one.
 SMALLEST_MM, LARGEST_MM = 0.005, 500.0
 MAX_HEADER_BYTES = 64 * 2**20
 GZIP_MAGIC = b"\x1f\x8b"
-# Deflate cannot expand a byte further than this, so a header that claims more is lying.
+# The maximum expansion of deflate: a header that requires more data is damaged.
 MAX_DEFLATE_RATIO = 1032
 GEOMETRY_FIELDS = (
     *("qform_code", "quatern_b", "quatern_c", "quatern_d", "qoffset_x", "qoffset_y", "qoffset_z"),
@@ -61,7 +60,7 @@ GEOMETRY_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Volume:
-    """A 3D array (X, Y, Z) with its place in the world. `header` is nibabel's; None for volumes made in memory."""
+    """A 3D array (X, Y, Z) with its affine. `header` is nibabel's; None for volumes created in memory."""
 
     array: np.ndarray
     affine: np.ndarray
@@ -70,7 +69,7 @@ class Volume:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return str(self.path) if self.path is not None else "volume in memory"
 
     @property
@@ -85,17 +84,17 @@ class Volume:
 
     @property
     def qform(self) -> tuple[np.ndarray | None, int]:
-        """The qform and its code; (None, 0) where the file has none."""
+        """The qform and its code; (None, 0) if the file has none."""
         return (None, 0) if self.header is None else self.header.get_qform(coded=True)
 
     @property
     def sform(self) -> tuple[np.ndarray | None, int]:
-        """The sform and its code; (None, 0) where the file has none."""
+        """The sform and its code; (None, 0) if the file has none."""
         return (None, 0) if self.header is None else self.header.get_sform(coded=True)
 
 
 def read_volume(path: str | Path, *, allow_nonfinite: bool = False) -> Volume:
-    """An image as float32, scaling applied. NaN and infinity are refused unless asked for."""
+    """Reads an image as float32 with its scaling applied; NaN and infinity are errors unless `allow_nonfinite`."""
     path = Path(path)
     raw, header, affine = _load(path)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -107,39 +106,39 @@ def read_volume(path: str | Path, *, allow_nonfinite: bool = False) -> Volume:
 
 
 def read_labels(path: str | Path) -> Volume:
-    """A label map as exact int32; float or scaled storage is accepted where every value is whole."""
+    """Reads a label map as int32; float or scaled storage is accepted if every value is an integer."""
     path = Path(path)
     raw, header, affine = _load(path)
     return Volume(array=exact_labels(raw, str(path)), affine=affine, header=header, path=path)
 
 
 def exact_labels(array: np.ndarray, name: str) -> np.ndarray:
-    """`array` as int32, refused with an example where that would change a value."""
+    """Converts `array` to int32; raises InputError if that would change a value."""
     if not np.issubdtype(array.dtype, np.integer) and array.dtype != bool:
         finite = np.isfinite(array)
         if not finite.all():
             raise InputError(
                 f"{name}: {int((~finite).sum())} voxels of the label map are NaN or infinite; set them to 0"
             )
-        # Scaled storage multiplies in floating point: 3 may come back as 3.0000001, which is still label 3.
-        whole = np.rint(array)
-        off = np.abs(array - whole) > 1e-4
-        if off.any():
+        # Scaling is applied in floating point: 3 may be read as 3.0000001.
+        rounded = np.rint(array)
+        fractional = np.abs(array - rounded) > 1e-4
+        if fractional.any():
             raise InputError(
-                f"{name}: a label map holds whole numbers, found {float(array[off][0]):g}; give the mask, not the image"
+                f"{name}: a label map must contain integers, got {float(array[fractional][0]):g}; give the mask, not the image"
             )
-        array = whole
+        array = rounded
     low, high = array.min(), array.max()
     if low < -(2**31) or high >= 2**31:
-        raise InputError(f"{name}: label {low if low < 0 else high} does not fit 32 bits; renumber the labels")
+        raise InputError(f"{name}: label {low if low < 0 else high} does not fit into 32 bits; renumber the labels")
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
 def write_volume(path: str | Path, array: np.ndarray, like: Volume, dtype: Any = None) -> Path:
-    """Writes `array` (X, Y, Z) on `like`'s grid: affine, qform, sform, their codes and the units stay as they are.
+    """Writes `array` (X, Y, Z) with the affine, qform, sform, codes and units of `like`. The write is atomic.
 
     `dtype` None: float32 for floats, the smallest of uint8, int16, int32 for integers. An integer `dtype` for a float
-    array stores scaled integers. The file appears whole or not at all.
+    array stores scaled integers.
     """
     path = Path(path)
     write_atomic(path, volume_bytes(array, like, dtype, compressed=_is_compressed(path)))
@@ -147,42 +146,42 @@ def write_volume(path: str | Path, array: np.ndarray, like: Volume, dtype: Any =
 
 
 def volume_bytes(array: np.ndarray, like: Volume, dtype: Any = None, *, compressed: bool = True) -> bytes:
-    """The file that `write_volume` writes, in memory."""
-    assert array.shape == like.shape, f"{array.shape} is not the grid of {like.name}, {like.shape}"
+    """The content of the file that `write_volume` writes."""
+    assert array.shape == like.shape, f"shape {array.shape} is not that of {like.name}, {like.shape}"
     data = _image_bytes(array, like, np.dtype(dtype) if dtype is not None else _storage_dtype(array))
     return gzip_bytes(data) if compressed else data
 
 
 def check_affine(affine: np.ndarray, name: str) -> None:
-    """Refuses an affine that places no volume: not 4 by 4, not finite, or flat."""
+    """Raises InputError for an affine that is not 4 x 4, not finite, singular, or not in millimetres."""
     if affine.shape != (4, 4) or not np.isfinite(affine).all():
         raise InputError(f"{name}: the affine is not finite; repair the header's sform or qform")
     lengths = np.sqrt((affine[:3, :3] ** 2).sum(axis=0))
     if lengths.min() < 1e-6 or lengths.max() > 1e6 or abs(np.linalg.det(affine[:3, :3] / lengths)) < 1e-3:
         raise InputError(
-            f"{name}: the affine is singular (voxel sides {_list(lengths)} mm); repair the header's sform or qform"
+            f"{name}: the affine is singular (voxel size {_list(lengths)} mm); repair the header's sform or qform"
         )
     if lengths.min() < SMALLEST_MM or lengths.max() > LARGEST_MM:
         raise InputError(
-            f"{name}: voxel sides {_list(lengths)} mm are no scanner's; give the file in millimetres, not metres or micrometres"
+            f"{name}: voxel size {_list(lengths)} mm is implausible; the affine must be in millimetres, not metres or micrometres"
         )
 
 
 def _load(path: Path) -> tuple[np.ndarray, Any, np.ndarray]:
-    """Array with its own data type (scaling applied), header, affine."""
+    """The array in its own data type (with scaling applied), the header and the affine."""
     data = _contents(path)
     try:
         image = _image_class(data, path).from_bytes(data)
         header, shape = image.header, _volume_shape(image.shape, path)
         dtype = header.get_data_dtype()
         if dtype.kind not in "iufb":
-            raise InputError(f"{path}: voxels of type {dtype} are not numbers on one channel; convert the file")
+            raise InputError(f"{path}: voxels of type {dtype} are not scalar numbers; convert the file")
         array = np.asanyarray(image.dataobj).reshape(shape)
         affine = np.asarray(image.affine, dtype=np.float64)
         header.get_qform(coded=True)
     except InputError:
         raise
-    # nibabel reports damage as almost any exception, and damage to a user's file is the user's to mend.
+    # nibabel raises almost any exception for a damaged file.
     except Exception as error:
         raise InputError(f"{path}: damaged NIfTI file ({one_line(error)}); export it again") from None
     check_affine(affine, str(path))
@@ -190,7 +189,7 @@ def _load(path: Path) -> tuple[np.ndarray, Any, np.ndarray]:
 
 
 def _contents(path: Path) -> bytes:
-    """All bytes of the image, decompressed, read only after the header's claims were held against the file's size."""
+    """All bytes of the image, decompressed, read after the header was checked against the size of the file."""
     _is_compressed(path)
     try:
         if path.is_dir():
@@ -215,39 +214,39 @@ def _contents(path: Path) -> bytes:
         raise InputError(f"{path}: cannot be read ({one_line(error)})") from None
 
 
-def _read_checked(stream: IO[bytes] | gzip.GzipFile, at_most: int, path: Path) -> bytes:
+def _read_checked(stream: IO[bytes] | gzip.GzipFile, max_bytes: int, path: Path) -> bytes:
     head = stream.read(540)
     needed = _needed_bytes(head, path)
-    if needed > at_most:
+    if needed > max_bytes:
         raise InputError(
-            f"{path}: the header claims {needed} bytes, the file cannot hold them; it is cut short or damaged"
+            f"{path}: the header requires {needed} bytes, more than the file can contain; it is truncated or damaged"
         )
     rest = stream.read(max(0, needed - len(head)))
-    # Reading to the end makes gzip compare its checksum; what lies behind the image is not kept.
+    # Reading to the end verifies the gzip checksum; data after the image is discarded.
     while stream.read(2**20):
         pass
     data = head + rest
     if len(data) < needed:
-        raise InputError(f"{path}: cut short, {len(data)} bytes of {needed}; copy or export the file again")
+        raise InputError(f"{path}: truncated, {len(data)} of {needed} bytes; copy or export the file again")
     return data
 
 
 def _needed_bytes(head: bytes, path: Path) -> int:
-    """Bytes up to the image's last voxel, by the header; refuses what no volume has."""
+    """Number of bytes up to the last voxel according to the header; raises InputError for invalid headers."""
     image_class = _image_class(head, path)
     try:
         header = image_class.header_class(head[: image_class.header_class.template_dtype.itemsize], check=False)
-        # Read without nibabel's property, which fails on a dim[0] it does not expect.
-        rank, *sides = (int(n) for n in header["dim"])
+        # Not by nibabel's property, which fails for an unexpected dim[0].
+        rank, *shape = (int(n) for n in header["dim"])
         itemsize, offset = header.get_data_dtype().itemsize, float(header["vox_offset"])
     except Exception as error:
         raise InputError(f"{path}: damaged NIfTI header ({one_line(error)}); export it again") from None
-    if not 1 <= rank <= 7 or min(sides[:rank]) < 1:
-        raise InputError(f"{path}: damaged NIfTI header (dimensions {[rank, *sides]}); export it again")
-    voxels = math.prod(sides[:rank])
+    if not 1 <= rank <= 7 or min(shape[:rank]) < 1:
+        raise InputError(f"{path}: damaged NIfTI header (dimensions {[rank, *shape]}); export it again")
+    voxels = math.prod(shape[:rank])
     if voxels > MAX_VOXELS:
-        raise InputError(f"{path}: {_list(sides[:rank])} is more than the {MAX_VOXELS} voxels a volume may have")
-    # nibabel takes an offset of 0 at its word and would return the header's own bytes as voxels.
+        raise InputError(f"{path}: {_list(shape[:rank])} voxels exceed the limit of {MAX_VOXELS}")
+    # With an offset of 0, nibabel would return the bytes of the header as voxels.
     if not len(header.binaryblock) + 4 <= offset <= MAX_HEADER_BYTES:
         raise InputError(f"{path}: damaged NIfTI header (data offset {offset:g}); export it again")
     return int(offset) + voxels * itemsize
@@ -257,26 +256,28 @@ def _image_class(head: bytes, path: Path) -> Any:
     try:
         import nibabel as nib
     except ImportError:
-        raise InputError("reading and writing NIfTI needs nibabel: pip install nibabel") from None
+        raise InputError("NIfTI files require nibabel: pip install nibabel") from None
     if len(head) >= 348 and head[344:348] == b"n+1\0":
         return nib.Nifti1Image
     if len(head) >= 540 and head[4:12] == b"n+2\0\r\n\x1a\n":
         return nib.Nifti2Image
     if head[344:348] == b"ni1\0":
-        raise InputError(f"{path}: the header of a two-file pair; convert it to a single .nii file")
-    raise InputError(f"{path}: not a NIfTI file (no NIfTI mark in its header)")
+        raise InputError(f"{path}: header of a two-file NIfTI (.hdr, .img); convert it to a single .nii file")
+    raise InputError(f"{path}: not a NIfTI file (no NIfTI magic in its header)")
 
 
 def _volume_shape(shape: tuple[int, ...], path: Path) -> tuple[int, int, int]:
     if len(shape) < 3 or any(n != 1 for n in shape[3:]):
-        raise InputError(f"{path}: {len(shape)}D of {_list(shape)}, expected one 3D volume; split or convert the file")
+        raise InputError(
+            f"{path}: expected one 3D volume, got {len(shape)}D ({_list(shape)}); split or convert the file"
+        )
     return (int(shape[0]), int(shape[1]), int(shape[2]))
 
 
 def _is_compressed(path: Path) -> bool:
     name = path.name.lower()
     if not name.endswith((".nii", ".nii.gz")):
-        raise InputError(f"{path}: not a NIfTI name; use .nii or .nii.gz")
+        raise InputError(f"{path}: file name must end in .nii or .nii.gz")
     return name.endswith(".gz")
 
 
@@ -287,7 +288,7 @@ def _storage_dtype(array: np.ndarray) -> np.dtype:
     for dtype in (np.uint8, np.int16, np.int32):
         if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max:
             return np.dtype(dtype)
-    raise InputError(f"labels from {low} to {high} do not fit 32 bits; renumber the labels")
+    raise InputError(f"labels from {low} to {high} do not fit into 32 bits; renumber the labels")
 
 
 def _image_bytes(array: np.ndarray, like: Volume, dtype: np.dtype) -> bytes:
@@ -295,7 +296,7 @@ def _image_bytes(array: np.ndarray, like: Volume, dtype: np.dtype) -> bytes:
 
     source = like.header
     image_class = nib.Nifti2Image if isinstance(source, nib.Nifti2Header) else nib.Nifti1Image
-    # A fresh header: descriptions and extensions of the mask say nothing about this volume and may name a patient.
+    # A new header: descriptions and extensions of the mask do not describe this volume and may contain the patient's name.
     header = image_class.header_class()
     header.set_data_shape(array.shape)
     header.set_data_dtype(dtype)
@@ -307,11 +308,11 @@ def _image_bytes(array: np.ndarray, like: Volume, dtype: np.dtype) -> bytes:
         for field in GEOMETRY_FIELDS:
             header[field] = source[field]
         header["pixdim"][:4] = source["pixdim"][:4]
-    whole = np.issubdtype(array.dtype, np.integer) or array.dtype == bool
-    if whole and np.issubdtype(dtype, np.integer) and array.size:
+    integer = np.issubdtype(array.dtype, np.integer) or array.dtype == bool
+    if integer and np.issubdtype(dtype, np.integer) and array.size:
         limits = np.iinfo(dtype)
-        assert limits.min <= array.min() and array.max() <= limits.max, f"labels do not fit {dtype}"
-    direct = whole or np.issubdtype(dtype, np.floating)
+        assert limits.min <= array.min() and array.max() <= limits.max, f"labels do not fit into {dtype}"
+    direct = integer or np.issubdtype(dtype, np.floating)
     return bytes(image_class(array.astype(dtype) if direct else array, None, header).to_bytes())
 
 

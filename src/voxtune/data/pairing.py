@@ -1,4 +1,4 @@
-"""Which image files belong to which mask, by name: plain, BIDS and BraTS names."""
+"""Matches images with masks by file name: plain, BIDS and BraTS names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from voxtune.data.preflight import Finding, Report
 from voxtune.errors import InputError
 
 MASK_ENDINGS = frozenset({"dseg", "seg", "mask", "label", "labels", "probseg"})
-# One modality, the ways it is spelt: BIDS, BraTS up to 2021, BraTS from 2023.
+# Spellings of each modality: BIDS, BraTS up to 2021, BraTS since 2023.
 MODALITIES = (
     frozenset({"t1", "t1w", "t1n"}),
     frozenset({"t1ce", "t1c", "t1gd"}),
@@ -25,7 +25,7 @@ NIFTI_NAME = re.compile(r"\.nii(\.gz)?$", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One subject: a file for each image of the contract, in its order, and the mask."""
+    """The files of one subject: the images in the order of the contract, and the mask."""
 
     id: str
     images: tuple[Path, ...]
@@ -34,16 +34,17 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Pairing:
-    """The pairs that were found, and every file that has no or no single partner."""
+    """All pairs, and a report of the files without a unique partner."""
 
     pairs: tuple[Pair, ...]
     report: Report
 
 
 def pair_folders(images_dir: str | Path, masks_dir: str | Path, images: tuple[str, ...] = ("T1w",)) -> Pairing:
-    """Pairs the NIfTI files below two folders (they may be one) by name.
+    """Matches the NIfTI files below two folders, which may be the same, by name.
 
-    `images` names the contract's channels: with several, each subject needs one file a channel, told by its ending.
+    `images` are the image names of the contract. If there are several, each subject requires one file for each, which is
+    identified by the ending of its name.
     """
     image_files = [p for p in nifti_files(images_dir) if split_name(p, images)[1] not in MASK_ENDINGS]
     mask_files = nifti_files(masks_dir)
@@ -54,21 +55,23 @@ def pair_folders(images_dir: str | Path, masks_dir: str | Path, images: tuple[st
     by_image, by_mask = _by_subject(image_files, images), _by_subject(mask_files, images)
     pairs, findings = [], []
     for key in sorted(by_image.keys() | by_mask.keys()):
-        found = _pair(key, by_image.get(key, []), by_mask.get(key, []), images)
-        if isinstance(found, Pair):
-            pairs.append(found)
+        pair = _pair(key, by_image.get(key, []), by_mask.get(key, []), images)
+        if isinstance(pair, Pair):
+            pairs.append(pair)
         else:
-            findings.append(found)
+            findings.append(pair)
     if not pairs and not findings:
-        findings.append(_finding("no-files", f"{images_dir}: no NIfTI images (.nii, .nii.gz) below this folder"))
+        findings.append(_finding("no-files", f"{images_dir}: no NIfTI images (.nii, .nii.gz) in this folder"))
     return Pairing(pairs=tuple(pairs), report=Report(findings=tuple(findings)))
 
 
 def _pair(key: str, image_files: list[Path], mask_files: list[Path], images: tuple[str, ...]) -> Pair | Finding:
     if not mask_files:
-        return _finding("unmatched", f"{_names(image_files)}: no mask of this name; add one or remove the image")
+        return _finding(
+            "unmatched", f"{_names(image_files)}: no mask with a matching name; add one or remove the image"
+        )
     if not image_files:
-        return _finding("unmatched", f"{_names(mask_files)}: no image of this name; add one or remove the mask")
+        return _finding("unmatched", f"{_names(mask_files)}: no image with a matching name; add one or remove the mask")
     if len(mask_files) > 1:
         return _finding("ambiguous", f"{_names(mask_files)}: several masks for subject {key}; keep one")
     chosen = []
@@ -78,7 +81,7 @@ def _pair(key: str, image_files: list[Path], mask_files: list[Path], images: tup
             candidates = image_files
         if not candidates:
             return _finding(
-                "unmatched", f"{mask_files[0]}: no {name} image for subject {key}, found {_names(image_files)}"
+                "unmatched", f"{mask_files[0]}: no {name} image for subject {key}, only {_names(image_files)}"
             )
         if len(candidates) > 1:
             return _finding("ambiguous", f"{_names(candidates)}: several {name} images for subject {key}; keep one")
@@ -87,14 +90,14 @@ def _pair(key: str, image_files: list[Path], mask_files: list[Path], images: tup
 
 
 def split_name(path: Path, images: Iterable[str] = ()) -> tuple[str, str]:
-    """Subject key and ending (lower case) of a file's name: sub-01_desc-x_dseg -> (sub-01, dseg)."""
+    """Splits a file name into subject and ending (lower case): sub-01_desc-x_dseg -> (sub-01, dseg)."""
     stem = NIFTI_NAME.sub("", path.name)
     known = MASK_ENDINGS | IMAGE_ENDINGS | {name.lower() for name in images}
     ending = ""
     while True:
         head, separator, tail = _last_part(stem)
         if not separator and stem.lower() in known and not ending:
-            # A file called t1.nii.gz or seg.nii.gz in a folder of its subject.
+            # A file such as t1.nii.gz or seg.nii.gz in a folder named after its subject.
             return path.parent.name, stem.lower()
         if not separator or not head or not (tail.lower() in known or tail.lower().startswith("desc-")):
             return stem, ending
@@ -106,7 +109,7 @@ def _last_part(stem: str) -> tuple[str, str, str]:
     head, separator, tail = stem.rpartition("_")
     if tail.lower().startswith("desc-"):
         return head, separator, tail
-    # BraTS from 2023 joins its endings with a hyphen: BraTS-GLI-00000-000-t1n.
+    # BraTS since 2023 uses a hyphen before the ending: BraTS-GLI-00000-000-t1n.
     inner_head, inner_separator, inner_tail = tail.rpartition("-")
     if inner_separator and inner_tail.lower() in MASK_ENDINGS | IMAGE_ENDINGS:
         return f"{head}{separator}{inner_head}", inner_separator, inner_tail
@@ -114,7 +117,7 @@ def _last_part(stem: str) -> tuple[str, str, str]:
 
 
 def same_modality(ending: str, name: str) -> bool:
-    """Whether two endings are spellings of one modality: t1w and t1n."""
+    """Whether two endings are spellings of the same modality, such as t1w and t1n."""
     name = name.lower()
     return ending == name or any(ending in group and name in group for group in MODALITIES)
 
@@ -127,15 +130,15 @@ def _by_subject(files: list[Path], images: tuple[str, ...]) -> dict[str, list[Pa
 
 
 def nifti_files(folder: str | Path) -> list[Path]:
-    """Every NIfTI file below `folder`, in order of its path; hidden ones left out."""
+    """Every NIfTI file below `folder`, sorted by path, without hidden files."""
     folder = Path(folder)
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
     try:
-        found = [p for p in folder.rglob("*") if NIFTI_NAME.search(p.name) and not p.name.startswith(".")]
+        files = [p for p in folder.rglob("*") if NIFTI_NAME.search(p.name) and not p.name.startswith(".")]
     except OSError as error:
         raise InputError(f"{folder}: cannot be read ({error.strerror or error})") from None
-    return sorted(found)
+    return sorted(files)
 
 
 def _names(paths: list[Path]) -> str:

@@ -1,6 +1,6 @@
-"""Pixels from 0 to 255 and the [-1, 1] of a model: there, back, to another size, and as PNG.
+"""Conversion between pixels (0 .. 255) and the [-1, 1] of a model, resizing, and PNG.
 
-Legend: C channels, H W pixels, N images. Files and pictures are (H, W, C); models are (C, H, W).
+Legend: C channels, H W pixels, N images. Files are (H, W, C); models are (C, H, W).
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import numpy as np
 
 from voxtune.errors import InputError
 
-# Colours that a PNG can hold, by the number of channels.
+# Numbers of channels that a PNG can store.
 PNG_CHANNELS = (1, 3)
 GAP = 2
 
 
 def to_signed(pixels: np.ndarray) -> np.ndarray:
-    """0 .. 255 to [-1, 1]."""
+    """Converts 0 .. 255 to [-1, 1]."""
     return pixels.astype(np.float32) / np.float32(127.5) - np.float32(1)
 
 
 def to_pixels(image_CHW: np.ndarray) -> np.ndarray:
-    """[-1, 1] to 0 .. 255, as (H, W, C)."""
+    """Converts [-1, 1] to 0 .. 255, as (H, W, C)."""
     levels = np.rint((np.nan_to_num(image_CHW) + 1) * 127.5)
     return np.ascontiguousarray(np.clip(levels, 0, 255).astype(np.uint8).transpose(1, 2, 0))
 
 
 def resize(pixels_CHW: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Bicubic, each channel by itself; smaller sizes are averaged, so that nothing aliases."""
+    """Resizes by bicubic interpolation, with antialiasing when the size is reduced."""
     if pixels_CHW.shape[1:] == size:
         return pixels_CHW
     from PIL import Image
@@ -42,11 +42,13 @@ def resize(pixels_CHW: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 def check_png(channels: int) -> None:
     if channels not in PNG_CHANNELS:
-        raise InputError(f"images of {channels} channels have no PNG form (1 or 3 have); use Model.sample from Python")
+        raise InputError(
+            f"images with {channels} channels cannot be written as PNG, which has 1 or 3; use Model.sample from Python"
+        )
 
 
 def png(pixels_HWC: np.ndarray) -> bytes:
-    """The bytes of a PNG, grey or in colours."""
+    """Encodes a greyscale or RGB image as PNG."""
     from PIL import Image
 
     check_png(pixels_HWC.shape[-1])
@@ -56,7 +58,7 @@ def png(pixels_HWC: np.ndarray) -> bytes:
 
 
 def sheet(images_NHWC: np.ndarray, *, cell: int = 64) -> np.ndarray:
-    """All images on one page, in rows, each at least `cell` pixels wide and high; (H, W, 3)."""
+    """Arranges images in a grid (H, W, 3), each at least `cell` pixels wide and high."""
     count, height, width, channels = images_NHWC.shape
     if channels not in PNG_CHANNELS:
         images_NHWC = images_NHWC[..., :1]

@@ -1,4 +1,4 @@
-"""What does not fit, said before any work: one finding a fault, each with what was found and how to mend it."""
+"""Checks of masks and images before any work: each problem is one finding that names the file and the fix."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from voxtune.data.nifti import Volume, check_affine, exact_labels, read_labels
 from voxtune.errors import InputError
 
 log = logging.getLogger("voxtune")
-# Warnings that are shown; the rest are counted.
+# Number of warnings that are shown; the rest are counted.
 SHOWN_WARNINGS = 5
 
-# Headers store affines in float32, and tools recompute them from quaternions: differences below this are the same grid.
+# Affines are stored in float32 or recomputed from quaternions: grids with smaller differences are equal.
 AFFINE_TOLERANCE_MM = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One fault. An error stops the work; a warning is told and the work goes on."""
+    """One problem. Errors stop the work, warnings do not."""
 
     level: Literal["error", "warning"]
     code: str
@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The findings of a check; empty where all fits."""
+    """The findings of a check; empty if there are none."""
 
     findings: tuple[Finding, ...] = ()
 
@@ -50,7 +50,7 @@ class Report:
         return tuple(f for f in self.findings if f.level == "warning")
 
     def raise_errors(self) -> None:
-        """Raises one InputError with every error in it."""
+        """Raises one InputError with the messages of all errors."""
         if self.errors:
             raise InputError("; ".join(f.message for f in self.errors))
 
@@ -60,10 +60,10 @@ class Report:
         for finding in self.warnings[:SHOWN_WARNINGS]:
             warn(finding.message)
         if len(self.warnings) > SHOWN_WARNINGS:
-            warn(f"and {len(self.warnings) - SHOWN_WARNINGS} more of the kind")
+            warn(f"{len(self.warnings) - SHOWN_WARNINGS} more warnings")
 
     def to_dict(self) -> dict[str, Any]:
-        """The report for JSON."""
+        """The report as a JSON mapping."""
         return {"ok": self.ok, "findings": [asdict(f) for f in self.findings]}
 
     def __add__(self, other: Report) -> Report:
@@ -71,7 +71,7 @@ class Report:
 
 
 def check_mask(mask: Volume | str | Path, contract: DataContract) -> Report:
-    """Whether a mask, in memory or in a file, can go to a model of this contract."""
+    """Checks whether a mask, in memory or in a file, can be used with this contract."""
     if not isinstance(mask, Volume):
         try:
             mask = read_labels(mask)
@@ -80,9 +80,7 @@ def check_mask(mask: Volume | str | Path, contract: DataContract) -> Report:
     name, array = mask.name, mask.array
     findings = []
     if array.ndim != 3 or 0 in array.shape:
-        findings.append(
-            _error("dimension", f"{name}: shape {mask.shape} is not a 3D volume; give one mask with three axes")
-        )
+        findings.append(_error("dimension", f"{name}: shape {mask.shape} is not that of a 3D volume"))
     try:
         check_affine(np.asarray(mask.affine), name)
     except InputError as error:
@@ -98,46 +96,46 @@ def check_mask(mask: Volume | str | Path, contract: DataContract) -> Report:
 
 
 def _check_labels(labels: np.ndarray, contract: DataContract, name: str) -> Report:
-    found = [int(v) for v in np.unique(labels)]
-    if found == [0]:
+    values = [int(v) for v in np.unique(labels)]
+    if values == [0]:
         return _report(
             _error("empty", f"{name}: the mask is empty, all voxels are 0; expected {contract.describe_labels()}")
         )
     findings = []
     unknown = unknown_labels(labels, contract)
-    told = f"found {_some(found)}, the model knows {contract.describe_labels()}"
+    both = f"the mask has {_some(values)}, the model {contract.describe_labels()}"
     if unknown:
-        findings.append(_error("unknown-label", f"{name}: unknown label {_some(unknown)}; {told}; renumber the mask"))
-    missing = [v for v in contract.values if v not in found]
+        findings.append(_error("unknown-label", f"{name}: unknown label {_some(unknown)}; {both}; renumber the mask"))
+    missing = [v for v in contract.values if v not in values]
     if len(missing) == len(contract.values):
-        findings.append(_error("no-label", f"{name}: none of the model's labels is there; {told}"))
+        findings.append(_error("no-label", f"{name}: none of the model's labels is in the mask; {both}"))
     else:
         for value in missing:
-            message = f"{name}: label {contract.name_of(value)} is missing; {told}; the result will not show it"
+            message = f"{name}: label {contract.name_of(value)} is not in the mask; {both}; the result will not show it"
             findings.append(Finding(level="warning", code="missing-label", message=message))
     return _report(*findings)
 
 
 def check_pair(image: Volume, mask: Volume) -> Report:
-    """Whether an image and its mask lie on the same grid."""
+    """Checks whether an image and its mask are on the same grid."""
     if image.shape != mask.shape:
-        message = f"{image.name}: shape {image.shape} is not that of its mask {mask.name}, {mask.shape}"
+        message = f"{image.name}: shape {image.shape} differs from that of its mask {mask.name}, {mask.shape}"
         return _report(_error("pair-shape", f"{message}; resample one to the other"))
-    # The corners move most: compare where the affines put them.
+    # Differences between affines are largest at the corners.
     corners = np.array([[x, y, z, 1] for x in (0, 1) for y in (0, 1) for z in (0, 1)], dtype=np.float64)
     corners[:, :3] *= np.array(image.shape) - 1
-    apart = float(np.abs(corners @ (image.affine - mask.affine).T).max())
-    if not apart <= max(AFFINE_TOLERANCE_MM, 0.01 * min(mask.spacing)):
-        message = f"{image.name}: lies {apart:.3g} mm away from its mask {mask.name}, their affines differ"
+    distance_mm = float(np.abs(corners @ (image.affine - mask.affine).T).max())
+    if not distance_mm <= max(AFFINE_TOLERANCE_MM, 0.01 * min(mask.spacing)):
+        message = f"{image.name}: displaced by {distance_mm:.3g} mm from its mask {mask.name}; their affines differ"
         return _report(_error("pair-affine", f"{message}; resample one to the other"))
     return Report()
 
 
 def check_lost_labels(before: np.ndarray, after: np.ndarray, contract: DataContract, name: str) -> Report:
-    """Labels that were there and vanished on the way to the model's grid: too small for its voxels."""
+    """Reports labels that were lost on the model's grid because they are smaller than its voxels."""
     lost = sorted({int(v) for v in np.unique(before)} - {int(v) for v in np.unique(after)} - {0})
-    why = "is smaller than the model's voxels and was lost in resampling"
-    messages = [f"{name}: label {contract.name_of(value)} {why}" for value in lost]
+    reason = "is smaller than the model's voxels and was lost in resampling"
+    messages = [f"{name}: label {contract.name_of(value)} {reason}" for value in lost]
     if lost and not after.any():
         return _report(_error("lost-all", "; ".join(messages) + "; check the mask's spacing"))
     return _report(*(Finding(level="warning", code="lost-label", message=message) for message in messages))

@@ -1,6 +1,6 @@
-"""Subjects to learn from and held-out ones: the embedded cohort, folders of a user, or one file that numpy alone reads.
+"""Training and held-out subjects: the simulated cohort, a user's folders, or a packed file that requires only NumPy.
 
-A source gives `source[i] -> (image (C, D, H, W) in [-1, 1], condition (L, D, H, W))`, as in `data/dataset.py`.
+`source[i]` is (image (C, D, H, W) in [-1, 1], condition (L, D, H, W)), as in `data/dataset.py`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from voxtune.files import one_line, write_atomic
 COHORT_HELD_OUT = 24
 # The width of the grid of `head_contract`: 128 voxels of 1.5 mm.
 HEAD_MM = 192.0
-# Images are stored as whole numbers: [-1, 1] becomes 0 .. 4095, finer than their noise.
+# Images are stored as integers: [-1, 1] becomes 0 .. 4095, finer than their noise.
 STEPS = 4095
 
 
 class Source(Protocol):
-    """Subjects to learn from: `source[i] -> (image (C, *size), condition (L, *size) or None)`, float32 arrays."""
+    """Subjects: `source[i]` is (image (C, *size), condition (L, *size) or None) as float32 arrays."""
 
     def __len__(self) -> int: ...
 
@@ -39,10 +39,10 @@ class Source(Protocol):
 
 @runtime_checkable
 class Compact(Protocol):
-    """A source that holds its subjects in memory, in fewer bytes than the network takes.
+    """A source that holds its subjects in memory in a compact form.
 
-    `unfold(*stored(indices))` are images and conditions of these subjects, on whichever device the tensors are: a GPU makes
-    them in microseconds, where threads of the host would take the time that the loop needs to feed it.
+    `unfold(*stored(indices))` are the images and conditions of these subjects, on the device of the tensors: a GPU unfolds
+    them in microseconds, and the host stays free to launch the training step.
     """
 
     def stored(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]: ...
@@ -51,7 +51,7 @@ class Compact(Protocol):
 
 
 class SourceRange:
-    """Subjects `first`, `first` + 1, ... of a source that gives any subject by its number."""
+    """Subjects first .. first + count - 1 of a source."""
 
     def __init__(self, source: Any, first: int, count: int):
         self.source, self.first, self.count, self.contract = source, first, count, source.contract
@@ -64,7 +64,7 @@ class SourceRange:
 
 
 class Packed:
-    """Subjects in memory, from a file that `pack` wrote."""
+    """Subjects in memory, from a file written by `pack`."""
 
     def __init__(self, contract: DataContract, images_NCDHW: np.ndarray, labels_NDHW: np.ndarray, origin: str = ""):
         self.contract, self.images_NCDHW, self.labels_NDHW, self.origin = contract, images_NCDHW, labels_NDHW, origin
@@ -77,13 +77,13 @@ class Packed:
         return image_CDHW, encode_mask(self.labels_NDHW[index], self.contract)
 
     def stored(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Images and labels of these subjects as they are held: 16 and 8 bits a voxel."""
-        # 0 .. 4095 has the same bits with a sign, for which torch has all operations.
+        """Images and labels of these subjects as stored, with 16 and 8 bits per voxel."""
+        # torch supports int16 better than uint16; the bits of 0 .. 4095 are the same.
         images = torch.from_numpy(self.images_NCDHW[list(indices)].view(np.int16))
         return images, torch.from_numpy(self.labels_NDHW[list(indices)])
 
     def unfold(self, images: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
-        """`stored` to what `[index]` gives, bit for bit."""
+        """Converts the result of `stored` to images and conditions, bit-identical to `[index]`."""
         return images.float() * (2.0 / STEPS) - 1.0, encode_classes(masks, self.contract.values, self.contract)
 
     def part(self, first: int, count: int) -> Packed:
@@ -92,42 +92,44 @@ class Packed:
 
 
 def encode_classes(masks_NDHW: Tensor, values: Iterable[int], contract: DataContract) -> Tensor:
-    """The condition of the model (N, L, D, H, W), as `encode_mask` makes it: a channel for each of `values`, in their order."""
+    """The model's condition (N, L, D, H, W) with a channel for each of `values`, as in `encode_mask`."""
     inside = torch.stack([masks_NDHW == value for value in values], dim=1).float()
     return inside * 2 - 1 if contract.mask_range == "signed" else inside
 
 
 def cohort_sources(contract: DataContract, seed: int, count: int, held_out: int) -> tuple[Source, Source]:
-    """Subjects 0 .. count-1 of cohort `seed` to learn from, and `held_out` that nothing learns from."""
+    """Simulated subjects 0 .. count-1 of cohort `seed` for training, and `held_out` others."""
     from voxtune.data.dataset import CohortSource
 
     if count > HELD_OUT:
-        raise InputError(f"--cohort {count}: subjects from {HELD_OUT} on are held out; give {HELD_OUT} at most")
-    unseen = SourceRange(CohortSource(contract, seed, HELD_OUT + held_out, healthy_fraction=0.0), HELD_OUT, held_out)
-    return CohortSource(contract, seed, count), unseen
+        raise InputError(
+            f"--cohort {count}: must be {HELD_OUT} or less, because subjects from {HELD_OUT} on are held out"
+        )
+    rest = SourceRange(CohortSource(contract, seed, HELD_OUT + held_out, healthy_fraction=0.0), HELD_OUT, held_out)
+    return CohortSource(contract, seed, count), rest
 
 
 def cohort_origin(seed: int, count: int, held_out: int) -> str:
     last = HELD_OUT + held_out - 1
-    return f"subjects 0 to {count - 1} of the embedded cohort, seed {seed}; held out: {HELD_OUT} to {last}, all with lesions"
+    return f"simulated subjects 0 to {count - 1} of the cohort, seed {seed}; held out: {HELD_OUT} to {last}, all with lesions"
 
 
 def folder_sources(
     images: str | Path, masks: str | Path, contract: DataContract, held_out: int | None = None
 ) -> tuple[Source, Source]:
-    """Pairs of two folders on the contract's grid; the last are held out, a tenth unless told."""
+    """A user's images and masks on the contract's grid; the last are held out, by default one in ten."""
     from voxtune.data.dataset import PairedFolders
 
     source = PairedFolders(contract, images, masks)
     source.check().raise_or_warn()
     if len(source) < 2:
-        raise InputError(f"{images}: one subject; bring more, one in ten is held out to measure")
-    kept = len(source) - (max(1, len(source) // 10) if held_out is None else held_out)
-    if not 0 < kept < len(source):
+        raise InputError(f"{images}: only one subject; at least two are required, since one in ten is held out")
+    n_train = len(source) - (max(1, len(source) // 10) if held_out is None else held_out)
+    if not 0 < n_train < len(source):
         raise InputError(
-            f"{images}: {len(source)} subjects, {held_out} of them held out: some must be left on both sides"
+            f"--held-out {held_out}: must be from 1 to {len(source) - 1}; {images} has {len(source)} subjects"
         )
-    return SourceRange(source, 0, kept), SourceRange(source, kept, len(source) - kept)
+    return SourceRange(source, 0, n_train), SourceRange(source, n_train, len(source) - n_train)
 
 
 def head_contract(size: Shape, labels: tuple[Label, ...] | None) -> DataContract:
@@ -147,32 +149,32 @@ def open_sources(
     labels: Sequence[Mapping[str, Any]] | None = None,
     held_out: int | None = None,
 ) -> tuple[Source, Source, str]:
-    """(to learn from, held out, what they are in words): of the embedded cohort, or of a user's folders.
+    """(training subjects, held-out subjects, description) of the simulated cohort or of a user's folders.
 
-    `labels` are those of the folders' masks, as settings have them: name, value and channel of each. `contract` is a model's,
-    whose grid and labels are to be met, in place of `size` and `labels`.
+    `labels` are those of the masks in the folders, as mappings of name, value and channel. `contract` is that of a model,
+    instead of `size` and `labels`.
     """
     if contract is not None:
         size = contract.size
     if len(size) != 3:
-        raise InputError(f"--size {','.join(map(str, size))}: give three sides, depth,height,width")
-    side: Shape = (size[0], size[1], size[2])
+        raise InputError(f"--size {','.join(map(str, size))}: give three dimensions, depth,height,width")
+    shape: Shape = (size[0], size[1], size[2])
     if cohort is not None and (images is not None or masks is not None):
-        raise InputError("give folders (--images DIR --masks DIR) or the embedded cohort (--cohort 240), not both")
+        raise InputError("--cohort cannot be combined with --images or --masks")
     if (cohort is None and images is None) or (images is None) != (masks is None):
-        raise InputError("no data: give folders (--images DIR --masks DIR) or the embedded cohort (--cohort 240)")
+        raise InputError("no data: pass --images DIR --masks DIR, or --cohort N for simulated subjects")
     if cohort is not None:
         if labels is not None:
-            raise InputError("--labels are those of your own masks: leave them away with --cohort, which has its own")
-        unseen, number = COHORT_HELD_OUT if held_out is None else held_out, seed or 0
-        found = cohort_sources(contract or cohort_contract(side), number, cohort, unseen)
-        return *found, cohort_origin(number, cohort, unseen)
+            raise InputError("--labels cannot be combined with --cohort, which has its own labels")
+        n_held_out, seed = COHORT_HELD_OUT if held_out is None else held_out, seed or 0
+        sources = cohort_sources(contract or cohort_contract(shape), seed, cohort, n_held_out)
+        return *sources, cohort_origin(seed, cohort, n_held_out)
     if seed is not None:
-        raise InputError("a seed is the cohort's: leave it away with --images and --masks")
+        raise InputError("--seed requires --cohort; it cannot be combined with --images and --masks")
     assert images is not None and masks is not None
     named = None if labels is None else tuple(Label(**label) for label in labels)
-    train, last = folder_sources(images, masks, contract or head_contract(side, named), held_out)
-    return train, last, f"{len(train)} subjects of the folder `{Path(images).name}`; {len(last)} held out"
+    train, rest = folder_sources(images, masks, contract or head_contract(shape, named), held_out)
+    return train, rest, f"{len(train)} subjects of the folder `{Path(images).name}`; {len(rest)} held out"
 
 
 def pack(
@@ -183,13 +185,13 @@ def pack(
     *,
     origin: str = "",
 ) -> Path:
-    """Writes both sources into one .npz, held-out subjects last, for a machine that has no NIfTI reader.
+    """Writes both sources into one .npz file, held-out subjects last, for machines without a NIfTI reader.
 
-    `origin` says in words what they are, for the card of what is trained on them.
+    `origin` describes the subjects; it becomes part of the model card.
     """
     contract, total = train.contract, len(train) + len(held_out)
     if max(contract.values) > 255:
-        raise InputError(f"label {max(contract.values)}: packed masks hold labels up to 255; renumber the labels")
+        raise InputError(f"label {max(contract.values)}: packed masks support labels up to 255; renumber the labels")
     images, labels = [], []
     for number in range(total):
         image_CDHW, cond_LDHW = train[number] if number < len(train) else held_out[number - len(train)]
@@ -208,7 +210,7 @@ def pack(
 
 
 def unpack(path: str | Path) -> tuple[Packed, Packed]:
-    """(to learn from, held out) of a file that `pack` wrote."""
+    """(training subjects, held-out subjects) of a file written by `pack`."""
     try:
         with np.load(path, allow_pickle=False) as file:
             images, labels, header = file["images"], file["labels"], json.loads(str(file["header"]))
@@ -220,19 +222,21 @@ def unpack(path: str | Path) -> tuple[Packed, Packed]:
         raise InputError(f"{path}: not a file of packed subjects ({one_line(error)})") from None
     if not 0 < held_out < len(images):
         raise InputError(
-            f"{path}: {held_out} of its {len(images)} subjects are held out; pack some to learn from and some not"
+            f"{path}: {held_out} of its {len(images)} subjects are held out; pack both training and held-out subjects"
         )
-    wanted = (len(labels), len(contract.images), *contract.size)
-    if images.shape != wanted or labels.shape != (len(images), *contract.size):
-        raise InputError(f"{path}: images of shape {images.shape} do not fit its own contract; pack the subjects again")
+    expected = (len(labels), len(contract.images), *contract.size)
+    if images.shape != expected or labels.shape != (len(images), *contract.size):
+        raise InputError(
+            f"{path}: shape {images.shape} of the images does not match its contract; pack the subjects again"
+        )
     if images.dtype != np.uint16 or images.max() > STEPS:
-        raise InputError(f"{path}: its images are not whole numbers from 0 to {STEPS}; pack the subjects again")
+        raise InputError(f"{path}: images must be integers from 0 to {STEPS}; pack the subjects again")
     if labels.dtype != np.uint8 or not np.isin(np.arange(256), (0, *contract.values))[labels].all():
-        raise InputError(f"{path}: a mask holds labels that its own contract does not name; pack the subjects again")
+        raise InputError(f"{path}: a mask has labels that are not in its contract; pack the subjects again")
     everything = Packed(contract, images, labels, str(header.get("origin", "")))
     return everything.part(0, len(images) - held_out), everything.part(len(images) - held_out, held_out)
 
 
 def classes_of(cond_LDHW: np.ndarray) -> np.ndarray:
-    """The class of each voxel, uint8 (D, H, W): 0 background, 1 + channel elsewhere; a channel is positive inside."""
+    """The class of each voxel, uint8 (D, H, W): 0 for background, else 1 + the channel that is positive there."""
     return np.where((cond_LDHW > 0).any(axis=0), cond_LDHW.argmax(axis=0) + 1, 0).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Folders of volumes to be judged: which files belong together by name, and each volume on one common grid."""
+"""Sets of volumes for evaluation: matching by file name, and placement on a common grid."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from voxtune.data.preflight import check_mask, check_pair
 from voxtune.errors import InputError
 
 # FileErrors of files that one message names; the rest are counted.
-SHOWN_FAULTS = 5
-DRAWN = re.compile(r"_desc-synth\d+", re.IGNORECASE)
+SHOWN_ERRORS = 5
+SYNTHETIC = re.compile(r"_desc-synth\d+", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class VolumeFile:
-    """One image: its subject by name (sub-01 of sub-01_desc-synth02_T1w.nii.gz) and its modality in lower case, or ""."""
+    """An image file with its subject (sub-01 of sub-01_desc-synth02_T1w.nii.gz) and its modality in lower case, or ""."""
 
     path: Path
     subject: str
@@ -32,7 +32,7 @@ class VolumeFile:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Placed:
-    """One volume on the common grid: `image_DHW` in [-1, 1] by its own extremes; `labels_DHW` of its mask, if any."""
+    """A volume on the common grid: `image_DHW` scaled to [-1, 1] by its minimum and maximum; the labels of its mask."""
 
     file: VolumeFile
     image_DHW: np.ndarray
@@ -41,25 +41,24 @@ class Placed:
 
 
 def find_images(folder: str | Path, image: str | None = None, *, synthetic: bool = False) -> list[VolumeFile]:
-    """The images below a folder, by name; masks are left out, and modalities other than `image` where it is given.
+    """The images below a folder, sorted by path, without masks; only those of modality `image` if it is given.
 
-    A folder may hold real volumes and such that voxtune drew, told by desc-synth: of the two kinds only the one that is
-    asked for counts, where it is there.
+    If a folder contains both generated volumes (desc-synth in the name) and others, `synthetic` selects one kind.
     """
     known = () if image is None else (image,)
     named = [(path, *split_name(path, known)) for path in nifti_files(folder)]
-    found = [VolumeFile(path=p, subject=s, modality=m) for p, s, m in named if m not in MASK_ENDINGS]
+    files = [VolumeFile(path=p, subject=s, modality=m) for p, s, m in named if m not in MASK_ENDINGS]
     if image is not None:
-        found = [f for f in found if not f.modality or same_modality(f.modality, image)]
-    found = [f for f in found if bool(DRAWN.search(f.path.name)) == synthetic] or found
-    if not found:
-        what = "NIfTI images (.nii, .nii.gz)" if image is None else f"{image} images"
-        raise InputError(f"{folder}: no {what} below this folder")
-    return found
+        files = [f for f in files if not f.modality or same_modality(f.modality, image)]
+    files = [f for f in files if bool(SYNTHETIC.search(f.path.name)) == synthetic] or files
+    if not files:
+        kind = "NIfTI images (.nii, .nii.gz)" if image is None else f"{image} images"
+        raise InputError(f"{folder}: no {kind} in this folder")
+    return files
 
 
 def find_masks(folder: str | Path) -> dict[str, Path]:
-    """Subject -> mask of a folder: the files named as masks (_dseg, _seg, _mask), or all of them where none is."""
+    """The mask of each subject: the files named as masks (_dseg, _seg, _mask), or all files if none is."""
     files = nifti_files(folder)
     marked = [p for p in files if split_name(p, ())[1] in MASK_ENDINGS]
     masks: dict[str, Path] = {}
@@ -69,12 +68,12 @@ def find_masks(folder: str | Path) -> dict[str, Path]:
             raise InputError(f"{masks[subject]}, {path}: several masks for subject {subject}; keep one")
         masks[subject] = path
     if not masks:
-        raise InputError(f"{folder}: no NIfTI masks (.nii, .nii.gz) below this folder")
+        raise InputError(f"{folder}: no NIfTI masks (.nii, .nii.gz) in this folder")
     return masks
 
 
 def check_modalities(sets: Iterable[Sequence[VolumeFile]]) -> None:
-    """Refuses to judge a T1 against a T2: one result speaks of one image."""
+    """Raises InputError if the volumes are of different modalities."""
     seen: dict[str, VolumeFile] = {}
     for files in sets:
         for file in files:
@@ -82,31 +81,33 @@ def check_modalities(sets: Iterable[Sequence[VolumeFile]]) -> None:
                 seen[file.modality] = file
     if len(seen) > 1:
         names = ", ".join(f"{m} ({f.path.name})" for m, f in seen.items())
-        raise InputError(f"several kinds of images: {names}; choose one with --image, as --image {next(iter(seen))}")
+        raise InputError(f"several modalities: {names}; choose one, such as --image {next(iter(seen))}")
 
 
-def pair_by_subject(real: Sequence[VolumeFile], synth: Sequence[VolumeFile]) -> list[tuple[VolumeFile, VolumeFile]]:
-    """(real, synthetic) for each synthetic volume whose subject has a real one."""
+def pair_by_subject(
+    references: Sequence[VolumeFile], synthetic: Sequence[VolumeFile]
+) -> list[tuple[VolumeFile, VolumeFile]]:
+    """(reference, synthetic) for each synthetic volume whose subject has a reference."""
     by_subject: dict[str, list[VolumeFile]] = {}
-    for file in real:
+    for file in references:
         by_subject.setdefault(file.subject, []).append(file)
     pairs = []
-    for drawn in synth:
-        partners = by_subject.get(drawn.subject, [])
+    for volume in synthetic:
+        partners = by_subject.get(volume.subject, [])
         if len(partners) > 1:
             names = ", ".join(str(p.path) for p in partners[:4])
-            raise InputError(f"{names}: several real images for subject {drawn.subject}; keep one")
-        pairs += [(partner, drawn) for partner in partners]
+            raise InputError(f"{names}: several reference images for subject {volume.subject}; keep one")
+        pairs += [(partner, volume) for partner in partners]
     return pairs
 
 
 def read_placed(
     file: VolumeFile, mask_path: Path | None, contract: DataContract, *, strict: bool = True, by_mask: bool = True
 ) -> Placed:
-    """One volume, and its mask, on the contract's grid; where it does not fit the grid, cropped around its labels.
+    """Reads a volume and its mask on the contract's grid; a larger volume is cropped around its labels.
 
-    Without `by_mask` around its own middle, as a volume without a mask is: of volumes that are held against each other all
-    must be placed alike. A mask on another grid than its volume is an error; `strict` asks about its labels, too.
+    Without `by_mask` it is cropped around its centre, as a volume without a mask: volumes that are compared must be placed
+    in the same way. A mask on another grid is an error; `strict` also checks its labels.
     """
     volume = read_volume(file.path)
     mask = None if mask_path is None else read_labels(mask_path)
@@ -122,16 +123,16 @@ def read_placed(
     return Placed(file=file, image_DHW=scale_image(image, contract), labels_DHW=labels, constant=constant)
 
 
-def read_pair(real: VolumeFile, synth: VolumeFile) -> tuple[np.ndarray, np.ndarray]:
-    """Both volumes of a pair on their own grid, each in [0, 1] by its own extremes."""
-    a, b = read_volume(real.path), read_volume(synth.path)
+def read_pair(reference: VolumeFile, synthetic: VolumeFile) -> tuple[np.ndarray, np.ndarray]:
+    """Reads both volumes of a pair on their grid, each scaled to [0, 1] by its minimum and maximum."""
+    a, b = read_volume(reference.path), read_volume(synthetic.path)
     if a.shape != b.shape:
         raise InputError(
-            f"{b.name}: shape {b.shape} is not that of its real partner {a.name}, {a.shape}; resample one to the other"
+            f"{b.name}: shape {b.shape} differs from that of its reference {a.name}, {a.shape}; resample one to the other"
         )
     report = check_pair(b, a)
     if not report.ok:
-        raise InputError(report.errors[0].message.replace("its mask", "its real partner"))
+        raise InputError(report.errors[0].message.replace("its mask", "its reference"))
     return _unit(a), _unit(b)
 
 
@@ -141,20 +142,20 @@ def _unit(volume: Volume) -> np.ndarray:
 
 
 class FileErrors:
-    """What is wrong with files, gathered so that one message tells all."""
+    """Collects errors of several files, to raise them in one message."""
 
     def __init__(self) -> None:
-        self.found: list[str] = []
+        self.messages: list[str] = []
 
     def add(self, error: InputError) -> None:
-        if str(error) not in self.found:
-            self.found.append(str(error))
+        if str(error) not in self.messages:
+            self.messages.append(str(error))
 
     def raise_all(self) -> None:
-        if self.found:
-            more = len(self.found) - SHOWN_FAULTS
-            shown = "; ".join(self.found[:SHOWN_FAULTS])
-            raise InputError(f"{shown}; and {more} more of the kind" if more > 0 else shown)
+        if self.messages:
+            more = len(self.messages) - SHOWN_ERRORS
+            shown = "; ".join(self.messages[:SHOWN_ERRORS])
+            raise InputError(f"{shown}; and {more} more" if more > 0 else shown)
 
 
 def masks_of(files: Sequence[VolumeFile], masks: Mapping[str, Path]) -> list[Path | None]:
