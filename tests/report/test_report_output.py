@@ -72,7 +72,8 @@ def test_svg_escapes_names_and_shows_missing_values():
     figure = Bars(id="f", title=HOSTILE[0], labels=names, series=[Series(name=HOSTILE[1], values=values)], unit="ms")
     root = ElementTree.fromstring(render_svg(figure))
     tags = {e.tag.rpartition("}")[2] for e in root.iter()}
-    assert tags <= {"svg", "title", "rect", "line", "text"}
+    assert tags <= {"svg", "style", "title", "rect", "line", "text"}
+    assert [e.text.count("{") for e in root.iter() if e.tag.endswith("style")] == [12]
     assert "not measured" in "".join(root.itertext())
     assert figure.unmeasured() == HOSTILE[0]
 

@@ -7,30 +7,22 @@ import re
 from collections.abc import Callable, Iterable
 from xml.sax.saxutils import escape, quoteattr
 
-INK, MUTED, LINE, HAIR = "#16191d", "#5c636c", "#dfe3e8", "#edf0f3"
+from voxtune.report import palette
+
+# Light colours and their counterparts in a dark theme. INK differs from palette.ink: labels inside bars do not change.
+INK, MUTED, LINE, HAIR, PAPER = "#1a1d21", "#5c636c", "#dfe3e8", "#edf0f3", "#fdfdfe"
+DARK = {INK: "#e8ebef", MUTED: "#a3abb5", LINE: "#3a414a", HAIR: "#262c33", PAPER: "#14181d"}
+MARGIN = 20.0
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', sans-serif"
-CHARACTER = 7.0  # mean width at 12 px, rounded up
+CHARACTER = 7.4  # mean width at 12 px, rounded up
 _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-# A style sheet overrides presentation attributes such as fill.
-PAPER = "#fdfdfe"
-_DARK = {PAPER: "#14181d", INK: "#e8ebef", MUTED: "#a3abb5", LINE: "#3a414a", HAIR: "#262c33"}
-_CARD = (
-    "<style>@media (prefers-color-scheme: dark) {"
-    + "".join(
-        f' [fill="{light}"] {{fill: {dark}}} [stroke="{light}"] {{stroke: {dark}}}' for light, dark in _DARK.items()
-    )
-    + f' }}</style>\n<rect width="100%" height="100%" rx="8" fill="{PAPER}"/>'
-)
-
-
 class Canvas:
-    """`card`: with a background, light or dark by the preference of the reader. Else transparent with dark text."""
+    """A drawing of the given inner width, with margins, on a background that follows the theme of the reader."""
 
-    def __init__(self, width: float = 760, *, card: bool = False):
+    def __init__(self, width: float = 760):
         self.width = width
-        self.card = card
         self.parts: list[str] = []
 
     def rect(
@@ -55,7 +47,7 @@ class Canvas:
 
     def circle(self, x: float, y: float, radius: float, fill: str, *, tip: str = "") -> None:
         shape = f'cx="{x:.2f}" cy="{y:.2f}" r="{radius:.2f}" fill="{fill}" fill-opacity="0.82"'
-        self.parts.append(f'<circle {shape} stroke="#fff"><title>{clean(tip)}</title></circle>')
+        self.parts.append(f'<circle {shape} stroke="{PAPER}"><title>{clean(tip)}</title></circle>')
 
     def line(
         self, x1: float, y1: float, x2: float, y2: float, *, stroke: str = LINE, width: float = 1, dash: str = ""
@@ -100,13 +92,25 @@ class Canvas:
         return y + 12 if legend else 30.0
 
     def finish(self, height: float, title: str) -> str:
-        body = "\n".join([*([_CARD] if self.card else []), *self.parts])
+        width, height = self.width + 2 * MARGIN, height + 2 * MARGIN
+        box = f'x="{-MARGIN:g}" y="{-MARGIN:g}" width="{width:.0f}" height="{height:.0f}"'
+        background = f'<rect {box} rx="8" fill="{PAPER}"/>'
+        body = "\n".join([_dark_style(self.parts), background, *self.parts])
         label = quoteattr(_FORBIDDEN.sub("�", title))
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:.0f}" height="{height:.0f}" '
-            f'viewBox="0 0 {self.width:.0f} {height:.0f}" role="img" aria-label={label} '
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+            f'viewBox="{-MARGIN:g} {-MARGIN:g} {width:.0f} {height:.0f}" role="img" aria-label={label} '
             f'font-family="{FONT}">\n<title>{clean(title)}</title>\n{body}\n</svg>\n'
         )
+
+
+def _dark_style(parts: Iterable[str]) -> str:
+    """A style sheet for dark themes. Its rules override the presentation attributes fill and stroke."""
+    rules = [f'[fill="{light}"] {{fill: {dark}}} [stroke="{light}"] {{stroke: {dark}}}' for light, dark in DARK.items()]
+    shapes = (re.search(r'^<(?:rect|circle|polygon) .*?fill="(#[0-9a-f]{6})"', part) for part in parts)
+    colours = sorted({shape.group(1) for shape in shapes if shape})
+    rules += [f'[fill="{c}"]:not(text) {{fill: {palette.on_dark(c)}}}' for c in colours if c not in DARK]
+    return f"<style>@media (prefers-color-scheme: dark) {{ {' '.join(rules)} }}</style>"
 
 
 def clean(text: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from voxtune.report import palette
-from voxtune.report.canvas import CHARACTER, INK, MUTED, Canvas, linear_ticks, log_ticks, x_axis, y_axis
+from voxtune.report.canvas import CHARACTER, INK, MARGIN, MUTED, PAPER, Canvas, linear_ticks, log_ticks, x_axis, y_axis
 from voxtune.report.document import Document
 from voxtune.report.figure import Area, Bars, Figure, Scatter, Series, Timeline, Tree, Waterfall, WaterfallRow
 from voxtune.report.numbers import MISSING, clip, number
@@ -75,7 +75,7 @@ def _stacked_row(canvas: Canvas, f: Bars, i: int, y: float, thick: float, place:
         if not value:
             continue
         width = place(at + value) - place(at)
-        canvas.rect(place(at), y, width, thick, s.colour, tip=_tip(f, s, i), edge="#fff")
+        canvas.rect(place(at), y, width, thick, s.colour, tip=_tip(f, s, i), edge=PAPER)
         if width > 34:
             canvas.text(
                 place(at) + width / 2,
@@ -236,20 +236,20 @@ GAIN, LOSS, SOLID, OTHER = "#3aa57c", "#d9722b", "#3178b5", "#858c95"
 
 
 def _waterfall(f: Waterfall) -> str:
-    canvas = Canvas(880, card=True)
-    canvas.text(20, 32, f.title, size=15, bold=True)
-    left, right, height = 262.0, 620.0, 38.0
-    ms_at, factor_at, error_at = 722.0, 790.0, 860.0
+    canvas = Canvas(880 - 2 * MARGIN)
+    canvas.text(0, 12, f.title, size=15, bold=True)
+    left, right, height = 242.0, 600.0, 38.0
+    ms_at, factor_at, error_at = 702.0, 770.0, canvas.width
     for x, head in ((ms_at, "ms"), (factor_at, "vs FP32"), (error_at, "error")):
-        canvas.text(x, 58, head, anchor="end", size=11, fill=MUTED)
+        canvas.text(x, 38, head, anchor="end", size=11, fill=MUTED)
     most = max(max(r.ms, r.previous_ms or 0.0) for r in [*f.rows, *f.compared])
 
     def place(ms: float) -> float:
         return left + (right - left) * ms / most
 
     def row(r: WaterfallRow, y: float, colour: str, *, bold: bool = False) -> None:
-        canvas.text(20, y + 15, r.label, size=12.5, bold=bold)
-        canvas.text(20, y + 29, r.note, size=10.5, fill=MUTED)
+        canvas.text(0, y + 15, r.label, size=12.5, bold=bold)
+        canvas.text(0, y + 29, r.note, size=10.5, fill=MUTED)
         solid = min(r.ms, r.previous_ms or r.ms)
         canvas.rect(place(0), y + 6, place(solid) - place(0), height - 14, colour, tip=r.tip)
         if r.previous_ms is not None:
@@ -258,22 +258,22 @@ def _waterfall(f: Waterfall) -> str:
         canvas.text(factor_at, y + 22, f"{number(r.factor, 1)} ×", anchor="end", size=12, bold=bold)
         canvas.text(error_at, y + 22, r.error or MISSING, anchor="end", size=11, fill=MUTED)
 
-    y = 66.0
+    y = 46.0
     for i, r in enumerate(f.rows):
         row(r, y, SOLID, bold=i in (0, len(f.rows) - 1))
         y += height
     if f.compared:
-        canvas.line(20, y + 8, error_at, y + 8)
-        canvas.text(20, y + 26, "For comparison: the same network without Voxtune", size=11, fill=MUTED)
+        canvas.line(0, y + 8, error_at, y + 8)
+        canvas.text(0, y + 26, "For comparison: the same network without Voxtune", size=11, fill=MUTED)
         y += 32
         for r in f.compared:
             row(r, y, OTHER)
             y += height
-    canvas.line(20, y + 8, error_at, y + 8)
+    canvas.line(0, y + 8, error_at, y + 8)
     for line in f.caption.splitlines():
         y += 18
-        canvas.text(20, y + 10, line, size=10.5, fill=MUTED)
-    return canvas.finish(y + 26, f.title)
+        canvas.text(0, y + 10, line, size=10.5, fill=MUTED)
+    return canvas.finish(y + 10, f.title)
 
 
 def _change(canvas: Canvas, r: WaterfallRow, place: Callable[[float], float], y: float, height: float) -> None:
