@@ -1,7 +1,7 @@
 """The interface of a network to the rest of the package: its configuration, and its entry in the registry.
 
 A network is one file of this package: a configuration class that implements `NetworkConfig`, the `nn.Module`, and one
-`Workload` for each published version. `registry.py` lists these entries; no other code names a network.
+`Workload` for each published version. `WORKLOADS` in `__init__.py` lists these; no other code names a network.
 """
 
 from __future__ import annotations

@@ -289,7 +289,7 @@ class Upsample(nn.Module):
         return self.conv(F.interpolate(x, scale_factor=2, mode="trilinear", align_corners=False))
 
 
-class Stage(nn.Sequential):
+class TimestepSequential(nn.Sequential):
     """A sequence that passes the time embedding to its residual blocks only."""
 
     def forward(self, x: Tensor, time_NE: Tensor) -> Tensor:  # type: ignore[override]
@@ -309,10 +309,10 @@ class MedDDPMUNet(nn.Module):
             nn.Linear(config.base, time_width), nn.SiLU(), nn.Linear(time_width, time_width)
         )
         stem = config.widths[0]
-        self.input_blocks = nn.ModuleList([Stage(nn.Conv3d(config.in_channels, stem, 3, padding=1))])
+        self.input_blocks = nn.ModuleList([TimestepSequential(nn.Conv3d(config.in_channels, stem, 3, padding=1))])
         skips = self._build_encoder(stem, time_width)
         width = config.widths[-1]
-        self.middle_block = Stage(
+        self.middle_block = TimestepSequential(
             ResidualBlock(width, width, time_width), Attention(width), ResidualBlock(width, width, time_width)
         )
         self.output_blocks = nn.ModuleList()
@@ -330,10 +330,10 @@ class MedDDPMUNet(nn.Module):
                 if 2**level in config.attention:
                     layers.append(Attention(out))
                 width = out
-                self.input_blocks.append(Stage(*layers))
+                self.input_blocks.append(TimestepSequential(*layers))
                 skips.append(width)
             if level + 1 < len(config.widths):
-                self.input_blocks.append(Stage(Downsample(width)))
+                self.input_blocks.append(TimestepSequential(Downsample(width)))
                 skips.append(width)
         return skips
 
@@ -347,7 +347,7 @@ class MedDDPMUNet(nn.Module):
                 width = out
                 if level and block == config.blocks:
                     layers.append(Upsample(width))
-                self.output_blocks.append(Stage(*layers))
+                self.output_blocks.append(TimestepSequential(*layers))
         assert not skips, "every encoder output is used once"
 
     def forward(self, x_NCDHW: Tensor, t_N: Tensor, cond_NCDHW: Tensor | None = None) -> Tensor:
