@@ -77,8 +77,8 @@ def advice(session: Session) -> Table:
 
 
 def _facts(session: Session) -> Facts:
-    ran, count = kernels(session), steps(session)
-    rows = ran.assign(family=[family(str(c)) for c in ran["class"].fillna("unknown")])
+    kernel_rows, count = kernels(session), steps(session)
+    rows = kernel_rows.assign(family=[family(str(c)) for c in kernel_rows["class"].fillna("unknown")])
     totals = step_totals([session]).rows[0]
     # Idle time is part of the step.
     step_ms = max(totals["wall_ms"] or 0.0, totals["device_ms"] or 0.0)

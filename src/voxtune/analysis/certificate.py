@@ -47,17 +47,17 @@ class Certificate:
 
 
 def certify(session: Session) -> Certificate:
-    ran = kernels(session)
-    time = numbers(ran, "duration_us")
-    tier = text(ran, "counter_tier")
+    kernel_rows = kernels(session)
+    time = numbers(kernel_rows, "duration_us")
+    tier = text(kernel_rows, "counter_tier")
     few, full = tier.isin(["few", "full"]).to_numpy(bool), (tier == "full").to_numpy(bool)
     phases = tuple(
         p for p in ("forward", "backward", "optimizer", "transfer") if (session.launches["phase"] == p).any()
     )
     return Certificate(
-        few_launches_pct=_pct(few.sum(), len(ran)),
+        few_launches_pct=_pct(few.sum(), len(kernel_rows)),
         few_time_pct=_pct(np.nansum(time[few]), np.nansum(time)),
-        full_launches_pct=_pct(full.sum(), len(ran)),
+        full_launches_pct=_pct(full.sum(), len(kernel_rows)),
         full_time_pct=_pct(np.nansum(time[full]), np.nansum(time)),
         phases=phases,
         census=tuple(_census(session, phases)),

@@ -68,17 +68,17 @@ def component_table(session: Session) -> Table:
         Column("calls", better="low", digits=1),
         Column("launches", better="low", digits=1),
     ]
-    count, ran = steps(session), kernels(session).sort_values(["step", "index"])
-    ran = ran[ran["class"].fillna("") != "host"]
-    ops, kinds, types = (ran[c].fillna("") for c in ("op", "class", "module_type"))
+    count, kernel_rows = steps(session), kernels(session).sort_values(["step", "index"])
+    kernel_rows = kernel_rows[kernel_rows["class"].fillna("") != "host"]
+    ops, kinds, types = (kernel_rows[c].fillna("") for c in ("op", "class", "module_type"))
     names = [component_of(str(o), str(c), str(t)) for o, c, t in zip(ops, kinds, types, strict=True)]
-    ran = ran.assign(component=names, first=_first_of_call(ran))
-    total = milliseconds(ran, count)
+    kernel_rows = kernel_rows.assign(component=names, first=_first_of_call(kernel_rows))
+    total = milliseconds(kernel_rows, count)
     rows: list[dict[str, Any]] = []
-    for name, some in ran.groupby("component"):
-        spent = milliseconds(some, count)
+    for name, group in kernel_rows.groupby("component"):
+        spent = milliseconds(group, count)
         cells = {"component": name, "seconds": spent / 1e3, "share": share(spent, total)}
-        rows.append(cells | {"calls": float(some["first"].sum()) / count, "launches": len(some) / count})
+        rows.append(cells | {"calls": float(group["first"].sum()) / count, "launches": len(group) / count})
     rows.sort(key=lambda r: -r["seconds"])
     notes = ["Consecutive launches of the same operator with the same module and shapes count as one call."]
     return Table(f"Components: {session.name}", columns, rows, notes)
@@ -100,9 +100,9 @@ def transfer_breakdown(session: Session) -> Table:
         Column("ms", "ms", better="low", digits=3),
         Column("share", "%", "percent", digits=1),
     ]
-    count, ran = steps(session), kernels(session)
-    conv = np.array([family(str(c)) == "convolution" for c in ran["class"].fillna("")], dtype=bool)
-    time = numbers(ran, "duration_us") / 1e3 / count
+    count, kernel_rows = steps(session), kernels(session)
+    conv = np.array([family(str(c)) == "convolution" for c in kernel_rows["class"].fillna("")], dtype=bool)
+    time = numbers(kernel_rows, "duration_us") / 1e3 / count
     copies = session.launches[session.launches["kind"] == "memcpy"]
 
     def copied(directions: list[str]) -> float:

@@ -51,11 +51,11 @@ def overall_ipc(session: Session) -> float | None:
 
 def counter_table(session: Session, counters: tuple[str, ...], title: str) -> Table:
     """One row per class, then overall; `measured` is the share of the row's time for which all counters were read."""
-    ran = kernels(session)
-    coarse = ran.assign(family=[family(str(c)) for c in ran["class"].fillna("unknown")])
-    rows = [_row(str(name), some, counters) for name, some in coarse.groupby("family")]
+    kernel_rows = kernels(session)
+    coarse = kernel_rows.assign(family=[family(str(c)) for c in kernel_rows["class"].fillna("unknown")])
+    rows = [_row(str(name), group, counters) for name, group in coarse.groupby("family")]
     rows.sort(key=lambda r: -(r["ms"] or 0))
-    rows = [*rows, _row("overall", ran, counters)]
+    rows = [*rows, _row("overall", kernel_rows, counters)]
     for row in rows:
         row["ms"] = row["ms"] / steps(session)
     columns = [
@@ -71,10 +71,10 @@ def counter_table(session: Session, counters: tuple[str, ...], title: str) -> Ta
 
 def _row(name: str, rows: pd.DataFrame, counters: tuple[str, ...]) -> dict[str, Any]:
     time = numbers(rows, "duration_us")
-    have = np.all([~np.isnan(numbers(rows, c)) for c in counters], axis=0)
+    measured = np.all([~np.isnan(numbers(rows, c)) for c in counters], axis=0)
     total_us = float(np.nansum(time))
     cells: dict[str, Any] = {"class": name, "ms": total_us / 1e3}
-    cells["measured"] = share(float(np.nansum(time[have])), total_us)
+    cells["measured"] = share(float(np.nansum(time[measured])), total_us)
     return cells | {c: average(rows, c) for c in counters}
 
 
@@ -101,28 +101,28 @@ def warps(session: Session) -> Table:
 
 def stalls(session: Session) -> Table:
     """Stalled warps per issued instruction, by reason."""
-    ran = kernels(session)
-    reasons = [c for c in ran.columns if c.startswith("stall_") and not np.isnan(numbers(ran, c)).all()]
+    kernel_rows = kernels(session)
+    reasons = [c for c in kernel_rows.columns if c.startswith("stall_") and not np.isnan(numbers(kernel_rows, c)).all()]
     if not reasons:
         return Table(
             f"Stalls: {session.name}", [], refused="no stall counters were recorded (requires the full counter set)"
         )
-    reasons.sort(key=lambda c: -(average(ran, c) or 0))
+    reasons.sort(key=lambda c: -(average(kernel_rows, c) or 0))
     return counter_table(session, tuple(reasons), "Stalls")
 
 
 def totals(session: Session) -> dict[str, float | None]:
     """Cycles, instructions, IPC and kernel time of a mean step."""
-    ran, count = kernels(session), steps(session)
+    kernel_rows, count = kernels(session), steps(session)
 
     def per_step(values: Array) -> float | None:
         summed = total(values)
         return None if summed is None else summed / count
 
     return {
-        "cycles": per_step(numbers(ran, "cycles")),
-        "instructions": per_step(numbers(ran, "instructions")),
+        "cycles": per_step(numbers(kernel_rows, "cycles")),
+        "instructions": per_step(numbers(kernel_rows, "instructions")),
         "ipc": overall_ipc(session),
-        "ipc_weighted": average(ran, "ipc"),
-        "device_ms": per_step(numbers(ran, "duration_us") / 1e3),
+        "ipc_weighted": average(kernel_rows, "ipc"),
+        "device_ms": per_step(numbers(kernel_rows, "duration_us") / 1e3),
     }

@@ -38,15 +38,15 @@ def layout_ledger(session: Session) -> Table:
         *(Column(f"{c}_ms", "ms", better="low", digits=3) for c in MOVEMENT),
         Column("launches", better="low", digits=1),
     ]
-    count, ran = steps(session), kernels(session)
+    count, kernel_rows = steps(session), kernels(session)
     step = milliseconds(session.launches, count)
-    moved = ran.loc[ran["class"].isin(MOVEMENT), ["module", "module_type", "class", "duration_us"]]
+    moved = kernel_rows.loc[kernel_rows["class"].isin(MOVEMENT), ["module", "module_type", "class", "duration_us"]]
     rows: list[dict[str, Any]] = []
-    for module, some in moved.assign(module=module_names(moved, OUTSIDE_MODULES)).groupby("module"):
-        time, kinds = numbers(some, "duration_us") / 1e3 / count, some["class"].to_numpy(str)
+    for module, group in moved.assign(module=module_names(moved, OUTSIDE_MODULES)).groupby("module"):
+        time, kinds = numbers(group, "duration_us") / 1e3 / count, group["class"].to_numpy(str)
         parts = {f"{c}_ms": float(np.nansum(time[kinds == c])) for c in MOVEMENT}
-        kind = [t for t in some["module_type"].dropna().unique() if t]
-        cells = {"module": str(module), "type": ", ".join(sorted(kind)), "launches": len(some) / count}
+        kind = [t for t in group["module_type"].dropna().unique() if t]
+        cells = {"module": str(module), "type": ", ".join(sorted(kind)), "launches": len(group) / count}
         rows.append(cells | parts | {"total_ms": sum(parts.values()), "share": share(sum(parts.values()), step)})
     rows.sort(key=lambda r: -r["total_ms"])
     spent = sum(r["total_ms"] for r in rows)
@@ -72,8 +72,8 @@ def precision_audit(session: Session) -> Table:
         Column("tensor_time", "%", "percent", "none", 1, "share of the measured time of the row"),
         Column("named", kind="text", doc="precision according to the kernel names"),
     ]
-    ran, count = kernels(session), steps(session)
-    heavy = ran[ran["class"].fillna("").map(family).isin(["convolution", "matmul"])]
+    kernel_rows, count = kernels(session), steps(session)
+    heavy = kernel_rows[kernel_rows["class"].fillna("").map(family).isin(["convolution", "matmul"])]
     if heavy.empty:
         empty: dict[str, Any] = {"tensor_time_pct": None, "not_measured_pct": 0.0}
         reason = "no convolution or matmul was recorded"
@@ -82,8 +82,8 @@ def precision_audit(session: Session) -> Table:
         verdict=tensor_use(heavy), module=module_names(heavy, OUTSIDE_MODULES), phase=heavy["phase"].fillna("")
     )
     rows = [
-        _audit(dict(zip(("module", "phase", "class"), map(str, key), strict=True)), some, count)
-        for key, some in heavy.groupby(["module", "phase", "class"])
+        _audit(dict(zip(("module", "phase", "class"), map(str, key), strict=True)), group, count)
+        for key, group in heavy.groupby(["module", "phase", "class"])
     ]
     rows.sort(key=lambda r: -r["ms"])
     summary = _audit({}, heavy, count)

@@ -101,14 +101,14 @@ def _digits(rows: list[dict[str, Any]]) -> int:
 
 def kernel_shares(session: Session, top: int = 12) -> Table:
     """Share of kernel time by short kernel name, without copies and fills, as in the paper."""
-    ran = kernels(session)
-    named = ran.assign(short=[short(str(n)) for n in ran["name"]])
-    total_us, count, out = float(np.nansum(numbers(ran, "duration_us"))), steps(session), []
-    for name, some in named.groupby("short"):
-        time = float(np.nansum(numbers(some, "duration_us")))
-        classes = sorted(set(some["class"].fillna("unknown")))
+    kernel_rows = kernels(session)
+    named = kernel_rows.assign(short=[short(str(n)) for n in kernel_rows["name"]])
+    total_us, count, out = float(np.nansum(numbers(kernel_rows, "duration_us"))), steps(session), []
+    for name, group in named.groupby("short"):
+        time = float(np.nansum(numbers(group, "duration_us")))
+        classes = sorted(set(group["class"].fillna("unknown")))
         cells = {"kernel": name, "class": ", ".join(classes), "ms": time / 1e3 / count}
-        out.append(cells | {"share": share(time, total_us), "launches": len(some) / count})
+        out.append(cells | {"share": share(time, total_us), "launches": len(group) / count})
     out.sort(key=lambda r: -r["ms"])
     columns = [
         Column("kernel", kind="text"),
@@ -125,11 +125,11 @@ def opcode_counts(session: Session, rows: pd.DataFrame | None = None) -> dict[st
 
     `rows` selects launches. None if none of them has opcodes.
     """
-    ran = kernels(session) if rows is None else rows
-    if session.opcodes.empty or ran.empty:
+    kernel_rows = kernels(session) if rows is None else rows
+    if session.opcodes.empty or kernel_rows.empty:
         return None
     key = ["name", "grid", "block"]
-    launched = ran.fillna({"grid": "", "block": ""}).groupby(key).size().rename("times").reset_index()
+    launched = kernel_rows.fillna({"grid": "", "block": ""}).groupby(key).size().rename("times").reset_index()
     counts = session.opcodes.fillna({"grid": "", "block": ""}).merge(launched, on=key)
     if counts.empty:
         return None
@@ -142,12 +142,14 @@ def opcode_counts(session: Session, rows: pd.DataFrame | None = None) -> dict[st
 
 def opcode_coverage_pct(session: Session) -> float | None:
     """Share of kernel time for which opcodes were recorded."""
-    ran = kernels(session)
+    kernel_rows = kernels(session)
     key = ["name", "grid", "block"]
     recorded = set(map(tuple, session.opcodes.fillna({"grid": "", "block": ""})[key].drop_duplicates().to_numpy()))
-    hit = np.array([tuple(k) in recorded for k in ran.fillna({"grid": "", "block": ""})[key].to_numpy()], dtype=bool)
-    time = numbers(ran, "duration_us")
-    return share(float(np.nansum(time[hit])), float(np.nansum(time))) if len(ran) else None
+    hit = np.array(
+        [tuple(k) in recorded for k in kernel_rows.fillna({"grid": "", "block": ""})[key].to_numpy()], dtype=bool
+    )
+    time = numbers(kernel_rows, "duration_us")
+    return share(float(np.nansum(time[hit])), float(np.nansum(time))) if len(kernel_rows) else None
 
 
 def grouped(counts: dict[str, float], by: str = "group") -> dict[str, float]:
@@ -207,18 +209,18 @@ def ipc_stack(session: Session, top: int = 8) -> Table:
         *(Column(f"{k}_share", "%", "percent", digits=1) for k in groups),
         *(Column(f"{k}_ipc", digits=3) for k in groups),
     ]
-    ran = kernels(session)
-    named = ran.assign(short=[short(str(n)) for n in ran["name"]])
+    kernel_rows = kernels(session)
+    named = kernel_rows.assign(short=[short(str(n)) for n in kernel_rows["name"]])
     rows: list[dict[str, Any]] = []
-    for name, some in named.groupby("short"):
-        cycles = total(numbers(some, "cycles"))
+    for name, group in named.groupby("short"):
+        cycles = total(numbers(group, "cycles"))
         if cycles is None:
             continue
-        ipc = mean(numbers(some, "ipc"), numbers(some, "cycles_active"))
-        shares = paper_shares(opcode_counts(session, some))
+        ipc = mean(numbers(group, "ipc"), numbers(group, "cycles_active"))
+        shares = paper_shares(opcode_counts(session, group))
         parts = {f"{k}_share": v for k, v in shares.items()}
         stack = {f"{k}_ipc": None if v is None or ipc is None else ipc * v / 100 for k, v in shares.items()}
-        cells = {"kernel": name, "class": family(str(some["class"].iloc[0])), "cycles": cycles / steps(session)}
+        cells = {"kernel": name, "class": family(str(group["class"].iloc[0])), "cycles": cycles / steps(session)}
         rows.append(cells | {"ipc": ipc} | parts | stack)
     rows.sort(key=lambda r: -r["cycles"])
     title = f"IPC stacks: {session.name}"

@@ -34,9 +34,9 @@ def priority(session: Session, by: str = "class") -> Table:
         Column("measured", "%", "percent", "high", 1, "share of the row's time with an estimate"),
         Column("rule", kind="text", doc="Nsight Compute rule with the largest part of the estimate"),
     ]
-    ran, count = keyed(session, by), steps(session)
+    kernel_rows, count = keyed(session, by), steps(session)
     step = milliseconds(session.launches, count)
-    rows = [_score(str(name), some, count, step, by) for name, some in ran.groupby("key")]
+    rows = [_score(str(name), group, count, step, by) for name, group in kernel_rows.groupby("key")]
     title = f"Priority by {by}: {session.name}"
     if all(r["score"] is None for r in rows):
         return Table(
@@ -50,21 +50,21 @@ def priority(session: Session, by: str = "class") -> Table:
 
 def keyed(session: Session, by: str) -> pd.DataFrame:
     """Kernels with a `key`: their coarse class, short name, or module."""
-    ran = kernels(session)
+    kernel_rows = kernels(session)
     if by == "class":
-        return ran.assign(key=[family(str(c)) for c in ran["class"].fillna("unknown")])
+        return kernel_rows.assign(key=[family(str(c)) for c in kernel_rows["class"].fillna("unknown")])
     if by == "kernel":
-        return ran.assign(key=[short(str(n)) for n in ran["name"]])
+        return kernel_rows.assign(key=[short(str(n)) for n in kernel_rows["name"]])
     assert by == "module", by
-    return ran.assign(key=module_names(ran))
+    return kernel_rows.assign(key=module_names(kernel_rows))
 
 
 def _score(name: str, rows: pd.DataFrame, count: int, step: float, by: str) -> dict[str, Any]:
     time = numbers(rows, "duration_us") / 1e3 / count
     speedup = np.clip(numbers(rows, "est_speedup_pct") / 100, 0, 1)
-    have, total = ~np.isnan(speedup), float(np.nansum(time))
+    measured, total = ~np.isnan(speedup), float(np.nansum(time))
     cells: dict[str, Any] = {by: name, "ms": total, "share": share(total, step)}
-    if not have.any():
+    if not measured.any():
         return cells | {"score": None, "gain_ms": None, "gain_pct": None, "step_speedup": None, "measured": 0.0}
     gain = float(np.nansum(time * np.fmin(speedup / (1 + speedup), headroom(rows))))
     weight = rows.assign(weight=time * speedup).groupby("est_rule")["weight"].sum()
@@ -73,7 +73,7 @@ def _score(name: str, rows: pd.DataFrame, count: int, step: float, by: str) -> d
         "gain_ms": gain,
         "gain_pct": share(gain, step),
         "step_speedup": step / (step - gain) if step > gain else None,
-        "measured": share(float(np.nansum(time[have])), total),
+        "measured": share(float(np.nansum(time[measured])), total),
         "rule": str(weight.idxmax()) if len(weight) else None,
     }
 
@@ -119,4 +119,4 @@ def achieved(before: Session, after: Session, by: str = "class") -> Table:
 
 def _times(session: Session, by: str) -> dict[str, float]:
     count = steps(session)
-    return {str(name): milliseconds(some, count) for name, some in keyed(session, by).groupby("key")}
+    return {str(name): milliseconds(group, count) for name, group in keyed(session, by).groupby("key")}

@@ -58,10 +58,10 @@ def roofline(session: Session, by: str = "kernel", top: int = 40) -> Table:
         Column("bound", kind="text", doc="the lower ceiling: compute or memory"),
         Column("measured", "%", "percent", "high", 1),
     ]
-    ran, count, gpu = kernels(session), steps(session), card_of(session)
-    key = [short(str(n)) for n in ran["name"]] if by == "kernel" else module_names(ran)
-    ran = ran.assign(key=key, flops=flops(ran))
-    rows = [_point(str(name), some, count, gpu, by) for name, some in ran.groupby("key")]
+    kernel_rows, count, gpu = kernels(session), steps(session), card_of(session)
+    key = [short(str(n)) for n in kernel_rows["name"]] if by == "kernel" else module_names(kernel_rows)
+    kernel_rows = kernel_rows.assign(key=key, flops=flops(kernel_rows))
+    rows = [_point(str(name), group, count, gpu, by) for name, group in kernel_rows.groupby("key")]
     rows.sort(key=lambda r: -r["ms"])
     title = f"Roofline by {by}: {session.name}"
     if all(r["gflop"] is None for r in rows):
@@ -77,12 +77,12 @@ def roofline(session: Session, by: str = "kernel", top: int = 40) -> Table:
 
 def _point(name: str, rows: pd.DataFrame, count: int, gpu: Card | None, by: str) -> dict[str, Any]:
     time, flop, moved = numbers(rows, "duration_us"), numbers(rows, "flops"), numbers(rows, "dram_bytes")
-    have = ~np.isnan(flop) & ~np.isnan(moved) & ~np.isnan(time)
+    measured = ~np.isnan(flop) & ~np.isnan(moved) & ~np.isnan(time)
     cells: dict[str, Any] = {by: name, "ms": float(np.nansum(time)) / 1e3 / count}
-    cells["measured"] = share(float(np.nansum(time[have])), float(np.nansum(time)))
-    if not have.any():
+    cells["measured"] = share(float(np.nansum(time[measured])), float(np.nansum(time)))
+    if not measured.any():
         return cells | {"gflop": None}
-    work, size, seconds = float(flop[have].sum()), float(moved[have].sum()), float(time[have].sum()) * 1e-6
+    work, size, seconds = float(flop[measured].sum()), float(moved[measured].sum()), float(time[measured].sum()) * 1e-6
     rate = work / seconds / 1e12 if seconds else None
     intensity = work / size if size else None
     cells |= {
@@ -94,7 +94,7 @@ def _point(name: str, rows: pd.DataFrame, count: int, gpu: Card | None, by: str)
     }
     if gpu is None or intensity is None:
         return cells
-    peak, slope = _peak(rows[have], gpu), intensity * gpu.bandwidth_gbs / 1e3
+    peak, slope = _peak(rows[measured], gpu), intensity * gpu.bandwidth_gbs / 1e3
     roof = min(peak, slope)
     return cells | {"roof_tflops": roof, "of_roof": share(rate, roof), "bound": "compute" if peak < slope else "memory"}
 

@@ -180,13 +180,13 @@ def transfers(session: Session) -> Table:
     copies = session.launches[session.launches["kind"] == "memcpy"]
     count, rows = steps(session), []
     for direction in DIRECTIONS:
-        some = copies[copies["direction"] == direction]
-        moved, duration = numbers(some, "bytes"), numbers(some, "duration_us")
-        size = None if len(some) and np.isnan(moved).all() else float(np.nansum(moved))
+        group = copies[copies["direction"] == direction]
+        moved, duration = numbers(group, "bytes"), numbers(group, "duration_us")
+        size = None if len(group) and np.isnan(moved).all() else float(np.nansum(moved))
         rows.append(
             {
                 "direction": direction,
-                "copies": round(len(some) / count),
+                "copies": round(len(group) / count),
                 "mib": None if size is None else size / 2**20 / count,
                 "ms": float(np.nansum(duration)) / 1e3 / count,
                 "gbs": size / np.nansum(duration) / 1e3 if size and np.nansum(duration) > 0 else None,

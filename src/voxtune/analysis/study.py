@@ -158,30 +158,30 @@ def counted_pct(session: Session, quantity: str) -> float | None:
     """Percent of kernel time with the counters of a quantity; 100 for shares of time, which require none."""
     if quantity.endswith("_share"):
         return 100.0
-    ran = kernels(session)
-    time = numbers(ran, "duration_us")
+    kernel_rows = kernels(session)
+    time = numbers(kernel_rows, "duration_us")
     stem, _, kind = quantity.partition("_")
     if quantity.startswith("priority_rank_"):
-        have = ~np.isnan(numbers(ran, "est_speedup_pct"))
+        measured = ~np.isnan(numbers(kernel_rows, "est_speedup_pct"))
     elif stem in ("convolution", "dominant") and kind not in ("cycles", "ipc"):
         time_share = (session.meta["tiers"].get("opcodes") or {}).get("time_share")
         if time_share is not None:
             return 100.0 * float(time_share)
         known = set(zip(*(session.opcodes[c] for c in ("name", "grid", "block")), strict=True))
-        have = np.array(
-            [k in known for k in zip(*(ran[c] for c in ("name", "grid", "block")), strict=True)], dtype=bool
+        measured = np.array(
+            [k in known for k in zip(*(kernel_rows[c] for c in ("name", "grid", "block")), strict=True)], dtype=bool
         )
     else:
-        have = ~np.isnan(numbers(ran, kind if stem == "dominant" else quantity))
-    return share(float(np.nansum(time[have])), float(np.nansum(time)))
+        measured = ~np.isnan(numbers(kernel_rows, kind if stem == "dominant" else quantity))
+    return share(float(np.nansum(time[measured])), float(np.nansum(time)))
 
 
 def _share_of(session: Session, names: list[str]) -> float | None:
     """Percent of kernel time. The paper classifies by kernel name: its elementwise includes copies by that kernel."""
-    ran = kernels(session)
-    time = numbers(ran, "duration_us")
-    pointwise = np.array(["elementwise_kernel" in short(str(n)) for n in ran["name"]], dtype=bool)
-    coarse = np.array([family(str(c)) for c in ran["class"].fillna("unknown")], dtype=object)
+    kernel_rows = kernels(session)
+    time = numbers(kernel_rows, "duration_us")
+    pointwise = np.array(["elementwise_kernel" in short(str(n)) for n in kernel_rows["name"]], dtype=bool)
+    coarse = np.array([family(str(c)) for c in kernel_rows["class"].fillna("unknown")], dtype=object)
     hit = (pointwise & ("elementwise" in names)) | (~pointwise & np.isin(coarse.astype(str), names))
     return share(float(np.nansum(time[hit])), float(np.nansum(time)))
 
@@ -200,8 +200,8 @@ def _dominant(session: Session, quantity: str) -> float | None:
         return None
     if quantity == "share":
         return shares[0]["share"]
-    ran = kernels(session)
-    rows = ran[np.array([short(str(n)) == shares[0]["kernel"] for n in ran["name"]], dtype=bool)]
+    kernel_rows = kernels(session)
+    rows = kernel_rows[np.array([short(str(n)) == shares[0]["kernel"] for n in kernel_rows["name"]], dtype=bool)]
     measures: dict[str, Callable[[], float | None]] = {
         "cycles": lambda: _per_step(total(numbers(rows, "cycles")), steps(session)),
         "ipc": lambda: average(rows, "ipc"),
@@ -214,5 +214,5 @@ def _per_step(value: float | None, count: int) -> float | None:
 
 
 def _of_family(session: Session, name: str) -> pd.DataFrame:
-    ran = kernels(session)
-    return ran[np.array([family(str(c)) == name for c in ran["class"].fillna("unknown")], dtype=bool)]
+    kernel_rows = kernels(session)
+    return kernel_rows[np.array([family(str(c)) == name for c in kernel_rows["class"].fillna("unknown")], dtype=bool)]

@@ -54,7 +54,7 @@ ACROSS_SESSIONS: tuple[Make, ...] = (
 
 
 def build(sessions: Sequence[Session], *, window: str | None = None) -> Document:
-    """With `window` ("paper" or "SKIP:COUNT"), each session is followed by what that profiling window would have seen of it."""
+    """`window` ("paper" or "SKIP:COUNT") adds each session restricted to that profiling window."""
     if not sessions:
         raise InputError("no sessions given; record one with voxtune profile")
     for session in sessions:
