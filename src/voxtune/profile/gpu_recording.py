@@ -42,7 +42,7 @@ from voxtune.profile.counters import (
 from voxtune.profile.ncu import SECTIONS, Ncu, NcuError, choose_metrics, explain, unknown_metric
 from voxtune.profile.record import RecordOptions, RecordResult, SessionJob
 from voxtune.profile.session import Session, load_session
-from voxtune.profile.worker_pool import GRACE_S, Worker, WorkerOutcome, WorkerPool, worker_program
+from voxtune.profile.worker_pool import GRACE_S, ProfileWorker, WorkerOutcome, WorkerPool, worker_program
 
 CENSUS_LIMIT_S = 900.0
 # If the operators of this share of kernel time have numbers, they run in isolation. Otherwise a filter by function is used.
@@ -114,7 +114,7 @@ def _guarded(recording: _SessionRecording, turn: Callable[[], None]) -> _Session
 
 
 def _pool(job: SessionJob, stop: threading.Event) -> WorkerPool:
-    commands: dict[str, Callable[[Worker], Sequence[str]]] = {"census": lambda m: worker_program(m.spec)}
+    commands: dict[str, Callable[[ProfileWorker], Sequence[str]]] = {"census": lambda m: worker_program(m.spec)}
     if job.ncu is not None:
         for tier in COUNTER_TIERS:
             # A compiled step is filtered by function, and the functions are known only after the census.
@@ -132,7 +132,7 @@ def _metrics(ncu: Ncu, tier: str, refused: Sequence[str]) -> tuple[dict[str, str
     return choose_metrics(_COLUMNS[tier], known)
 
 
-def _command(ncu: Ncu, tier: str, selection: Selection, worker: Worker, *, refused: Sequence[str]) -> list[str]:
+def _command(ncu: Ncu, tier: str, selection: Selection, worker: ProfileWorker, *, refused: Sequence[str]) -> list[str]:
     metrics = list(dict.fromkeys(_metrics(ncu, tier, refused)[0].values()))
     return ncu.command(
         worker.report,

@@ -21,7 +21,7 @@ WAIT_LIMIT_S = 1800.0
 def main(arguments: list[str]) -> int:
     spec_path = Path(arguments[0])
     import voxtune.profile.census
-    import voxtune.profile.op_numbering
+    import voxtune.profile.operators
     import voxtune.profile.steps  # noqa: F401  imported now to keep the turn itself short
 
     if not _await(spec_path.with_name("go")):
@@ -71,7 +71,7 @@ def census(spec: dict[str, Any]) -> dict[str, Any]:
     """Takes the census and saves it as the session at `spec["out"]`; returns the operator numbers of the launches."""
     from voxtune.profile.capture import session_of
     from voxtune.profile.census import RAW, take_census
-    from voxtune.profile.op_numbering import number_launches
+    from voxtune.profile.operators import number_launches
 
     device, config, step = _step(spec)
     try:
@@ -102,8 +102,7 @@ def count(spec: dict[str, Any], began: float) -> dict[str, Any]:
 
     import torch
 
-    from voxtune.profile.isolated_ops import count_isolated, record_calls
-    from voxtune.profile.op_numbering import CounterSwitch
+    from voxtune.profile.operators import CounterSwitch, count_isolated, record_calls
 
     device, _, step = _step(spec)
     close = step.close

@@ -1,4 +1,4 @@
-"""Worker processes that are started before their turn.
+"""ProfileWorker processes that are started before their turn.
 
 Importing PyTorch takes a worker longer than many a step. All workers of a session start together, import what they need
 without using the GPU, and wait for the file `go`. Only one worker at a time uses the GPU.
@@ -41,7 +41,7 @@ class WorkerOutcome:
 
 
 @dataclass
-class Worker:
+class ProfileWorker:
     """One worker process. Its folder holds spec.json, go, result.json and log."""
 
     folder: Path
@@ -109,7 +109,7 @@ class WorkerPool:
     def __init__(
         self,
         folder: Path,
-        commands: dict[str, Callable[[Worker], Sequence[str]]],
+        commands: dict[str, Callable[[ProfileWorker], Sequence[str]]],
         *,
         ahead: bool,
         stop: threading.Event,
@@ -118,7 +118,7 @@ class WorkerPool:
         self.stop = stop
         self.variables = variables or {}
         self.folder = folder
-        self.workers = {name: Worker(folder / name) for name in commands}
+        self.workers = {name: ProfileWorker(folder / name) for name in commands}
         self.commands = commands
         self.ahead = ahead
         self._started: set[str] = set()
@@ -135,12 +135,12 @@ class WorkerPool:
         worker.go(spec)
         return worker.wait(limit_s, self.stop)
 
-    def replace(self, name: str, command: Callable[[Worker], Sequence[str]]) -> None:
+    def replace(self, name: str, command: Callable[[ProfileWorker], Sequence[str]]) -> None:
         """Replaces a worker by a new one with another command."""
         if name in self.workers:
             self.workers[name].terminate()
         turn = sum(1 for _ in self.folder.glob(f"{name}*"))
-        self.workers[name] = Worker(self.folder / (f"{name}-{turn}" if turn else name))
+        self.workers[name] = ProfileWorker(self.folder / (f"{name}-{turn}" if turn else name))
         self.commands[name] = command
         self._started.discard(name)
 

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 
-from voxtune.profile.isolated_ops import count_isolated, record_calls, tensor_spec
-from voxtune.profile.op_numbering import CounterSwitch
+from voxtune.profile.operators import CounterSwitch, NumberedOperators, count_isolated, record_calls, tensor_spec
 
 CPU = torch.device("cpu")
 
@@ -29,6 +29,24 @@ def count(step, order, *, deadline=None):
     log: list[str] = []
     counters = CounterSwitch(lambda: log.append("on"), lambda: log.append("off"))
     return count_isolated(order, record_calls(step, order), counters, deadline, CPU), log
+
+
+def test_operators_have_the_same_numbers_in_every_step() -> None:
+    step, seen = make_step(), []
+
+    class Recorder(NumberedOperators):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    counts = []
+    for _ in range(2):
+        mode = Recorder(lambda _n: nullcontext())
+        with mode:
+            step()
+        counts.append(mode.count)
+    assert counts[0] == counts[1] > 10
+    assert any("convolution_backward" in s for s in seen)  # the backward pass is numbered too
 
 
 def test_every_operator_of_a_training_step_runs_in_isolation() -> None:
