@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.factories.sessions import counted, kernel, session
@@ -10,6 +12,7 @@ from voxtune.analysis.ledger import layout_ledger, precision_audit
 from voxtune.analysis.memory import memory_peak, memory_timeline
 from voxtune.analysis.priority import achieved, priority
 from voxtune.analysis.roofline import roofline
+from voxtune.plan.passes import BY_NAME
 
 
 def test_priority_score_of_the_paper_and_gain_bounded_by_the_share():
@@ -200,6 +203,8 @@ def test_advice_is_ranked_and_gains_are_bounded_by_the_step():
     # 4.08 GB at 85 % of 4.8 TB/s take 1 ms; the norm takes 10 ms.
     assert lines["Fuse norm and activation"]["gain_ms"] == pytest.approx(9)
     assert all(r["gain_pct"] <= 100 for r in result.rows)
+    passes = {name for action in result.column("action") for name in re.findall(r"(\w+)(?= pass)", action)}
+    assert {"tf32", "fuse_norm", "cuda_graph"} <= passes <= set(BY_NAME)
 
 
 def test_advice_on_tensor_cores_requires_counters():

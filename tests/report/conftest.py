@@ -1,4 +1,4 @@
-"""Volumes to show; and a headless Chromium that opens local files only and reports what the page says and asks for."""
+"""Fixtures: sessions, report pages, volumes, and a headless Chromium that records requests and errors of a page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLAGS = [
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
-    # WebGL drawn by the processor: volumes are drawn with it, and no GPU is needed.
+    # WebGL in software, so that the viewer is tested without a GPU.
     "--use-angle=swiftshader",
     "--enable-unsafe-swiftshader",
 ]
@@ -32,7 +32,7 @@ MISSING = "no Chromium: run .ci/browser, or set VOXTUNE_CHROMIUM to the program"
 
 @dataclass
 class Opened:
-    """A page with what it said and asked for while it was open."""
+    """A page with its requests and console errors."""
 
     page: Any
     requests: list[str] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Opened:
 def chromium() -> str | None:
     named = os.environ.get("VOXTUNE_CHROMIUM")
     names = [named] if named else ["chromium", "chromium-browser", "google-chrome"]
-    return next((found for n in names if (found := shutil.which(n))), None)
+    return next((path for n in names if (path := shutil.which(n))), None)
 
 
 @pytest.fixture(scope="session")
@@ -55,9 +55,9 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=program, args=FLAGS)
-        yield started
-        started.close()
+        instance = driver.chromium.launch(executable_path=program, args=FLAGS)
+        yield instance
+        instance.close()
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Opened]]:
         contexts.append(context)
         page = context.new_page()
         opened = Opened(page)
-        # Nothing but the file itself may be fetched; what is tried is counted and stopped.
+        # Only files may be loaded; other requests are recorded and aborted.
         page.route("**/*", lambda route: route.continue_() if route.request.url.startswith("file:") else route.abort())
         page.on("request", lambda request: opened.requests.append(request.url))
         page.on("pageerror", lambda error: opened.errors.append(str(error)))
@@ -137,7 +137,7 @@ def put(path: Path, array: np.ndarray, affine: np.ndarray | None = None) -> Path
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A drawn volume, its real one and its mask, with a label far beyond any palette."""
+    """A generated volume, its original and its mask, with a label beyond the palette."""
     rng = np.random.default_rng(0)
     mask = np.zeros((6, 7, 8), np.int32)
     mask[2:5, 2:5, 2:5], mask[3, 3, 3] = 1, 4000

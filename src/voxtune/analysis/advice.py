@@ -185,7 +185,7 @@ def _elementwise(facts: Facts) -> list[Advice]:
             title="Fuse elementwise chains",
             evidence=f"{spent:.1f} ms in elementwise kernels and concatenations, each of which reads and writes memory",
             gain_ms=spent / 2,
-            action="torch.compile, or the passes that fuse residuals and skip concatenations",
+            action="epilogue and pointwise passes, or torch.compile",
         )
     ]
 
