@@ -91,18 +91,18 @@ def test_sample_draws_png(place, tmp_path, capsys):
     assert Image.open(files[0]).size == (32, 32)
     assert Image.open(files[3]).size == (130, 130)
     assert (drawn["steps"], drawn["sampler"]) == (6, "ddpm")
-    assert "exists already" in refused(capsys, *arguments)
+    assert "already exists" in refused(capsys, *arguments)
     assert main([*arguments, "--overwrite", "--size", "16,24", "--sampler", "ddim", "--steps", "2", "--quiet"]) == 0
     assert Image.open(files[0]).size == (24, 16)
 
 
 def test_what_sample_refuses(place, tmp_path, capsys):
     run, out = place / "run", tmp_path / "out"
-    assert "takes no mask: leave --mask away" in refused(capsys, "sample", run, "-m", "x.nii.gz", "-o", out)
-    assert "leave --fit away" in refused(capsys, "sample", run, "--fit", "pad", "-o", out)
-    assert "give height,width" in refused(capsys, "sample", run, "--size", "32,32,32", "-o", out)
-    assert "divide by 2" in refused(capsys, "sample", run, "--size", "33,32", "-o", out)
-    assert "draws from masks: give --mask" in refused(capsys, "sample", voxtune.runtime.storage.demo_model(), "-o", out)
+    assert "takes no mask; omit --mask" in refused(capsys, "sample", run, "-m", "x.nii.gz", "-o", out)
+    assert "omit --fit" in refused(capsys, "sample", run, "--fit", "pad", "-o", out)
+    assert "expected H,W" in refused(capsys, "sample", run, "--size", "32,32,32", "-o", out)
+    assert "multiple of 2" in refused(capsys, "sample", run, "--size", "33,32", "-o", out)
+    assert "requires --mask" in refused(capsys, "sample", voxtune.runtime.storage.demo_model(), "-o", out)
     assert not out.exists()
 
 

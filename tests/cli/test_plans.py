@@ -87,8 +87,8 @@ def test_sampling_without_a_tuned_plan_says_how_to_get_one(capsys, model, tmp_pa
     ("arguments", "word"),
     [
         (("tune", "nowhere"), "nowhere"),
-        (("tune", CHECKPOINT, "--shape", "15,16,16"), "divide"),
-        (("tune", CHECKPOINT, "--shape", "16,16"), "sides"),
+        (("tune", CHECKPOINT, "--shape", "15,16,16"), "multiple of"),
+        (("tune", CHECKPOINT, "--shape", "16,16"), "3 dimensions"),
     ],
 )
 def test_wrong_tuning_is_one_line_and_exit_2(capsys, arguments, word):

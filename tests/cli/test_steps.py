@@ -95,7 +95,7 @@ def test_a_choice_is_stored_with_its_evidence_and_sampled_with(capsys, folders, 
     assert record["steps_auto"]["sha256"] == auto.evidence.sha256
     assert record["model_sha256"] == weights_sha256(model) and record["device"] == "cpu"
     code, _, err = run(capsys, *drawing, "--sampler", "unipc")
-    assert code == 2 and "leave sampler out" in err
+    assert code == 2 and "omit sampler" in err
 
 
 def test_the_first_subjects_are_left_out(capsys, folders, tmp_path):

@@ -1,7 +1,8 @@
-"""`steps="auto"`: stored with the model, read back, checked; without a stored value it says so."""
+"""Settings for `steps="auto"`: stored with the model, read back and validated; a warning if none are stored."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -11,12 +12,13 @@ import torch
 import voxtune
 from tests.factories import GOLDENS
 from voxtune.cli.main import main
+from voxtune.diffusion import SAMPLERS, SPACINGS
 from voxtune.errors import InputError
 from voxtune.runtime.model import Model
 from voxtune.runtime.sampling import AutoSampling, Evidence
-from voxtune.runtime.storage import read_plainly, read_safetensors, store_auto
+from voxtune.runtime.storage import read_safetensors, read_without_library, store_auto
 
-EVIDENCE = Evidence(file="steps.json", sha256="0" * 64, subjects=64, summary="ddim, 3 steps: not worse than ddpm, 10")
+EVIDENCE = Evidence(file="steps.json", sha256="0" * 64, subjects=64, summary="ddim, 3 steps: non-inferior to ddpm, 10")
 AUTO = AutoSampling(sampler="ddim", steps=3, spacing="leading", clip=False, evidence=EVIDENCE)
 
 
@@ -32,21 +34,28 @@ def cond():
     return torch.sign(torch.randn(1, 2, 16, 16, 16, generator=torch.Generator().manual_seed(0)))
 
 
-def test_stored_settings_are_what_auto_draws_with(folder, cond):
+def test_auto_uses_the_stored_settings(folder, cond):
     plain = voxtune.load(folder)
     store_auto(folder, AUTO)
     model = voxtune.load(folder)
     assert model.config.sampling.auto == AUTO
     assert replace(model.config.sampling, auto=None) == plain.config.sampling
-    by_hand = plain.sample(cond, sampler="ddim", steps=3, spacing="leading", clip=False)
-    assert torch.equal(model.sample(cond, steps="auto"), by_hand)
-    # Nothing said means the stored choice; a sampler, or a number of steps, is something said.
-    assert torch.equal(model.sample(cond), by_hand)
+    explicit = plain.sample(cond, sampler="ddim", steps=3, spacing="leading", clip=False)
+    assert torch.equal(model.sample(cond, steps="auto"), explicit)
+    # Without options, the stored settings are used; with a sampler or a number of steps, the model's defaults.
+    assert torch.equal(model.sample(cond), explicit)
     assert torch.equal(model.sample(cond, sampler="ddpm"), plain.sample(cond))
     assert torch.equal(model.sample(cond, steps=2), plain.sample(cond, steps=2))
 
 
-def test_without_a_stored_choice_auto_says_so_and_is_the_default(folder, cond, caplog):
+def test_every_sampler_and_spacing_can_be_stored(folder):
+    for sampler, spacing in itertools.zip_longest(SAMPLERS, SPACINGS, fillvalue="trailing"):
+        auto = AutoSampling(sampler=sampler, steps=2, spacing=spacing, evidence=EVIDENCE)
+        store_auto(folder, auto)
+        assert voxtune.load(folder).config.sampling.auto == auto
+
+
+def test_auto_without_stored_settings_warns_and_uses_the_default(folder, cond, caplog):
     model = voxtune.load(folder)
     assert torch.equal(model.sample(cond, steps="auto"), model.sample(cond))
     assert "no settings are stored" in caplog.text
@@ -56,14 +65,14 @@ def test_without_a_stored_choice_auto_says_so_and_is_the_default(folder, cond, c
     ("arguments", "message"),
     [({"sampler": "unipc"}, "omit sampler"), ({"clip": True}, "omit clip"), ({"steps": "few"}, "'auto'")],
 )
-def test_what_does_not_go_with_auto_is_refused(folder, cond, arguments, message):
+def test_options_that_contradict_the_stored_settings_are_refused(folder, cond, arguments, message):
     config = voxtune.load(folder).config
     model = Model(replace(config, sampling=replace(config.sampling, auto=AUTO)))
     with pytest.raises(InputError, match=message):
         model.sample(cond, **{"steps": "auto", **arguments})
 
 
-def test_a_config_from_before_has_no_auto_and_loads(folder):
+def test_a_config_without_auto_loads(folder):
     path = folder / "config.json"
     stored = json.loads(path.read_text())
     del stored["sampling"]["auto"]
@@ -77,7 +86,8 @@ def test_a_config_from_before_has_no_auto_and_loads(folder):
         ({"steps": 11}, "exceed the 10"),
         ({"steps": 0}, "at least 1"),
         ({"steps": "3"}, "expected int"),
-        ({"sampler": "euler"}, "unknown sampler"),
+        ({"sampler": "euler"}, "unknown sampler 'euler'"),
+        ({"spacing": "karras"}, "unknown step spacing 'karras'"),
         ({"clip": 1}, "expected bool"),
         ({"more": 1}, "unknown setting"),
         ({"evidence": None}, "expected a mapping"),
@@ -87,7 +97,7 @@ def test_a_config_from_before_has_no_auto_and_loads(folder):
         ({"evidence": {**vars(EVIDENCE), "summary": "a\nb"}}, "one line"),
     ],
 )
-def test_hostile_values_name_the_file_and_the_setting(folder, change, message):
+def test_invalid_values_are_refused_with_the_file_and_the_setting(folder, change, message):
     store_auto(folder, AUTO)
     path = folder / "config.json"
     stored = json.loads(path.read_text())
@@ -98,21 +108,21 @@ def test_hostile_values_name_the_file_and_the_setting(folder, change, message):
     assert str(path) in str(caught.value)
 
 
-def test_a_published_checkpoint_cannot_store_it():
+def test_settings_cannot_be_stored_in_a_published_checkpoint():
     with pytest.raises(InputError, match="voxtune import"):
         store_auto(GOLDENS / "med_ddpm_tiny.pt", AUTO)
 
 
-def test_safetensors_without_the_library_are_the_same(folder):
-    tensors, _ = read_plainly(folder / "model.safetensors")
-    theirs, _ = read_safetensors(folder / "model.safetensors")
-    assert tensors.keys() == theirs.keys()
-    assert all(torch.equal(tensors[k], theirs[k]) for k in theirs)
+def test_the_reader_without_the_library_reads_the_same_tensors(folder):
+    tensors, _ = read_without_library(folder / "model.safetensors")
+    expected, _ = read_safetensors(folder / "model.safetensors")
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[k], expected[k]) for k in expected)
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"[]", b"\x09" + b"\0" * 7 + b'{"a": 12}'])
-def test_damaged_safetensors_are_refused_without_the_library_too(tmp_path, damage):
+def test_the_reader_without_the_library_refuses_damaged_files(tmp_path, damage):
     path = tmp_path / "model.safetensors"
     path.write_bytes(damage)
     with pytest.raises(InputError, match="damaged"):
-        read_plainly(path)
+        read_without_library(path)

@@ -1,4 +1,4 @@
-"""Mask files in, volume files out: geometry kept, every fault named before any work."""
+"""From mask files to volume files: the geometry is preserved, and invalid input is refused before sampling."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def model():
 
 
 @pytest.mark.parametrize("flips", list(itertools.product([1, -1], repeat=3)))
-def test_volume_returns_to_the_masks_own_grid(model, tmp_path, flips):
+def test_volume_has_the_grid_of_its_mask(model, tmp_path, flips):
     affine = np.zeros((4, 4))
     affine[[0, 1, 2], [1, 2, 0]] = np.array(flips) * 12.0
     affine[:, 3] = [3, -40, 7, 1]
     path = write_mask(tmp_path / "sub-1_dseg.nii.gz", affine=affine)
-    [drawn] = generate(model, prepare(model, [path]), tmp_path / "out")
-    assert [f.name for f in drawn.files] == ["sub-1_desc-synth01_T1w.nii.gz"]
-    volume, mask = nib.load(drawn.files[0]), nib.load(path)
+    [generated] = generate(model, prepare(model, [path]), tmp_path / "out")
+    assert [f.name for f in generated.files] == ["sub-1_desc-synth01_T1w.nii.gz"]
+    volume, mask = nib.load(generated.files[0]), nib.load(path)
     assert volume.shape == mask.shape
     for form in ("qform", "sform"):
         ours, code = getattr(volume, f"get_{form}")(coded=True)
@@ -53,21 +53,21 @@ def test_volume_returns_to_the_masks_own_grid(model, tmp_path, flips):
     record = json.loads((tmp_path / "out" / "sub-1_desc-synth01_T1w.json").read_text())
     assert record["steps"] == 2
     assert record["sampler"] == "ddim"
-    # What a viewer of the folder needs: the mask, and what its labels are called.
+    # The viewer needs the mask and the names of its labels.
     assert (tmp_path / "out" / record["Sources"][0]).samefile(tmp_path / record["mask"])
     assert set(record["labels"].values()) == {label.name for label in model.config.data.labels}
 
 
 def test_batch_does_not_change_the_volumes(model, tmp_path):
     masks = [write_mask(tmp_path / f"m{i}.nii.gz") for i in range(3)]
-    one = list(generate(model, prepare(model, masks), tmp_path / "a", seed=4))
-    all_at_once = list(generate(model, prepare(model, masks), tmp_path / "b", seed=4, batch=3))
-    for a, b in zip(one, all_at_once, strict=True):
+    single = list(generate(model, prepare(model, masks), tmp_path / "a", seed=4))
+    batched = list(generate(model, prepare(model, masks), tmp_path / "b", seed=4, batch=3))
+    for a, b in zip(single, batched, strict=True):
         np.testing.assert_allclose(a.images_CDHW, b.images_CDHW, atol=1e-5)
-    assert np.abs(one[0].images_CDHW - one[1].images_CDHW).max() > 0.01, "each volume has noise of its own"
+    assert np.abs(single[0].images_CDHW - single[1].images_CDHW).max() > 0.01, "every volume has its own noise"
 
 
-def test_every_bad_mask_is_named_before_any_work(model, tmp_path):
+def test_every_invalid_mask_is_named(model, tmp_path):
     good = write_mask(tmp_path / "good.nii.gz")
     unknown = write_mask(tmp_path / "unknown.nii.gz", values=(0, 1, 7))
     empty = write_mask(tmp_path / "empty.nii.gz", values=(0, 0, 0))
@@ -81,20 +81,20 @@ def test_every_bad_mask_is_named_before_any_work(model, tmp_path):
 
 
 def test_a_volume_of_nan_is_not_written(model, tmp_path, monkeypatch):
-    """Those before it are kept."""
+    """Volumes before it stay on disk."""
     masks = [write_mask(tmp_path / f"m{i}.nii.gz") for i in range(2)]
-    real = type(model).sample
+    original = type(model).sample
 
     def sample(self, cond, *, indices, **others):
-        return real(self, cond, indices=indices, **others) * (1.0 if list(indices) == [0] else float("nan"))
+        return original(self, cond, indices=indices, **others) * (1.0 if list(indices) == [0] else float("nan"))
 
     monkeypatch.setattr(type(model), "sample", sample)
-    with pytest.raises(InputError, match=r"volume 1, for .*m1.nii.gz: the model drew NaN"):
+    with pytest.raises(InputError, match=r"volume 1, for .*m1.nii.gz: not written, because it contains NaN"):
         list(generate(model, prepare(model, masks), tmp_path / "out"))
     assert [f.name for f in (tmp_path / "out").glob("*.nii.gz")] == ["m0_desc-synth01_T1w.nii.gz"]
 
 
-def test_missing_label_is_told(model, tmp_path):
+def test_missing_label_is_a_warning(model, tmp_path):
     [request] = prepare(model, [write_mask(tmp_path / "healthy.nii.gz", values=(0, 1, 1))])
     assert any("tumour" in warning for warning in request.warnings)
 
@@ -107,14 +107,14 @@ def test_existing_volumes_are_not_replaced(model, tmp_path):
     list(generate(model, prepare(model, [path]), tmp_path / "out", overwrite=True))
 
 
-def test_masks_in_folders_of_their_subjects_keep_the_subject(tmp_path):
+def test_generic_mask_names_take_the_name_of_the_folder(tmp_path):
     masks = [tmp_path / name / "seg.nii.gz" for name in ("sub-01", "sub-02")]
     assert output_names(masks, ("T1w",)) == [(f"sub-0{n}_desc-synth01_T1w.nii.gz",) for n in (1, 2)]
-    with pytest.raises(InputError, match="could not be told apart"):
+    with pytest.raises(InputError, match="would overwrite each other"):
         output_names([tmp_path / "a" / "sub-01_dseg.nii.gz", tmp_path / "b" / "sub-01_dseg.nii.gz"], ("T1w",))
 
 
-def test_names(tmp_path):
+def test_output_names(tmp_path):
     masks = [
         tmp_path / "sub-2_dseg.nii.gz",
         tmp_path / "sub-2_dseg.nii.gz",
@@ -130,21 +130,21 @@ def test_names(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "options",
     [
         lambda: {"settings": SamplerSettings(sampler="ddim", steps=10_000)},
         lambda: {"settings": SamplerSettings(sampler="foo", steps=2)},
         lambda: {"seed": -1},
     ],
 )
-def test_a_request_that_cannot_be_met_leaves_nothing_behind(model, tmp_path, wrong):
+def test_invalid_options_write_nothing(model, tmp_path, options):
     requests = prepare(model, [write_mask(tmp_path / "m.nii.gz")])
     with pytest.raises(InputError):
-        list(generate(model, requests, tmp_path / "out", **wrong()))
+        list(generate(model, requests, tmp_path / "out", **options()))
     assert not (tmp_path / "out").exists()
 
 
-def test_a_mask_that_vanishes_on_the_models_grid_is_refused(model, tmp_path):
+def test_a_label_lost_on_the_models_grid_is_refused(model, tmp_path):
     path = write_mask(tmp_path / "tiny.nii.gz", affine=np.diag([0.01, 0.01, 0.01, 1.0]), values=(0, 0, 2))
     with pytest.raises(InputError, match="lost"):
         prepare(model, [path])

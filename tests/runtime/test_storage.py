@@ -1,4 +1,4 @@
-"""Checkpoints in, models out: the published form, our own, and everything that is neither."""
+"""Published checkpoints, model folders, and files that are neither."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def relative(a, b):
     return ((a - b).norm() / b.norm()).item()
 
 
-def test_published_checkpoint_predicts_the_golden_noise(golden):
+def test_published_checkpoint_predicts_the_reference_noise(golden):
     _, g = golden
     model = voxtune.load(CHECKPOINT)
     assert model.config.diffusion.steps == 10
@@ -34,7 +34,7 @@ def test_published_checkpoint_predicts_the_golden_noise(golden):
     assert relative(model.denoise(g["x_t"], g["t"], g["cond"]), g["eps_pred"]) < 1e-5
 
 
-def test_folder_is_the_same_model(golden, tmp_path):
+def test_a_saved_folder_loads_as_the_same_model(golden, tmp_path):
     _, g = golden
     model = voxtune.load(CHECKPOINT)
     storage.save(model, tmp_path / "m", card="card")
@@ -70,7 +70,7 @@ class Exploit:
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_a_pickle_that_would_run_code_is_refused(tmp_path, monkeypatch, protocol):
+def test_a_pickle_with_code_is_refused(tmp_path, monkeypatch, protocol):
     monkeypatch.chdir(tmp_path)
     plain, wrapped = tmp_path / "a.pt", tmp_path / "b.pt"
     plain.write_bytes(pickle.dumps({"ema": Exploit()}, protocol=protocol))
@@ -99,13 +99,13 @@ def edited(tmp_path, change):
         (lambda s: s.update({"denoise_fn.out.0.weight": torch.zeros(32, dtype=torch.int64)}), "int64"),
         (lambda s: s.update({"betas": torch.zeros(3, 3)}), "betas"),
         (lambda s: s.update({"betas": torch.full((10,), 7.0)}), "beta"),
-        (lambda s: s.update({"betas": torch.tensor([0.0] + [0.1] * 9)}), "above 0"),
+        (lambda s: s.update({"betas": torch.tensor([0.0] + [0.1] * 9)}), "greater than 0"),
         (lambda s: s.update({"betas": torch.full((60,), 1 - 1e-7)}), "signal"),
         (lambda s: s.update({"denoise_fn.time_embed.0.weight": torch.zeros(128, 0)}), "."),
         (lambda s: s.pop("denoise_fn.input_blocks.0.0.weight"), "unknown network"),
     ],
 )
-def test_a_state_dict_that_does_not_fit_is_named(tmp_path, change, message):
+def test_an_invalid_state_dict_is_refused(tmp_path, change, message):
     with pytest.raises(InputError, match=message):
         voxtune.load(edited(tmp_path, change))
 
@@ -133,8 +133,8 @@ def test_compressed_archive_is_refused(tmp_path):
         (lambda c: c.update(workload="other"), "unknown workload"),
         (lambda c: c["network"].update(base="wide"), "expected int"),
         (lambda c: c["network"].update(depth=3), "unknown setting 'depth'"),
-        (lambda c: c["network"].update(multipliers=[1, 3]), "model needs"),
-        (lambda c: c.update(size=[15, 16, 16]), "divide"),
+        (lambda c: c["network"].update(multipliers=[1, 3]), "expected"),
+        (lambda c: c.update(size=[15, 16, 16]), "multiple of"),
         (lambda c: c.update(size=None), "whole numbers"),
         (lambda c: c["diffusion"].update(steps=-1), "steps"),
         (lambda c: c["diffusion"].update(schedule="wavy"), "'wavy'"),
@@ -143,7 +143,7 @@ def test_compressed_archive_is_refused(tmp_path):
         (lambda c: c.update(extra=1), "unknown setting 'extra'"),
     ],
 )
-def test_a_config_that_does_not_fit_is_named(tmp_path, change, message):
+def test_an_invalid_config_is_refused(tmp_path, change, message):
     storage.save(voxtune.load(CHECKPOINT), tmp_path, card="card")
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
@@ -153,7 +153,7 @@ def test_a_config_that_does_not_fit_is_named(tmp_path, change, message):
         voxtune.load(tmp_path)
 
 
-def test_nothing_there(tmp_path):
+def test_missing_files(tmp_path):
     with pytest.raises(InputError, match="no such model"):
         voxtune.load(tmp_path / "nowhere")
     with pytest.raises(InputError, match=r"config\.json"):
@@ -170,7 +170,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_of_another_kind_is_called_what_it_is(tmp_path):
+def test_files_of_other_formats_are_named_in_the_error(tmp_path):
     image = tmp_path / "mask.nii.gz"
     image.write_bytes(b"\x1f\x8b")
     with pytest.raises(InputError, match="swapped"):
@@ -181,23 +181,23 @@ def test_a_file_of_another_kind_is_called_what_it_is(tmp_path):
         voxtune.load(text)
     weights = tmp_path / "step-1.safetensors"
     weights.write_bytes(b"x")
-    with pytest.raises(InputError, match="weights alone"):
+    with pytest.raises(InputError, match="weights without a config"):
         voxtune.load(weights)
 
 
-def test_a_run_folder_is_its_model(tmp_path):
+def test_a_run_folder_loads_its_model(tmp_path):
     model = voxtune.load(CHECKPOINT)
     storage.save(model, tmp_path / "run" / "model", card="card")
     assert voxtune.load(tmp_path / "run").config == model.config
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "warp"])
-def test_a_device_that_is_not_there(device):
+def test_an_unavailable_device(device):
     with pytest.raises(InputError, match="device"):
         voxtune.load(CHECKPOINT, device=device)
 
 
-def test_size_needs_every_side():
+def test_size_needs_every_dimension():
     with pytest.raises(InputError, match="3 dimensions"):
         published.load_published(CHECKPOINT, size=(32, 32))
 

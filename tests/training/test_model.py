@@ -38,7 +38,7 @@ def test_width_and_levels_from_the_settings():
         images(multipliers=(1, 1.5))
     with pytest.raises(InputError, match="requires 2 dimensions"):
         images(size=(8, 8, 8))
-    with pytest.raises(InputError, match="divide by 8"):
+    with pytest.raises(InputError, match="multiple of 8"):
         images(size=(20, 20), multipliers=(1, 2, 4, 8))
 
 

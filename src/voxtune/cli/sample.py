@@ -1,4 +1,4 @@
-"""voxtune sample: draw volumes from masks, or images from nothing."""
+"""voxtune sample: generate volumes from masks, or images with a model that takes no mask."""
 
 from __future__ import annotations
 
@@ -26,48 +26,57 @@ from voxtune.cli.common import (
 from voxtune.errors import InputError
 
 if TYPE_CHECKING:
-    from voxtune.runtime.generate import GeneratedImage, MaskRequest
+    from voxtune.runtime.generate import GeneratedImage, GeneratedVolume, MaskRequest
     from voxtune.runtime.model import Model
 
-# Images on the page of --picture.
-PICTURE_IMAGES = 64
+# Images in the contact sheet of --picture.
+MAX_PICTURE_IMAGES = 64
 
 
 def command(
     model: ModelArgument,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the volumes or images.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Output folder.")],
     mask: Annotated[
         list[Path] | None,
-        typer.Option("--mask", "-m", help="A mask (NIfTI), or a folder of masks; repeatable. None for images."),
+        typer.Option(
+            "--mask", "-m", help="NIfTI mask or folder of masks; repeatable. Required if the model takes masks."
+        ),
     ] = None,
-    count: Annotated[int, typer.Option("--count", "-n", min=1, help="Volumes for each mask; or images.")] = 1,
+    count: Annotated[
+        int, typer.Option("--count", "-n", min=1, help="Number of volumes for each mask, or number of images.")
+    ] = 1,
     sampler: SamplerOption = None,
     steps: Annotated[
         str | None,
-        typer.Option(help="Sampling steps; default: auto, the fewest measured to be enough, else the model's own."),
+        typer.Option(help="Number of sampling steps, or auto: the settings stored with the model by voxtune steps."),
     ] = None,
     spacing: SpacingOption = None,
     clip: ClipOption = None,
     cache: Annotated[
         str | None,
-        typer.Option(help="Keep deep features between steps: a full step every 3, say; 3:0 runs the least between."),
+        typer.Option(
+            help="Reuse deep features between steps, as INTERVAL or INTERVAL:DEPTH. 3 runs the full network every 3 steps; "
+            "3:0 runs the fewest layers in between. Changes the volumes."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Volume or image i depends on the seed and i alone.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Volumes or images computed together.")] = 1,
+    seed: Annotated[int, typer.Option(help="Random seed. The noise of sample i depends only on the seed and i.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
     fit: Annotated[
         str, typer.Option(help="How a mask is fitted to the model's grid: {fit}.", **one_of("fit"))
     ] = "auto",
     size: Annotated[
-        str | None, typer.Option(help="Another grid than the model's, as depth,height,width; or height,width.")
+        str | None, typer.Option(help="Size of the grid as D,H,W (volumes) or H,W (images). Default: the model's.")
     ] = None,
     plan: PlanOption = "auto",
-    picture: Annotated[bool, typer.Option("--picture", help="Also write a PNG of mask and volume; or a page.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what exists.")] = False,
+    picture: Annotated[
+        bool, typer.Option("--picture", help="Also write a PNG of each mask and volume, or of the images.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
     device: DeviceOption = "auto",
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Draw MRI volumes from masks, on each mask's own grid and geometry; or images, with a model that takes no mask."""
+    """Generate MRI volumes from masks, on the grid of each mask; or images, with a model that takes no mask."""
     from voxtune.diffusion.noise import check_seed
     from voxtune.runtime.generate import check_image_request
     from voxtune.runtime.planned import optimize
@@ -77,7 +86,7 @@ def command(
     output = Output(json=json, quiet=quiet)
     loaded = load(model, device=choose_device(device))
     images = loaded.config.network.dimensions == 2
-    sides = _sides(size, loaded)
+    grid = _grid_size(size, loaded)
     check_seed(seed)
     given = sampler_options(sampler=sampler, steps=steps, spacing=spacing, clip=clip, cache=cache)
     settings = loaded.resolve(warn=output.warn, **given)
@@ -85,13 +94,11 @@ def command(
         output.warn(f"cache {settings.cache} was not measured for this model; measure it with voxtune steps --cache")
     options: dict[str, Any] = {"settings": settings, "count": count, "seed": seed, "batch": batch}
     options |= {"overwrite": overwrite, "provenance": provenance(model, loaded)}
-    requests = [] if images else _requests(loaded, mask, fit, sides, output)
+    requests = [] if images else _requests(loaded, mask, fit, grid, output)
     if images:
         if mask or fit != "auto":
-            raise InputError(
-                f"{model}: takes no mask: leave {'--mask' if mask else '--fit'} away; --count says how many"
-            )
-        check_image_request(loaded, out, count, sides, overwrite=overwrite)
+            raise InputError(f"{model} takes no mask; omit {'--mask' if mask else '--fit'} and set --count")
+        check_image_request(loaded, out, count, grid, overwrite=overwrite)
     if plan != "baseline":
         loaded = optimize(loaded, plan=plan, search=False, say=output.say)
     number = count * (1 if images else len(requests))
@@ -105,16 +112,16 @@ def command(
     with output.progress("sampling", number * settings.steps) as update:
         options["progress"] = lambda done, _total: update(done)
         if images:
-            drawn = _draw_images(loaded, out, picture, {"size": sides, **options})
+            results = _generate_images(loaded, out, picture, {"size": grid, **options})
         else:
-            drawn = _draw_volumes(loaded, requests, out, picture, options)
+            results = _generate_volumes(loaded, requests, out, picture, options)
     seconds = time.perf_counter() - started
-    for each in drawn:
-        output.say("wrote " + ", ".join(each["files"]))
-    output.say(f"{seconds:.1f} s")
+    for result in results:
+        output.say("wrote " + ", ".join(result["files"]))
+    output.say(f"sampling took {seconds:.1f} s")
     output.result(
         {
-            f"{kind}s": drawn,
+            f"{kind}s": results,
             "sampler": settings.sampler,
             "steps": settings.steps,
             "cache": settings.cache and str(settings.cache),
@@ -124,24 +131,24 @@ def command(
     )
 
 
-def _sides(size: str | None, model: Model) -> tuple[int, ...] | None:
+def _grid_size(size: str | None, model: Model) -> tuple[int, ...] | None:
     if size is None:
         return None
-    sides, wanted = parse_size(size), model.config.network.dimensions
-    if len(sides) != wanted:
-        raise InputError(f"--size {size}: give {'height,width' if wanted == 2 else 'three sides, depth,height,width'}")
-    return sides
+    values, dimensions = parse_size(size), model.config.network.dimensions
+    if len(values) != dimensions:
+        raise InputError(f"--size {size}: expected {'H,W' if dimensions == 2 else 'D,H,W'}")
+    return values
 
 
 def _requests(
-    model: Model, masks: list[Path] | None, fit: str, sides: tuple[int, ...] | None, output: Output
+    model: Model, masks: list[Path] | None, fit: str, size: tuple[int, ...] | None, output: Output
 ) -> list[MaskRequest]:
     from voxtune.runtime.generate import mask_contract, prepare
 
     mask_contract(model)
     if not masks:
-        raise InputError("this model draws from masks: give --mask, a NIfTI file or a folder of them")
-    requests = prepare(model, _masks(masks), mode=fit, size=sides)  # type: ignore[arg-type]
+        raise InputError("this model requires --mask: a NIfTI file or a folder of them")
+    requests = prepare(model, _mask_files(masks), mode=fit, size=size)  # type: ignore[arg-type]
     for request in requests:
         output.say(f"{request.path.name}: {request.placement.describe()}")
         for warning in request.warnings:
@@ -149,70 +156,68 @@ def _requests(
     return requests
 
 
-def _draw_volumes(
+def _mask_files(paths: list[Path]) -> list[Path]:
+    """The masks: files as they are, folders by the NIfTI files in them."""
+    files: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            files.append(path)
+            continue
+        inside = sorted(p for p in path.rglob("[!.]*") if p.name.lower().endswith((".nii", ".nii.gz")))
+        if not inside:
+            raise InputError(f"{path}: contains no .nii or .nii.gz file")
+        files += inside
+    return files
+
+
+def _generate_volumes(
     model: Model, requests: list[MaskRequest], out: Path, picture: bool, options: dict[str, Any]
 ) -> list[dict[str, Any]]:
     from voxtune.runtime.generate import generate
 
-    volumes = []
-    for drawn in generate(model, requests, out, **options):
-        files = list(drawn.files)
+    results = []
+    for volume in generate(model, requests, out, **options):
+        files = list(volume.files)
         if picture:
-            files.append(_picture(drawn))
-        volumes.append({"mask": str(drawn.request.path), "index": drawn.index, "files": [str(f) for f in files]})
-    return volumes
+            files.append(_picture(volume))
+        results.append({"mask": str(volume.request.path), "index": volume.index, "files": [str(f) for f in files]})
+    return results
 
 
-def _draw_images(model: Model, out: Path, picture: bool, options: dict[str, Any]) -> list[dict[str, Any]]:
+def _generate_images(model: Model, out: Path, picture: bool, options: dict[str, Any]) -> list[dict[str, Any]]:
     from voxtune.runtime.generate import generate_images
 
-    images: list[dict[str, Any]] = []
-    page: list[GeneratedImage] = []
-    for drawn in generate_images(model, out, **options):
-        images.append({"index": drawn.index, "files": [str(drawn.file)]})
-        if picture and len(page) < PICTURE_IMAGES:
-            page.append(drawn)
-    if page:
-        images[-1]["files"].append(str(_page(page, out / "picture.png")))
-    return images
+    results: list[dict[str, Any]] = []
+    shown: list[GeneratedImage] = []
+    for image in generate_images(model, out, **options):
+        results.append({"index": image.index, "files": [str(image.file)]})
+        if picture and len(shown) < MAX_PICTURE_IMAGES:
+            shown.append(image)
+    if shown:
+        results[-1]["files"].append(str(_sheet(shown, out / "picture.png")))
+    return results
 
 
-def _masks(paths: list[Path]) -> list[Path]:
-    found: list[Path] = []
-    for path in paths:
-        inside = (
-            sorted(p for p in path.rglob("[!.]*") if p.name.lower().endswith((".nii", ".nii.gz")))
-            if path.is_dir()
-            else [path]
-        )
-        if not inside:
-            raise InputError(f"{path}: holds no .nii or .nii.gz file")
-        found += inside
-    return found
-
-
-def _picture(drawn: Any) -> Path:
+def _picture(volume: GeneratedVolume) -> Path:
     from voxtune.report.picture import SlicePanel, slice_picture
 
-    # The model's grid has an orientation and a spacing of its own; pictures are in RAS.
-    turn = drawn.request.placement.ras_array
-    labels, spacing = turn(drawn.request.labels_DHW)
-    images = [turn(image_DHW)[0] for image_DHW in drawn.images_CDHW]
+    # Pictures are in RAS orientation, whatever the orientation of the model's grid.
+    to_ras = volume.request.placement.ras_array
+    labels, spacing = to_ras(volume.request.labels_DHW)
     panels = [SlicePanel(title="mask", volume_DHW=labels, labels=True, spacing_DHW=spacing)]
     panels += [
-        SlicePanel(title=file.name, volume_DHW=image, spacing_DHW=spacing)
-        for file, image in zip(drawn.files, images, strict=True)
+        SlicePanel(title=file.name, volume_DHW=to_ras(image_DHW)[0], spacing_DHW=spacing)
+        for file, image_DHW in zip(volume.files, volume.images_CDHW, strict=True)
     ]
-    return slice_picture(
-        panels, drawn.files[0].with_name(drawn.files[0].name.replace(".nii.gz", ".png")), around=labels
-    )
+    first = volume.files[0]
+    return slice_picture(panels, first.with_name(first.name.replace(".nii.gz", ".png")), around=labels)
 
 
-def _page(drawn: list[GeneratedImage], path: Path) -> Path:
+def _sheet(images: list[GeneratedImage], path: Path) -> Path:
     import numpy as np
 
     from voxtune.data.pixels import png, sheet
     from voxtune.files import write_atomic
 
-    write_atomic(path, png(sheet(np.stack([image.pixels_HWC for image in drawn]))))
+    write_atomic(path, png(sheet(np.stack([image.pixels_HWC for image in images]))))
     return path

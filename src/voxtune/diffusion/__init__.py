@@ -1,6 +1,6 @@
 """Schedules, losses and samplers as plain functions."""
 
-from voxtune.diffusion.feature_cache import full_steps, reusing
+from voxtune.diffusion.feature_cache import cached_denoiser, full_steps
 from voxtune.diffusion.losses import add_noise, noise_loss, training_loss
 from voxtune.diffusion.noise import noise_source, normal
 from voxtune.diffusion.samplers import SAMPLERS, get_sampler
@@ -12,13 +12,13 @@ __all__ = [
     "DiffusionConfig",
     "Schedule",
     "add_noise",
+    "cached_denoiser",
     "full_steps",
     "get_sampler",
     "make_schedule",
     "noise_loss",
     "noise_source",
     "normal",
-    "reusing",
     "spaced_steps",
     "training_loss",
 ]

@@ -1,4 +1,4 @@
-"""Deep features kept between steps (the idea of DeepCache, Ma et al. 2023): they change slowly from one step to the next."""
+"""Reuse of deep features between sampling steps (DeepCache, Ma et al. 2023): they change slowly from one step to the next."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ Shallow = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def full_steps(steps: int, interval: int) -> list[bool]:
-    """Which of the steps run the whole network: every `interval`-th from the first on, and the last."""
+    """True for the steps that run the full network: the first, every `interval`-th after it, and the last."""
     return [i % interval == 0 or i == steps - 1 for i in range(steps)]
 
 
-def reusing(full: Full, shallow: Shallow, turns: Iterable[bool]) -> Denoise:
-    """A denoiser for one sampling: `full(x, t_N)` leaves the deep feature that `shallow(x, t_N, deep)` takes at other turns."""
-    waiting = iter(turns)
-    kept: Tensor | None = None
+def cached_denoiser(full: Full, shallow: Shallow, full_at: Iterable[bool]) -> Denoise:
+    """A denoiser for one sampling.
+
+    At steps where `full_at` is true, `full(x, t_N)` returns the noise and the deep feature. At the others,
+    `shallow(x, t_N, deep)` reuses that feature.
+    """
+    schedule = iter(full_at)
+    deep: Tensor | None = None
 
     def denoise(x: Tensor, t_N: Tensor) -> Tensor:
-        nonlocal kept
-        if next(waiting):
-            eps, kept = full(x, t_N)
+        nonlocal deep
+        if next(schedule):
+            eps, deep = full(x, t_N)
             return eps
-        assert kept is not None, "the first step is a full one"
-        return shallow(x, t_N, kept)
+        assert deep is not None, "the first step runs the full network"
+        return shallow(x, t_N, deep)
 
     return denoise

@@ -19,7 +19,7 @@ def add_noise(schedule: Schedule, x0: Tensor, t_N: Tensor, noise: Tensor) -> Ten
 
 
 def noise_loss(predicted: Tensor, noise: Tensor, kind: Literal["l1", "l2"] = "l1") -> Tensor:
-    """The mean over all elements of |error| or error^2, in float32."""
+    """Mean of |error| ("l1") or error^2 ("l2") over all elements, in float32."""
     error = predicted.float() - noise.float()
     return error.abs().mean() if kind == "l1" else error.square().mean()
 

@@ -1,10 +1,10 @@
 """Samplers: plain functions (denoise, x, schedule, timesteps, ...) -> x_0.
 
-`denoise(x, t_N)` gives the noise in x. `timesteps` are training steps from the noisiest down; after the last comes the
-clean image. `noise(k)` is the k-th draw, k from 1 (draw 0 made the x that comes in); ddpm, sde-dpm++ and ddim with eta use it.
-`clip` clamps each prediction of x_0 to [-1, 1]. `callback(i, x, x0)` is called after step i.
+`denoise(x, t_N)` predicts the noise in x. `timesteps` are training steps in decreasing order; the step after the last one is
+the clean image. `noise(k)` is draw k of the noise, k >= 1 (draw 0 is the initial x); ddpm, sde-dpm++ and ddim with eta > 0
+require it. `clip` clamps each prediction of x_0 to [-1, 1]. `callback(i, x, x0)` is called after step i.
 
-Below, alpha = sqrt(a_t) and sigma = sqrt(1 - a_t) at the present step, and their `_next` at the step it leads to.
+In the code, alpha = sqrt(a_t) and sigma = sqrt(1 - a_t) at the current step; `alpha_next` and `sigma_next` at the next one.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def ddpm(
     clip: bool = True,
     callback: Callback | None = None,
 ) -> Tensor:
-    """Ancestral sampling (Ho et al., algorithm 2); with fewer steps than trained for, over the coarser chain."""
+    """Ancestral sampling (Ho et al., algorithm 2), over the subsequence `timesteps` of the training steps."""
     if noise is None:
-        raise InputError("ddpm draws noise at every step: give it a noise source")
+        raise InputError("ddpm requires a noise source")
     for i, (t, t_next) in enumerate(zip(timesteps, [*timesteps[1:], -1], strict=True)):
         alpha, sigma = schedule.signal_noise(t)
         alpha_next, sigma_next = schedule.signal_noise(t_next)
@@ -86,7 +86,7 @@ def ddim(
 ) -> Tensor:
     """Song et al. eq. 12 and 16: deterministic at eta 0, ancestral at eta 1."""
     if eta and noise is None:
-        raise InputError("ddim with eta above 0 draws noise: give it a noise source")
+        raise InputError("ddim with eta > 0 requires a noise source")
     for i, (t, t_next) in enumerate(zip(timesteps, [*timesteps[1:], -1], strict=True)):
         alpha, sigma = schedule.signal_noise(t)
         alpha_next, sigma_next = schedule.signal_noise(t_next)
@@ -112,12 +112,12 @@ def dpm_solver_pp(
     callback: Callback | None = None,
     sde: bool = False,
 ) -> Tensor:
-    """DPM-Solver++ (2M), Lu et al. 2022, algorithm 2: second order from the last prediction, first order at the end.
+    """DPM-Solver++ (2M), Lu et al. 2022, algorithm 2: second order, with first-order steps at the start and the end.
 
-    With `sde` it follows the diffusion's stochastic equation (their SDE-DPM-Solver++): at first order, ancestral sampling.
+    With `sde`, it solves the stochastic differential equation (SDE-DPM-Solver++); its first-order form is ancestral sampling.
     """
     if sde and noise is None:
-        raise InputError("sde-dpm++ draws noise at every step: give it a noise source")
+        raise InputError("sde-dpm++ requires a noise source")
     x0_prev, h_prev = None, 0.0
     for i, (t, t_next) in enumerate(zip(timesteps, [*timesteps[1:], -1], strict=True)):
         alpha, sigma = schedule.signal_noise(t)
@@ -129,7 +129,7 @@ def dpm_solver_pp(
             h = math.log(alpha_next / sigma_next) - math.log(alpha / sigma)
             d = x0 if x0_prev is None else x0 + (0.5 * h / h_prev) * (x0 - x0_prev)
             if sde and noise is not None:
-                fresh = -math.expm1(-2 * h)  # the share of the variance that is drawn anew
+                fresh = -math.expm1(-2 * h)  # fraction of the variance that is new noise
                 x = (sigma_next / sigma * math.exp(-h)) * x + (alpha_next * fresh) * d
                 x = x + sigma_next * math.sqrt(fresh) * noise(i + 1)
             else:
@@ -150,7 +150,7 @@ def unipc(
     clip: bool = True,
     callback: Callback | None = None,
 ) -> Tensor:
-    """UniPC of order 2, B(h) = e^h - 1 (Zhao et al. 2023, algorithms 1, 2): each prediction corrects its own step."""
+    """UniPC of order 2 with B(h) = e^h - 1 (Zhao et al. 2023, algorithms 1 and 2)."""
     correct: Callable[[Tensor], Tensor] | None = None
     x0_prev, log_snr_prev = None, 0.0
     for i, (t, t_next) in enumerate(zip(timesteps, [*timesteps[1:], -1], strict=True)):
@@ -178,11 +178,11 @@ def unipc(
 def _unipc_corrector(
     base: Tensor, x0: Tensor, slope: Tensor | None, r: float, h: float, alpha_next: float
 ) -> Callable[[Tensor], Tensor]:
-    """The corrector of the step just taken, waiting for the prediction at its end."""
+    """The corrector of the current step, as a function of the prediction at the next step."""
     scale = alpha_next * math.expm1(-h)
     if slope is None:
         return lambda x0_next: base - (0.5 * scale) * (x0_next - x0)
-    # The two weights that match the expansion to second order: 2 x 2 system [[1, 1], [r, 1]] rho = b (eq. 9).
+    # Weights that match the expansion to second order: the 2 x 2 system [[1, 1], [r, 1]] rho = b (eq. 9).
     phi_1 = math.expm1(-h) / -h - 1
     b1 = phi_1 / math.expm1(-h)
     b2 = (phi_1 / -h - 0.5) * 2 / math.expm1(-h)
@@ -191,7 +191,7 @@ def _unipc_corrector(
     return lambda x0_next: base - scale * (rho_slope * slope + rho_next * (x0_next - x0))
 
 
-# Adams-Bashforth weights by how many noises are known, newest first (Liu et al. 2022, eq. 9).
+# Adams-Bashforth weights by the number of known noise predictions, newest first (Liu et al. 2022, eq. 9).
 _ADAMS_BASHFORTH = ((1.0,), (3 / 2, -1 / 2), (23 / 12, -16 / 12, 5 / 12))
 
 
@@ -205,7 +205,7 @@ def ipndm(
     clip: bool = True,
     callback: Callback | None = None,
 ) -> Tensor:
-    """iPNDM of order 3 (Zhang & Chen 2023): DDIM's step along extrapolated noise, re-derived from the clamped x_0."""
+    """iPNDM of order 3 (Zhang & Chen 2023): DDIM steps along extrapolated noise, computed from the clamped x_0."""
     history: list[Tensor] = []
     for i, (t, t_next) in enumerate(zip(timesteps, [*timesteps[1:], -1], strict=True)):
         alpha, sigma = schedule.signal_noise(t)

@@ -1,6 +1,6 @@
-"""Noise schedules. Everything is computed in float64; a step's coefficients are plain floats.
+"""Noise schedules, computed in float64, and the spacing of sampling steps.
 
-a_t is the running product of 1 - beta ("alphas_cumprod"); x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise.
+a_t is the cumulative product of 1 - beta ("alphas_cumprod"); x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from voxtune.errors import InputError
 
 MAX_STEPS = 100_000
-# Of a schedule, log of the last alphas_cumprod: below 1e-24 (signal 1e-12) dividing by the signal means nothing.
+# Lower limit of log(alphas_cumprod): samplers divide by the signal sqrt(a_t), which must stay above 1e-12.
 MIN_LOG_SIGNAL = math.log(1e-24)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionConfig:
-    """The diffusion a network was trained for. `betas` is given for a schedule that is none of the named ones."""
+    """The diffusion that a network was trained with. `betas` is set only for the schedule "custom"."""
 
     schedule: Literal["cosine", "linear", "custom"] = "cosine"
     steps: int = 250
@@ -32,19 +32,19 @@ class DiffusionConfig:
 
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= MAX_STEPS:
-            raise InputError(f"diffusion steps must lie in 1 to {MAX_STEPS}, found {self.steps}")
+            raise InputError(f"diffusion steps must lie in 1 to {MAX_STEPS}, got {self.steps}")
         if (self.schedule == "custom") != (self.betas is not None):
-            raise InputError("betas are given exactly when the schedule is 'custom'")
+            raise InputError("the schedule 'custom' requires betas; the other schedules do not accept them")
         if self.betas is not None and len(self.betas) != self.steps:
-            raise InputError(f"{len(self.betas)} betas for {self.steps} steps")
+            raise InputError(f"got {len(self.betas)} betas for {self.steps} steps")
         if self.betas is not None and not all(0 < b < 1 for b in self.betas):
-            raise InputError("every beta must lie above 0 and below 1")
+            raise InputError("every beta must be greater than 0 and less than 1")
         if self.betas is not None and math.fsum(math.log1p(-b) for b in self.betas) < MIN_LOG_SIGNAL:
-            raise InputError("the betas leave less than 1e-12 of the signal: not a schedule that can be sampled")
+            raise InputError("the schedule cannot be sampled: its betas reduce the signal below 1e-12")
 
 
 class Schedule:
-    """The betas and what follows from them, in float64."""
+    """The betas and the quantities derived from them, in float64."""
 
     def __init__(self, betas: Tensor):
         self.betas = betas.detach().double().cpu()
@@ -62,7 +62,7 @@ class Schedule:
 
     @cached_property
     def log_snr(self) -> Tensor:
-        """log(alpha / sigma) of every step: half the log of the signal-to-noise ratio; falls with the step."""
+        """log(alpha / sigma) of every step, half the log of the signal-to-noise ratio; decreasing."""
         a = self.alphas_cumprod
         return 0.5 * (a.log() - (1 - a).log())
 
@@ -70,14 +70,14 @@ class Schedule:
         return len(self.betas)
 
     def levels(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(sqrt(a), sqrt(1 - a)) of every step as float32 tables on `device`, copied there once."""
+        """(sqrt(a), sqrt(1 - a)) of every step as float32 tensors on `device`, copied there once."""
         if device not in self._levels:
             a = self.alphas_cumprod
             self._levels[device] = (a.sqrt().float().to(device), (1 - a).sqrt().float().to(device))
         return self._levels[device]
 
     def signal_noise(self, t: int) -> tuple[float, float]:
-        """(sqrt(a_t), sqrt(1 - a_t)); t = -1 is the clean image."""
+        """(sqrt(a_t), sqrt(1 - a_t)); t < 0 is the clean image."""
         if t < 0:
             return 1.0, 0.0
         a = self.alphas_cumprod[t].item()
@@ -98,13 +98,13 @@ def cosine_betas(steps: int, s: float = 0.008) -> Tensor:
 
 
 def linear_betas(steps: int) -> Tensor:
-    """1e-4 to 2e-2 over 1000 steps (Ho et al., section 4), scaled so that any number of steps ends in pure noise."""
+    """1e-4 to 2e-2 over 1000 steps (Ho et al., section 4), scaled so that fewer steps end in pure noise, too."""
     scale = 1000 / steps
     return torch.linspace(1e-4 * scale, 0.02 * scale, steps, dtype=torch.float64).clamp(max=0.999)
 
 
 def recognise(betas: Tensor, loss: Literal["l1", "l2"] = "l1") -> DiffusionConfig:
-    """The config of stored betas: a named schedule where they agree to float32 rounding, else custom."""
+    """The configuration of stored betas: a named schedule if they agree up to float32 rounding, otherwise "custom"."""
     steps = len(betas)
     stored = betas.double()
     for name, make in (("cosine", cosine_betas), ("linear", linear_betas)):

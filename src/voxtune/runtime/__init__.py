@@ -1,1 +1,1 @@
-"""Generating and training: loops, checkpoints and models on disk."""
+"""Models on disk and in memory, sampling, and models that run by a plan."""

@@ -1,4 +1,4 @@
-"""The model card that goes with every stored model."""
+"""The model card of a stored model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from voxtune.runtime.model import Model
 
 
 def model_card(model: Model, *, title: str, origin: str) -> str:
-    """Markdown that says what the model is, where it came from, what it takes, and what it must not be used for."""
+    """The model's network, origin, inputs, use and limits, as Markdown."""
     config = model.config
     parameters = sum(p.numel() for p in model.network.parameters())
     size = " x ".join(map(str, config.size))
@@ -19,8 +19,8 @@ def model_card(model: Model, *, title: str, origin: str) -> str:
         "",
         origin,
         "",
-        f"- Network: {config.family}, {parameters:,} parameters, {size} (tensor order), sides divide by "
-        f"{config.network.divisor}",
+        f"- Network: {config.family}, {parameters:,} parameters, size {size} (tensor order), dimensions must be multiples "
+        f"of {config.network.divisor}",
         f"- Diffusion: {config.diffusion.schedule} schedule, {config.diffusion.steps} steps, "
         f"{config.diffusion.loss.upper()} loss",
     ]

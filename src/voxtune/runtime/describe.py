@@ -1,4 +1,4 @@
-"""What a model is: parameters, arithmetic, memory, the sizes and masks it takes. Counted on shapes alone."""
+"""Facts about a model: parameters, arithmetic, memory, sizes and masks. Computed from shapes, without weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from voxtune.workloads import NetworkConfig, build, split
 
 
 def forward_flops(network: NetworkConfig, size: tuple[int, ...], batch: int = 1) -> int:
-    """Floating-point operations of one forward pass (a multiply-add counts two), counted on shapes alone."""
+    """Floating-point operations of one forward pass; a multiply-add counts as two."""
     with torch.device("meta"), torch.inference_mode(), FlopCounterMode(display=False) as counter:
         x = torch.empty(batch, network.out_channels, *size)
         cond = torch.empty(batch, network.mask_channels, *size) if network.mask_channels else None
@@ -22,22 +22,22 @@ def forward_flops(network: NetworkConfig, size: tuple[int, ...], batch: int = 1)
 
 
 def shallow_share(network: NetworkConfig, size: tuple[int, ...], depth: int) -> float:
-    """The arithmetic of a step around a kept deep feature, as a share of a full step's; counted on shapes alone."""
+    """The floating-point operations of a step that reuses the deep feature, as a fraction of those of a full step."""
     with torch.device("meta"), torch.inference_mode():
         x = torch.empty(1, network.out_channels, *size)
         cond = torch.empty(1, network.mask_channels, *size) if network.mask_channels else None
         t_N = torch.zeros(1, dtype=torch.int64)
         full, shallow = split(build(network), depth)
-        with FlopCounterMode(display=False) as whole:
+        with FlopCounterMode(display=False) as full_count:
             _, deep = full(x, t_N, cond)
-        with FlopCounterMode(display=False) as part:
+        with FlopCounterMode(display=False) as shallow_count:
             shallow(x, t_N, cond, deep)
-    return part.get_total_flops() / whole.get_total_flops()
+    return shallow_count.get_total_flops() / full_count.get_total_flops()
 
 
 def describe(config: ModelConfig, size: tuple[int, ...] | None = None) -> dict[str, Any]:
-    """All of it as one JSON-able object."""
-    sides = size or config.size
+    """The facts as a JSON object."""
+    dimensions = size or config.size
     network = config.network
     with torch.device("meta"):
         parameters = sum(p.numel() for p in build(network).parameters())
@@ -46,12 +46,12 @@ def describe(config: ModelConfig, size: tuple[int, ...] | None = None) -> dict[s
         "workload": config.family,
         "parameters": parameters,
         "weights_mib": round(parameters * 4 / 2**20, 1),
-        "size": list(sides),
+        "size": list(dimensions),
         "divisor": network.divisor,
-        "voxels": math.prod(sides),
+        "voxels": math.prod(dimensions),
         "in_channels": network.in_channels,
         "out_channels": network.out_channels,
-        "flop_per_step": forward_flops(network, sides),
+        "flop_per_step": forward_flops(network, dimensions),
         "diffusion": {"schedule": config.diffusion.schedule, "steps": config.diffusion.steps},
         "sampling": config.sampling.resolve(config.available_steps).record(),
         "labels": None if data is None else data.describe_labels(),

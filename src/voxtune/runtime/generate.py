@@ -1,4 +1,4 @@
-"""From mask files to volume files: pre-flight, placement on the model's grid, sampling, and the way back."""
+"""From mask files to volume files: checks, placement on the model's grid, sampling, and resampling to the mask's grid."""
 
 from __future__ import annotations
 
@@ -25,16 +25,20 @@ from voxtune.files import write_atomic
 from voxtune.runtime.model import Model, check_size
 from voxtune.runtime.sampling import SamplerSettings
 
-BARE = re.compile(r"dseg|seg|mask|labels?", re.IGNORECASE)
-MASK_ENDING = re.compile(r"(_(dseg|seg|mask|labels?))?\.nii(\.gz)?$", re.IGNORECASE)
+# Mask names without a subject, such as dseg.nii.gz: the folder names the subject.
+GENERIC_NAME = re.compile(r"dseg|seg|mask|labels?", re.IGNORECASE)
+MASK_SUFFIX = re.compile(r"(_(dseg|seg|mask|labels?))?\.nii(\.gz)?$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskRequest:
-    """One mask, read, checked and placed. Thousands may wait for their turn: of the file only its geometry is kept."""
+    """One mask, read, checked and placed on the model's grid.
+
+    Holds the geometry of the file but not its voxels, because thousands of requests may be in memory.
+    """
 
     path: Path
-    grid: Volume  # the mask's own, without its voxels
+    grid: Volume  # the mask's geometry, without its voxels
     labels_DHW: np.ndarray
     placement: Placement
     warnings: tuple[str, ...]
@@ -42,7 +46,7 @@ class MaskRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratedVolume:
-    """One synthetic sample: `images_CDHW` in [0, 1] on the model's grid, and the files on the mask's own."""
+    """One generated sample: `images_CDHW` in [0, 1] on the model's grid, and its files on the mask's grid."""
 
     request: MaskRequest
     index: int
@@ -53,22 +57,22 @@ class GeneratedVolume:
 def prepare(
     model: Model, masks: Iterable[Path], *, mode: Mode = "auto", size: Shape | None = None
 ) -> list[MaskRequest]:
-    """Reads and checks every mask before any work; raises once, with all that is wrong."""
+    """Reads and checks all masks; raises one error that names every invalid mask."""
     contract = mask_contract(model)
-    requests, faults = [], []
+    requests, errors = [], []
     for path in masks:
         try:
             requests.append(_prepare_one(path, contract, mode, size))
         except InputError as error:
-            faults.append(str(error))
-    if faults:
-        raise InputError("; ".join(faults))
+            errors.append(str(error))
+    if errors:
+        raise InputError("; ".join(errors))
     return requests
 
 
 def mask_contract(model: Model) -> DataContract:
     if model.config.data is None:
-        raise InputError("this model takes no mask file (it has no label contract); use Model.sample from Python")
+        raise InputError("this model has no data contract, so it cannot read mask files; use Model.sample from Python")
     return model.config.data
 
 
@@ -82,8 +86,8 @@ def _prepare_one(path: Path, contract: DataContract, mode: Mode, size: Shape | N
     report.raise_errors()
     warnings = tuple(f.message for f in report.warnings)
     grid = replace(mask, array=np.broadcast_to(np.zeros((), np.uint8), mask.shape))
-    small = labels_DHW.astype(np.min_scalar_type(max(contract.values)))
-    return MaskRequest(path=path, grid=grid, labels_DHW=small, placement=placement, warnings=warnings)
+    compact = labels_DHW.astype(np.min_scalar_type(max(contract.values)))
+    return MaskRequest(path=path, grid=grid, labels_DHW=compact, placement=placement, warnings=warnings)
 
 
 def generate(
@@ -99,17 +103,16 @@ def generate(
     provenance: dict[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[GeneratedVolume]:
-    """Draws `count` volumes for each mask and writes them into `out`; yields each as soon as it is on disk.
+    """Generates `count` volumes for each mask and writes them to `out`; yields each volume once its files are written.
 
-    Volume i (masks in order, `count` for each) has the noise of (seed, i), whatever the batch.
+    Volume i (masks in order, `count` for each) has the noise of (seed, i), independent of the batch size. `settings`
+    default to the model's.
     """
     contract = mask_contract(model)
     jobs = [(i, request) for i, request in enumerate(r for r in requests for _ in range(count))]
     names = output_names([request.path for _, request in jobs], contract.images)
     if not overwrite:
-        taken = [n for group in names for n in group if (out / n).exists()]
-        if taken:
-            raise InputError(f"{out / taken[0]}: exists already; choose another folder or pass --overwrite")
+        check_new(out / name for group in names for name in group)
     check_seed(seed)
     settings = settings or model.resolve()
     model.check_settings(settings)
@@ -122,7 +125,9 @@ def generate(
             settings=settings,
             seed=seed,
             indices=[i for i, _ in chunk],
-            progress=None if progress is None else overall(progress, done, len(chunk), len(jobs), settings.steps),
+            progress=None
+            if progress is None
+            else batch_progress(progress, done, len(chunk), len(jobs), settings.steps),
         )
         for (i, request), image in zip(chunk, x.cpu().numpy(), strict=True):
             check_finite(image, f"volume {i}, for {request.path}")
@@ -133,7 +138,7 @@ def generate(
                 **settings.record(),
                 "passes": list(getattr(model.network, "passes", ())),
                 "mask": request.path.name,
-                "Sources": [_from(out, request.path)],
+                "Sources": [_relative(out, request.path)],
                 "labels": {str(label.value): label.name for label in contract.labels},
                 "placement": request.placement.describe(),
             }
@@ -141,38 +146,44 @@ def generate(
         done += len(chunk)
 
 
-def check_finite(image: np.ndarray, what: str) -> None:
-    """Raises rather than let a volume be written that holds no image."""
+def check_new(files: Iterable[Path]) -> None:
+    for file in files:
+        if file.exists():
+            raise InputError(f"{file} already exists; choose another folder or pass --overwrite")
+
+
+def check_finite(image: np.ndarray, name: str) -> None:
+    """Raises for a sample with NaN or infinity, which must not be written."""
     if not np.isfinite(image).all():
         raise InputError(
-            f"{what}: the model drew NaN or infinity, so it is not written; those before it are. Try --plan baseline, "
-            "another sampler or more steps; if that fails too, the weights are broken"
+            f"{name}: not written, because it contains NaN or infinity; earlier samples are complete. Try --plan "
+            "baseline, another sampler or more steps; if these fail too, the weights are invalid"
         )
 
 
 def output_names(masks: list[Path], images: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """File names of each sample: the mask's name without its ending, numbered where a mask is used again."""
+    """File names of each sample: the mask's name without its suffix, and a number for each sample of a mask."""
     names = []
-    seen: dict[str, int] = {}
-    places: dict[str, Path] = {}
+    counts: dict[str, int] = {}
+    sources: dict[str, Path] = {}
     for path in masks:
-        stem = MASK_ENDING.sub("", path.name)
-        if not stem or BARE.fullmatch(stem):  # seg.nii.gz in a folder of its subject
+        stem = MASK_SUFFIX.sub("", path.name)
+        if not stem or GENERIC_NAME.fullmatch(stem):
             stem = path.absolute().parent.name or "mask"
-        if places.setdefault(stem, path.absolute()) != path.absolute():
+        if sources.setdefault(stem, path.absolute()) != path.absolute():
             raise InputError(
-                f"{places[stem]}, {path}: masks of one name, whose volumes could not be told apart; draw them into folders of "
-                "their own"
+                f"{sources[stem]} and {path} have the same name, so their volumes would overwrite each other; use separate "
+                "output folders"
             )
-        number = seen[stem] = seen.get(stem, 0) + 1
+        number = counts[stem] = counts.get(stem, 0) + 1
         names.append(tuple(f"{stem}_desc-synth{number:02d}_{image}.nii.gz" for image in images))
     return names
 
 
-def overall(
+def batch_progress(
     progress: Callable[[int, int], None], done: int, batch: int, jobs: int, steps: int
 ) -> Callable[[int, int], None]:
-    """Steps of one batch as volume-steps of the whole run."""
+    """The progress of one batch, in steps times volumes of all `jobs`."""
     return lambda step, _total: progress(done * steps + step * batch, jobs * steps)
 
 
@@ -187,22 +198,22 @@ def _write(
     return GeneratedVolume(request=request, index=index, images_CDHW=images_CDHW, files=tuple(files))
 
 
-def _from(folder: Path, path: Path) -> str:
-    """The way from the folder to the file, so that both can move together."""
+def _relative(folder: Path, path: Path) -> str:
+    """The path of the file relative to the folder, so that both can be moved together."""
     try:
         return Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix()
-    except ValueError:  # another drive: there is no way
+    except ValueError:  # on another drive
         return path.resolve().as_posix()
 
 
 def _describe_folder(out: Path) -> None:
-    """The BIDS description of a derivative, once."""
+    """Writes the BIDS description of a derivative dataset, if there is none."""
     from voxtune.versions import __version__
 
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{out}: {error.strerror}; choose a folder that can be written") from None
+        raise InputError(f"{out}: {error.strerror}; choose a writable folder") from None
     description = {
         "Name": "Synthetic MRI",
         "BIDSVersion": "1.10.0",
@@ -215,7 +226,7 @@ def _describe_folder(out: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratedImage:
-    """One synthetic image: its pixels and its file."""
+    """One generated image: its pixels and its file."""
 
     index: int
     pixels_HWC: np.ndarray
@@ -223,15 +234,14 @@ class GeneratedImage:
 
 
 def check_image_request(model: Model, out: Path, count: int, size: tuple[int, ...] | None, *, overwrite: bool) -> None:
-    """Raises for what cannot be drawn or written, before any work."""
+    """Raises for images that cannot be generated or written."""
     network = model.config.network
     if network.mask_channels or network.dimensions != 2:
-        raise InputError(f"a {model.config.family} model draws volumes from masks, not images")
+        raise InputError(f"a {model.config.family} model generates volumes from masks, not images")
     check_png(network.out_channels)
     check_size(network, size or model.config.size)
-    taken = [] if overwrite else [path for i in range(count) if (path := image_path(out, i)).exists()]
-    if taken:
-        raise InputError(f"{taken[0]}: exists already; choose another folder or pass --overwrite")
+    if not overwrite:
+        check_new(image_path(out, i) for i in range(count))
 
 
 def image_path(out: Path, index: int) -> Path:
@@ -251,9 +261,9 @@ def generate_images(
     provenance: dict[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[GeneratedImage]:
-    """Draws images 0 .. count - 1 and writes them into `out`; yields each as soon as it is on disk.
+    """Generates images 0 .. count - 1 and writes them to `out`; yields each image once its files are written.
 
-    Image i has the noise of (seed, i), whatever the batch.
+    Image i has the noise of (seed, i), independent of the batch size. `settings` default to the model's.
     """
     check_image_request(model, out, count, size, overwrite=overwrite)
     check_seed(seed)
@@ -266,7 +276,7 @@ def generate_images(
             seed=seed,
             indices=indices,
             size=size,
-            progress=None if progress is None else overall(progress, first, len(indices), count, settings.steps),
+            progress=None if progress is None else batch_progress(progress, first, len(indices), count, settings.steps),
         )
         for i, image_CHW in zip(indices, x_NCHW.float().cpu().numpy(), strict=True):
             check_finite(image_CHW, f"image {i}")

@@ -1,4 +1,4 @@
-"""A model: a network, its diffusion and its data contract; and how a volume is drawn with it."""
+"""A model: a network, its diffusion and its data contract. `Model.sample` generates volumes or images."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from voxtune.config import from_mapping, to_mapping
 from voxtune.data.contract import DataContract
 from voxtune.diffusion import (
     DiffusionConfig,
+    cached_denoiser,
     full_steps,
     get_sampler,
     make_schedule,
     noise_source,
-    reusing,
     spaced_steps,
 )
 from voxtune.diffusion.noise import check_seed
@@ -32,19 +32,19 @@ log = logging.getLogger("voxtune")
 FORMAT = "voxtune-model/1"
 
 Progress = Callable[[int, int], None]
-# (seed, numbers of the samples, shape of one, device) -> draw number -> noise of the batch
+# (seed, indices of the samples, shape of one sample, device) -> number of the draw -> noise of the batch
 NoiseSource = Callable[[int, Sequence[int], Sequence[int], torch.device], Callable[[int], Tensor]]
 
 
 def check_size(network: NetworkConfig, size: tuple[int, ...]) -> None:
-    """Raises for a size that the network cannot take."""
+    """Raises for a size that the network does not support."""
     if len(size) != network.dimensions or any(s < 1 or s % network.divisor for s in size):
-        raise InputError(f"size {size}: need {network.dimensions} sides that divide by {network.divisor}")
+        raise InputError(f"size {size}: expected {network.dimensions} dimensions, each a multiple of {network.divisor}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """All that a model is but its weights."""
+    """Everything that defines a model, except its weights."""
 
     network: NetworkConfig
     size: tuple[int, ...]
@@ -59,11 +59,11 @@ class ModelConfig:
         if self.data is None:
             return
         if self.data.size != self.size:
-            raise InputError(f"data.size {self.data.size} and size {self.size} differ")
+            raise InputError(f"data.size {self.data.size} differs from size {self.size}")
         if len(self.data.labels) != network.mask_channels or len(self.data.images) != network.out_channels:
             raise InputError(
-                f"the contract has {len(self.data.labels)} labels and {len(self.data.images)} images, the network "
-                f"takes {network.mask_channels} and {network.out_channels}"
+                f"the data contract has {len(self.data.labels)} labels and {len(self.data.images)} images, but the "
+                f"network has {network.mask_channels} mask channels and {network.out_channels} output channels"
             )
 
     @property
@@ -81,11 +81,11 @@ class ModelConfig:
     @classmethod
     def from_json(cls, data: Any, where: str) -> ModelConfig:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise InputError(f"{where}: expected a config of format {FORMAT!r}, found {found!r}")
+            actual = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise InputError(f"{where}: expected a config of format {FORMAT!r}, got {actual!r}")
         family = data.get("workload")
         if not isinstance(family, str) or family not in FAMILIES:
-            raise InputError(f"{where}: unknown workload {family!r}; known are {', '.join(FAMILIES)}")
+            raise InputError(f"{where}: unknown workload {family!r}; choose from {', '.join(FAMILIES)}")
         rest = {k: v for k, v in data.items() if k not in ("format", "workload")}
         network = from_mapping(FAMILIES[family], rest.pop("network", None), f"{where}: network")
         parts: dict[str, Any] = {
@@ -97,7 +97,7 @@ class ModelConfig:
         rest.pop("data", None)
         size = rest.pop("size", None)
         if not isinstance(size, list | tuple) or not all(type(s) is int for s in size):
-            raise InputError(f"{where}: size must be a list of whole numbers, found {size!r}")
+            raise InputError(f"{where}: size must be a list of whole numbers, got {size!r}")
         if rest:
             raise InputError(f"{where}: unknown setting {next(iter(rest))!r}")
         try:
@@ -107,7 +107,7 @@ class ModelConfig:
 
 
 def workload_config(name: str) -> ModelConfig:
-    """The published model of a workload's name, with its data contract."""
+    """The configuration of a workload's published model, with its data contract."""
     entry = workload(name)
     diffusion = DiffusionConfig(schedule=entry.schedule, steps=entry.steps)
     return ModelConfig(network=entry.network, size=entry.size, diffusion=diffusion, data=workload_contract(entry))
@@ -121,9 +121,10 @@ def workload_contract(entry: Workload) -> DataContract | None:
 
 
 class Model:
-    """A network with what it needs to draw volumes. Made by `voxtune.load`, or around freshly initialised weights.
+    """A network with its configuration, for sampling. Returned by `voxtune.load`; without `network`, the weights are random.
 
-    `noise` makes the sampler's noise; whatever makes it, the noise of a seed, a sample and a draw is the same.
+    `noise` computes the sampler's noise. Every implementation gives the same noise for a seed, a sample and a draw, up to
+    rounding.
     """
 
     def __init__(self, config: ModelConfig, network: nn.Module | None = None, noise: NoiseSource = noise_source):
@@ -138,7 +139,7 @@ class Model:
 
     @property
     def device_name(self) -> str:
-        """For records: the card's name, or cpu."""
+        """The name of the GPU, or "cpu"."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
 
     def to(self, device: torch.device | str) -> Model:
@@ -147,13 +148,15 @@ class Model:
 
     @torch.inference_mode()
     def denoise(self, x: Tensor, t: Tensor | int, cond: Tensor | None = None) -> Tensor:
-        """The noise that the network sees in `x` at step `t` (one number, or one for each sample)."""
+        """The noise that the network predicts in `x` at step `t` (one value, or one for each sample)."""
         t_N = torch.as_tensor(t, device=x.device)
         if t_N.dim() > 1 or (t_N.dim() == 1 and t_N.shape[0] not in (1, x.shape[0])):
-            raise InputError(f"t has shape {tuple(t_N.shape)}: give one step, or one for each of {x.shape[0]} samples")
+            raise InputError(
+                f"t has shape {tuple(t_N.shape)}; expected one step, or one for each of {x.shape[0]} samples"
+            )
         t_N = t_N.expand(x.shape[0])
         if t_N.is_floating_point() or bool((t_N < 0).any()) or bool((t_N >= len(self.schedule)).any()):
-            raise InputError(f"t must be whole numbers in 0 to {len(self.schedule) - 1}")
+            raise InputError(f"t must hold whole numbers in 0 to {len(self.schedule) - 1}")
         return self.network(x, t_N, cond)
 
     @torch.inference_mode()
@@ -227,7 +230,7 @@ class Model:
         if settings.cache is None:
             return lambda x, t_N: self.network(x, t_N, cond)
         full, shallow = split(self.network, settings.cache.depth)
-        return reusing(
+        return cached_denoiser(
             lambda x, t_N: full(x, t_N, cond),
             lambda x, t_N, deep: shallow(x, t_N, cond, deep),
             full_steps(settings.steps, settings.cache.interval),
@@ -238,12 +241,12 @@ class Model:
         return self.config.available_steps
 
     def _start(self, noise: Tensor, t: int, cond: Tensor | None) -> Tensor:
-        """The first x: pure noise as published, or noise about the prior of each label."""
+        """The initial x: pure noise as published, or noise around the prior of each label."""
         prior = self.config.sampling.prior
         if prior is None or cond is None:
             return noise
         signal, spread = self.schedule.signal_noise(t)
-        # A label's channel is positive where the label is, in either range of masks.
+        # A label's channel is positive inside the label, in both mask ranges.
         inside = (cond > 0).long()
         rank = torch.arange(1, cond.shape[1] + 1, device=cond.device).view(1, -1, *[1] * (cond.dim() - 2))
         mean = torch.tensor(prior, device=cond.device)[(inside * rank).amax(dim=1, keepdim=True)]
@@ -255,20 +258,20 @@ class Model:
         network = self.config.network
         if network.mask_channels == 0:
             if cond is not None:
-                raise InputError("this model takes no mask: leave cond out")
+                raise InputError("this model takes no mask; omit cond")
             return None, list(indices or [0]), tuple(size or self.config.size)
         if cond is None:
-            raise InputError(f"this model draws from a mask: give cond as (batch, {network.mask_channels}, *size)")
+            raise InputError(f"this model requires a mask: pass cond of shape (batch, {network.mask_channels}, *size)")
         cond = torch.as_tensor(cond)
         if cond.dim() != network.dimensions + 2 or cond.shape[1] != network.mask_channels or cond.shape[0] < 1:
             raise InputError(f"cond has shape {tuple(cond.shape)}, expected (batch, {network.mask_channels}, *size)")
         if size is not None and tuple(size) != tuple(cond.shape[2:]):
-            raise InputError(f"size {tuple(size)} differs from the mask's {tuple(cond.shape[2:])}")
-        chosen = list(range(cond.shape[0])) if indices is None else list(indices)
-        if len(chosen) != cond.shape[0]:
-            raise InputError(f"{len(chosen)} indices for {cond.shape[0]} masks")
+            raise InputError(f"size {tuple(size)} differs from the mask's size {tuple(cond.shape[2:])}")
+        samples = list(range(cond.shape[0])) if indices is None else list(indices)
+        if len(samples) != cond.shape[0]:
+            raise InputError(f"got {len(samples)} indices for {cond.shape[0]} masks")
         cond = cond.to(self.device, torch.float32)
-        # There, not here: a large mask takes a host longer to look through than a GPU to take a step.
+        # On the device: on the host, checking a large mask takes longer than a sampling step on a GPU.
         if not torch.isfinite(cond).all():
-            raise InputError("cond holds NaN or infinity")
-        return cond, chosen, tuple(cond.shape[2:])
+            raise InputError("cond contains NaN or infinity")
+        return cond, samples, tuple(cond.shape[2:])

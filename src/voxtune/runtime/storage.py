@@ -1,4 +1,4 @@
-"""Models on disk: a folder with model.safetensors, config.json and a model card; published checkpoints are read too."""
+"""Models on disk: folders with model.safetensors, config.json and a model card. Also reads published checkpoints."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ MAX_CONFIG_BYTES = 16 * 2**20
 
 
 def load(path: str | Path, *, device: torch.device | str = "cpu") -> Model:
-    """The model at `path`: a folder written by `voxtune import` or `voxtune train`, or a published `.pt` checkpoint."""
+    """Loads the model at `path`: a folder written by `voxtune import` or `voxtune train`, or a published `.pt` checkpoint."""
     path = Path(path)
     if not path.exists():
-        raise InputError(f"{path}: no such model; give a model folder or a published .pt checkpoint")
+        raise InputError(f"{path}: no such model; expected a model folder or a published .pt checkpoint")
     return _read(path).to(_checked_device(device))
 
 
 def _read(path: Path) -> Model:
     if path.is_dir():
-        # A run folder of `voxtune train` keeps its model beside its checkpoints.
+        # A run folder of `voxtune train` has its model in a subfolder.
         inside = path / "model"
         return load_folder(inside if (inside / CONFIG).is_file() and not (path / CONFIG).exists() else path)
     if path.name == WEIGHTS:
         return load_folder(path.parent)
     if path.suffix == ".safetensors":
-        raise InputError(f"{path}: weights alone; give the model folder that has {CONFIG} beside its {WEIGHTS}")
+        raise InputError(f"{path}: weights without a config; pass a model folder with {WEIGHTS} and {CONFIG}")
     from voxtune.runtime.published import load_published
 
     return load_published(path)
@@ -47,19 +47,21 @@ def _read(path: Path) -> Model:
 
 def _checked_device(device: torch.device | str) -> torch.device:
     try:
-        found = torch.device(device)
+        checked = torch.device(device)
     except RuntimeError as error:
         raise InputError(f"device {device!r}: {one_line(error)}") from None
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+    if checked.type == "cuda" and (checked.index or 0) >= torch.cuda.device_count():
         raise InputError(f"device {device}: this machine has {torch.cuda.device_count()} CUDA devices; use 'cpu'")
-    return found
+    return checked
 
 
 def demo_model() -> Path:
     """The folder of the model that ships with the package."""
     folder = Path(__file__).parent.parent / "models" / "demo"
     if not (folder / WEIGHTS).exists():
-        raise InputError(f"{folder}: the shipped model is missing from this installation; give one with --model")
+        raise InputError(
+            f"{folder}: the shipped model is missing from this installation; pass another one with --model"
+        )
     return folder
 
 
@@ -70,10 +72,10 @@ def load_folder(folder: Path) -> Model:
 
 
 def save(model: Model, folder: str | Path, *, card: str, overwrite: bool = False, half: bool = False) -> Path:
-    """Writes the model folder; `half` stores the weights in BF16 (they are loaded as float32 again)."""
+    """Writes the model folder. `half` stores the weights in BF16; they are loaded as float32."""
     folder = Path(folder)
     if (folder / WEIGHTS).exists() and not overwrite:
-        raise InputError(f"{folder}: holds a model already; choose another folder or pass --overwrite")
+        raise InputError(f"{folder}: already contains a model; choose another folder or pass --overwrite")
     dtype = torch.bfloat16 if half else torch.float32
     with reporting_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +89,7 @@ def save(model: Model, folder: str | Path, *, card: str, overwrite: bool = False
 
 
 def network_from_state(config: NetworkConfig, state: Mapping[str, Tensor], where: str) -> nn.Module:
-    """The network of `config` with the weights of `state`, which must fit by name, shape and kind."""
+    """The network of `config` with the weights of `state`, whose names, shapes and types are checked."""
     with torch.device("meta"):
         network = build(config)
     check_state({k: tuple(v.shape) for k, v in network.state_dict().items()}, state, where)
@@ -99,25 +101,25 @@ def check_state(expected: Mapping[str, tuple[int, ...]], state: Mapping[str, Ten
     missing = [k for k in expected if k not in state]
     if missing:
         raise InputError(
-            f"{where}: does not fit the model: parameter {missing[0]!r} and {len(missing) - 1} more are missing"
+            f"{where}: does not match the model: parameter {missing[0]!r} and {len(missing) - 1} more are missing"
         )
     extra = [k for k in state if k not in expected]
     if extra:
-        raise InputError(f"{where}: does not fit the model: unknown parameter {extra[0]!r} and {len(extra) - 1} more")
+        raise InputError(f"{where}: does not match the model: unknown parameter {extra[0]!r} and {len(extra) - 1} more")
     for name, shape in expected.items():
         tensor = state[name]
         if tuple(tensor.shape) != shape:
-            raise InputError(f"{where}: parameter {name!r} has shape {tuple(tensor.shape)}, the model needs {shape}")
+            raise InputError(f"{where}: parameter {name!r} has shape {tuple(tensor.shape)}, expected {shape}")
         if not tensor.is_floating_point():
-            raise InputError(f"{where}: parameter {name!r} holds {tensor.dtype}, not floating-point weights")
+            raise InputError(f"{where}: parameter {name!r} has type {tensor.dtype}, expected floating point")
         if not torch.isfinite(tensor).all():
-            raise InputError(f"{where}: parameter {name!r} holds NaN or infinity: this checkpoint is damaged")
+            raise InputError(f"{where}: parameter {name!r} contains NaN or infinity; the checkpoint is damaged")
 
 
 def read_json(path: Path) -> Any:
     with reporting_os_errors(path):
         if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise InputError(f"{path}: larger than any config; is this the right file?")
+            raise InputError(f"{path}: larger than {MAX_CONFIG_BYTES // 2**20} MiB; not a config")
         raw = path.read_bytes()
     try:
         return json.loads(raw)
@@ -128,11 +130,11 @@ def read_json(path: Path) -> Any:
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """(tensors, metadata) of a safetensors file."""
     if not path.is_file():
-        raise InputError(f"{path}: missing; a model folder holds {WEIGHTS} and {CONFIG}")
+        raise InputError(f"{path}: not found; a model folder contains {WEIGHTS} and {CONFIG}")
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
-        return read_plainly(path)
+        return read_without_library(path)
     try:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
@@ -141,22 +143,22 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Writes all or nothing: a killed process or a full disk leaves the old file as it was."""
+    """Writes atomically: after a crash or on a full disk, an existing file is unchanged."""
     try:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError:
-        # GPU machines often hold little but PyTorch, and what was trained there must leave in the same form.
-        return _write_plainly(path, tensors, metadata)
+        # A GPU machine without internet access may have PyTorch only; models trained there use the same format.
+        return _write_without_library(path, tensors, metadata)
     with replacing(path) as part:
         try:
             save_file(tensors, part, metadata=metadata)
         except SafetensorError as error:
-            # The library wraps the operating system's error; the rest of this project expects the plain one.
+            # The library wraps the operating system's error; the callers expect OSError.
             raise OSError(one_line(error)) from error
 
 
-KINDS = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -167,15 +169,15 @@ KINDS = {
 }
 
 
-def _write_plainly(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """The safetensors format by hand: the header's length in 8 bytes, a JSON header, then every tensor's bytes."""
+def _write_without_library(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Writes the safetensors format: the header's length in 8 bytes, a JSON header, then the bytes of every tensor."""
     header: dict[str, Any] = {"__metadata__": metadata}
     blocks, end = [], 0
-    # Wide types first, as the library does, so that every tensor lies on a multiple of its own width.
+    # Wide types first, as the library does, so that every tensor is aligned to its element size.
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
         block = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         offsets = [end, end + len(block)]
-        header[name] = {"dtype": KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         blocks.append(block)
         end += len(block)
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -184,23 +186,23 @@ def _write_plainly(path: Path, tensors: dict[str, Tensor], metadata: dict[str, s
         part.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(blocks))
 
 
-def read_plainly(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The safetensors format without its library, for machines that hold little but PyTorch."""
-    kinds = {name: dtype for dtype, name in KINDS.items()}
+def read_without_library(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Reads the safetensors format without its library, for machines that have PyTorch only."""
+    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     with reporting_os_errors(path):
         data = path.read_bytes()
     try:
         length = int.from_bytes(data[:8], "little")
         if len(data) < 8 or length > len(data) - 8:
-            raise ValueError("the header is cut off")
+            raise ValueError("truncated header")
         header, body = json.loads(data[8 : 8 + length]), memoryview(data)[8 + length :]
         metadata = header.pop("__metadata__", {})
         tensors = {}
         for name, entry in header.items():
-            dtype, shape, (begin, end) = kinds[entry["dtype"]], entry["shape"], entry["data_offsets"]
+            dtype, shape, (begin, end) = dtypes[entry["dtype"]], entry["shape"], entry["data_offsets"]
             if not 0 <= begin <= end <= len(body) or math.prod(shape) * dtype.itemsize != end - begin:
-                raise ValueError(f"tensor {name!r} lies outside the file or has another size")
-            # A copy of its own: the file's bytes cannot be written to and need not lie on the type's width.
+                raise ValueError(f"the offsets of tensor {name!r} do not match its shape or the file")
+            # A copy: the bytes of the file are read-only and may not be aligned.
             flat = (
                 torch.frombuffer(bytearray(body[begin:end]), dtype=dtype) if begin < end else torch.empty(0).to(dtype)
             )
@@ -211,7 +213,7 @@ def read_plainly(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def weights_sha256(path: Path) -> str | None:
-    """The hash of the weights' file behind `path`: of a model folder, a run folder, or the file itself."""
+    """The hash of the weights at `path`: a model folder, a run folder or the weights file; None if there is none."""
     weights = next((p for p in (path, path / WEIGHTS, path / "model" / WEIGHTS) if p.is_file()), None)
     if weights is None:
         return None
@@ -220,7 +222,7 @@ def weights_sha256(path: Path) -> str | None:
 
 
 def provenance(path: Path, model: Model) -> dict[str, Any]:
-    """What made a volume, for the record beside it: the weights by their hash, the versions, the device."""
+    """The origin of a generated volume, for its sidecar: the hash of the weights, the versions and the device."""
     from voxtune.versions import __version__
 
     return {
@@ -233,15 +235,15 @@ def provenance(path: Path, model: Model) -> dict[str, Any]:
 
 
 def config_file(path: str | Path) -> Path:
-    """The config of the model folder at `path`, or of the run folder's model; raises where there is none."""
+    """The config of the model folder or run folder at `path`."""
     for folder in (Path(path), Path(path) / "model"):
         if (folder / CONFIG).is_file():
             return folder / CONFIG
-    raise InputError(f"{path}: holds no {CONFIG} to store the steps in; make a model folder with voxtune import")
+    raise InputError(f"{path}: contains no {CONFIG}; create a model folder with voxtune import")
 
 
 def store_auto(path: str | Path, auto: AutoSampling) -> Path:
-    """Writes what `steps="auto"` means into the model folder's config; nothing else of it changes."""
+    """Stores the settings of `steps="auto"` in the config of the model folder at `path`."""
     file = config_file(path)
     config = ModelConfig.from_json(read_json(file), str(file))
     changed = replace(config, sampling=replace(config.sampling, auto=auto))
