@@ -1,4 +1,4 @@
-"""Schedules against the golden numbers, and noise against the generator's published answers and its own promises."""
+"""Schedules agree with stored reference values; the noise generator agrees with published known answers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from voxtune.diffusion.schedule import recognise
 from voxtune.errors import InputError
 
 
-def test_cosine_is_the_published_one():
+def test_cosine_schedule_agrees_with_the_published_one():
     schedule = make_schedule(DiffusionConfig())
-    golden = np.load(GOLDENS / "cosine_schedule_250.npz")
+    reference = np.load(GOLDENS / "cosine_schedule_250.npz")
     for name in ("betas", "alphas_cumprod", "posterior_variance"):
-        np.testing.assert_allclose(getattr(schedule, name).numpy(), golden[name], rtol=1e-5, atol=1e-12)
+        np.testing.assert_allclose(getattr(schedule, name).numpy(), reference[name], rtol=1e-5, atol=1e-12)
 
 
-def test_linear_ends_in_noise_whatever_its_length():
+def test_linear_schedule_ends_in_noise_for_any_number_of_steps():
     for steps in (20, 100, 1000):
         assert make_schedule(DiffusionConfig(schedule="linear", steps=steps)).alphas_cumprod[-1] < 1e-3
 
@@ -33,7 +33,7 @@ def test_stored_betas_are_recognised(name):
     assert recognise(make_schedule(config).betas.float()) == config
 
 
-def test_other_betas_are_kept_as_they_are():
+def test_other_betas_are_a_custom_schedule():
     betas = torch.linspace(0.01, 0.2, 7)
     config = recognise(betas)
     assert config.schedule == "custom"
@@ -43,7 +43,7 @@ def test_other_betas_are_kept_as_they_are():
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
 @pytest.mark.parametrize("spacing", SPACINGS)
 @pytest.mark.parametrize("steps", [1, 2, 7, 50, 249, 250])
-def test_spaced_steps_fall_and_stay_inside(spacing, steps, schedule):
+def test_spaced_steps_decrease_and_stay_in_range(spacing, steps, schedule):
     timesteps = spaced_steps(250, steps, spacing, make_schedule(DiffusionConfig(schedule=schedule, steps=250)))
     assert len(timesteps) == steps
     assert all(a > b for a, b in itertools.pairwise(timesteps))
@@ -51,15 +51,15 @@ def test_spaced_steps_fall_and_stay_inside(spacing, steps, schedule):
 
 
 @pytest.mark.parametrize("total", [250, 236])
-def test_even_steps_of_log_snr(total):
+def test_logsnr_spacing_is_even_in_log_snr(total):
     schedule = make_schedule(DiffusionConfig(schedule="cosine", steps=250))
     timesteps = spaced_steps(total, 15, "logsnr", schedule)
     assert timesteps[0] == total - 1 and timesteps[-1] == 0
-    # The schedule's very end, where next to nothing is signal, has few steps: evenly, six would lie above 243.
+    # Few steps at the end of the schedule, where there is almost no signal; evenly spaced, six would lie above 243.
     assert sum(t > 243 for t in timesteps) <= 3
     gaps = schedule.log_snr[timesteps].diff()[1:]
     even = (schedule.log_snr[0] - max(schedule.log_snr[total - 1], torch.tensor(-5.1))) / 14
-    # As even as whole steps allow: at both ends one step is already much of it.
+    # As even as whole steps allow; near both ends a single step is a large part of the interval.
     assert (gaps - even).abs().max() < 0.2 * even
     with pytest.raises(InputError, match="unknown step spacing"):
         spaced_steps(total, 15, "karras")
@@ -93,16 +93,16 @@ def test_noise_is_standard_normal_and_independent():
         assert abs((a * b).mean()) < 0.01
 
 
-def test_a_samples_noise_does_not_know_its_batch():
+def test_noise_does_not_depend_on_the_batch():
     shape = (1, 5, 7, 3)
-    together = noise_source(11, [0, 1, 2, 2**33], shape)(4)
+    batched = noise_source(11, [0, 1, 2, 2**33], shape)(4)
     for row, index in enumerate([0, 1, 2, 2**33]):
-        assert torch.equal(together[row], noise_source(11, [index], shape)(4)[0])
-    assert not torch.equal(together[0], noise_source(12, [0], shape)(4)[0])
+        assert torch.equal(batched[row], noise_source(11, [index], shape)(4)[0])
+    assert not torch.equal(batched[0], noise_source(12, [0], shape)(4)[0])
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63])
-def test_seed_outside_its_range(seed):
+def test_seed_out_of_range(seed):
     with pytest.raises(InputError, match="seed"):
         normal(seed, 0, 0, (4,))
 
@@ -116,6 +116,6 @@ def test_seed_outside_its_range(seed):
         {"schedule": "custom", "steps": 1, "betas": (1.5,)},
     ],
 )
-def test_config_is_checked_when_made(settings):
+def test_invalid_configs(settings):
     with pytest.raises(InputError):
         DiffusionConfig(**settings)

@@ -1,4 +1,4 @@
-"""Noise schedules, computed in float64, and the spacing of sampling steps.
+"""Noise schedules, computed in float64, the forward process with its training loss, and the spacing of sampling steps.
 
 a_t is the cumulative product of 1 - beta ("alphas_cumprod"); x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise.
 """
@@ -113,13 +113,38 @@ def recognise(betas: Tensor, loss: Literal["l1", "l2"] = "l1") -> DiffusionConfi
     return DiffusionConfig(schedule="custom", steps=steps, loss=loss, betas=tuple(stored.tolist()))
 
 
+def add_noise(schedule: Schedule, x0: Tensor, t_N: Tensor, noise: Tensor) -> Tensor:
+    """x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise (Ho et al. eq. 4)."""
+    signal, spread = schedule.levels(t_N.device)
+    shape = (-1, *[1] * (x0.dim() - 1))
+    return signal[t_N].view(shape).to(x0.dtype) * x0 + spread[t_N].view(shape).to(x0.dtype) * noise
+
+
+def noise_loss(predicted: Tensor, noise: Tensor, kind: Literal["l1", "l2"] = "l1") -> Tensor:
+    """Mean of |error| ("l1") or error^2 ("l2") over all elements, in float32."""
+    error = predicted.float() - noise.float()
+    return error.abs().mean() if kind == "l1" else error.square().mean()
+
+
+def training_loss(
+    denoise: Callable[[Tensor, Tensor], Tensor],
+    schedule: Schedule,
+    x0: Tensor,
+    t_N: Tensor,
+    noise: Tensor,
+    kind: Literal["l1", "l2"] = "l1",
+) -> Tensor:
+    assert t_N.dtype == torch.int64
+    return noise_loss(denoise(add_noise(schedule, x0, t_N, noise), t_N), noise, kind)
+
+
 def trailing(total: int, steps: int, schedule: Schedule | None) -> list[int]:
     """Evenly spaced, starting at the last training step."""
     return [round(total - i * total / steps) - 1 for i in range(steps)]
 
 
 def linspace(total: int, steps: int, schedule: Schedule | None) -> list[int]:
-    """Evenly spaced between the last training step and the clean image."""
+    """Evenly spaced from the last training step towards step 0, which is left out unless all steps are taken."""
     return [round((total - 1) * (1 - i / steps)) for i in range(steps)] if steps < total else [*range(total)][::-1]
 
 
