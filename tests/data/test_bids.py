@@ -1,4 +1,4 @@
-"""The cohort on disk: a BIDS layout that others can read, the same bytes every time."""
+"""The simulated cohort on disk: a BIDS layout, deterministic bytes, and safe overwriting."""
 
 from __future__ import annotations
 
@@ -60,25 +60,25 @@ def test_layout(cohort):
     ]
 
 
-def test_files_hold_the_subjects(cohort):
+def test_files_contain_the_subjects(cohort):
     pairs = find_subjects(cohort)
     assert [p.id for p in pairs] == ["sub-0000", "sub-0001", "sub-0002"]
     for index, pair in enumerate(pairs):
-        drawn = subject(7, index, SIZE)
+        expected = subject(7, index, SIZE)
         image, mask = nib.load(pair.images[0]), nib.load(pair.mask)
-        assert np.allclose(image.affine, drawn.affine, atol=1e-4) and np.array_equal(image.affine, mask.affine)
-        assert np.array_equal(np.asanyarray(mask.dataobj).transpose(2, 1, 0), drawn.labels_DHW)
-        assert np.abs(image.get_fdata().transpose(2, 1, 0) / 1000 - drawn.image_DHW).max() <= 0.00051
+        assert np.allclose(image.affine, expected.affine, atol=1e-4) and np.array_equal(image.affine, mask.affine)
+        assert np.array_equal(np.asanyarray(mask.dataobj).transpose(2, 1, 0), expected.labels_DHW)
+        assert np.abs(image.get_fdata().transpose(2, 1, 0) / 1000 - expected.image_DHW).max() <= 0.00051
         assert mask.get_data_dtype() == np.uint8
 
 
-def test_the_same_call_gives_the_same_bytes(cohort, tmp_path):
+def test_writing_is_deterministic(cohort, tmp_path):
     seen = []
     write_cohort(tmp_path / "again", 3, 7, SIZE, callback=lambda done, n: seen.append((done, n)))
     assert contents(tmp_path / "again") == contents(cohort) and seen == [(1, 3), (2, 3), (3, 3)]
 
 
-def test_a_folder_in_use_is_refused(tmp_path):
+def test_a_folder_that_is_not_empty_is_rejected(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(InputError, match="not empty"):
         write_cohort(tmp_path, 1, 0, SIZE)
@@ -89,19 +89,19 @@ def test_a_folder_in_use_is_refused(tmp_path):
     assert (tmp_path / "thesis.txt").read_text() == "precious"
 
 
-def test_overwriting_leaves_no_subject_of_before(tmp_path):
+def test_overwriting_removes_earlier_subjects(tmp_path):
     write_cohort(tmp_path, 2, 0, SIZE)
     with pytest.raises(InputError, match="not empty"):
         write_cohort(tmp_path, 1, 1, SIZE)
-    # Also where version 0.1 wrote the description.
+    # Also with the description that version 0.1 wrote.
     description = tmp_path / "dataset_description.json"
     description.write_text(json.dumps({**json.loads(description.read_text()), "Name": "voxtune cohort"}))
     write_cohort(tmp_path, 1, 1, SIZE, overwrite=True)
     assert [p.id for p in find_subjects(tmp_path)] == ["sub-0000"]
 
 
-def test_what_is_not_ours_is_never_removed(tmp_path):
-    """Volumes drawn into a user's own data set leave a description of ours there; and loose files may lie in a cohort."""
+def test_other_files_are_never_removed(tmp_path):
+    """Neither in a user's dataset with generated volumes, nor beside the subjects of a cohort."""
     (tmp_path / "bids" / "sub-01").mkdir(parents=True)
     made_by = {"Name": "Synthetic MRI", "GeneratedBy": [{"Name": "voxtune"}]}
     (tmp_path / "bids" / "dataset_description.json").write_text(json.dumps(made_by))
@@ -118,6 +118,6 @@ def test_what_is_not_ours_is_never_removed(tmp_path):
     assert contents(tmp_path / "c") == before
 
 
-def test_bad_requests(tmp_path):
+def test_invalid_number_of_subjects(tmp_path):
     with pytest.raises(InputError, match="1 or more"):
         write_cohort(tmp_path / "x", 0, 0, SIZE)

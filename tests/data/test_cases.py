@@ -1,4 +1,4 @@
-"""Which real volume and which mask belong to a synthetic one, and what its labels are called."""
+"""Reference volume, mask, origin and label names of each volume."""
 
 from __future__ import annotations
 
@@ -24,50 +24,50 @@ def names(case):
     return tuple(None if p is None else p.name for p in (case.volume, case.reference, case.mask))
 
 
-def test_a_folder_of_the_demo_holds_all_three(tmp_path):
+def test_volume_reference_and_mask_in_one_folder(tmp_path):
     put(*(tmp_path / f"sub-1_{end}.nii.gz" for end in ("desc-synth01_T1w", "desc-synth02_T1w", "T1w", "dseg")))
-    found = find_cases(tmp_path)
-    assert [names(c) for c in found.cases] == [
+    cases = find_cases(tmp_path)
+    assert [names(c) for c in cases.cases] == [
         ("sub-1_desc-synth01_T1w.nii.gz", "sub-1_T1w.nii.gz", "sub-1_dseg.nii.gz"),
         ("sub-1_desc-synth02_T1w.nii.gz", "sub-1_T1w.nii.gz", "sub-1_dseg.nii.gz"),
     ]
-    assert [(c.subject, c.note) for c in found.cases] == [("sub-1", "synth01 T1w"), ("sub-1", "synth02 T1w")]
-    assert found.origin == "synthetic" and not found.warnings
+    assert [(c.subject, c.note) for c in cases.cases] == [("sub-1", "synth01 T1w"), ("sub-1", "synth02 T1w")]
+    assert cases.origin == "synthetic" and not cases.warnings
 
 
-def test_real_and_masks_from_their_own_folders(tmp_path):
+def test_real_volumes_and_masks_in_separate_folders(tmp_path):
     put(tmp_path / "synth" / "a.nii", tmp_path / "synth" / "b.nii")
     put(tmp_path / "real" / "a.nii.gz", tmp_path / "masks" / "a.nii.gz", tmp_path / "masks" / "b.nii.gz")
-    found = find_cases(tmp_path / "synth", real=tmp_path / "real", masks=tmp_path / "masks")
-    assert [names(c) for c in found.cases] == [("a.nii", "a.nii.gz", "a.nii.gz"), ("b.nii", None, "b.nii.gz")]
-    assert len(found.warnings) == 1 and "1 of 2 cases have no unique real volume (b)" in found.warnings[0]
+    cases = find_cases(tmp_path / "synth", real=tmp_path / "real", masks=tmp_path / "masks")
+    assert [names(c) for c in cases.cases] == [("a.nii", "a.nii.gz", "a.nii.gz"), ("b.nii", None, "b.nii.gz")]
+    assert len(cases.warnings) == 1 and "1 of 2 cases have no unique real volume (b)" in cases.warnings[0]
     assert [c.subject for c in find_cases(tmp_path / "synth", limit=1).cases] == ["a"]
 
 
-def test_the_sidecar_leads_to_the_mask_and_names_its_labels(tmp_path):
+def test_the_sidecar_names_the_mask_and_its_labels(tmp_path):
     put(tmp_path / "out" / "x_desc-synth01_T1w.nii.gz", tmp_path / "elsewhere" / "x_seg.nii.gz")
     record = {"mask": "x_seg.nii.gz", "Sources": ["../elsewhere/x_seg.nii.gz"], "labels": {"3": "lesion", "?": "no"}}
     (tmp_path / "out" / "x_desc-synth01_T1w.json").write_text(json.dumps(record))
-    found = find_cases(tmp_path / "out")
-    assert names(found.cases[0])[2] == "x_seg.nii.gz"
-    assert {v: label.name for v, label in found.legend.items()} == {3: "lesion"}
+    cases = find_cases(tmp_path / "out")
+    assert names(cases.cases[0])[2] == "x_seg.nii.gz"
+    assert {v: label.name for v, label in cases.legend.items()} == {3: "lesion"}
 
 
 @pytest.mark.parametrize(
     "text", ["[1]", "{", '{"Sources": 3, "labels": [1], "mask": null}', '{"Sources": [7, "../q"]}']
 )
-def test_a_strange_sidecar_is_no_obstacle(tmp_path, text):
+def test_an_invalid_sidecar_is_ignored(tmp_path, text):
     put(tmp_path / "x_desc-synth01_T1w.nii.gz")
     (tmp_path / "x_desc-synth01_T1w.json").write_text(text)
     assert names(find_cases(tmp_path).cases[0])[1:] == (None, None)
 
 
-def test_another_modality_is_not_taken_for_the_same(tmp_path):
+def test_another_modality_is_not_a_reference(tmp_path):
     put(tmp_path / "x_desc-synth01_T1w.nii.gz", tmp_path / "x_FLAIR.nii.gz")
     assert find_cases(tmp_path).cases[0].reference is None
 
 
-def test_what_fits_nothing_is_refused(tmp_path):
+def test_folders_without_a_match_are_rejected(tmp_path):
     put(tmp_path / "s" / "a.nii", tmp_path / "r" / "other.nii")
     with pytest.raises(InputError, match=r"no image of the same subject as a\.nii"):
         find_cases(tmp_path / "s", real=tmp_path / "r")

@@ -1,4 +1,4 @@
-"""Subjects of the embedded cohort: always the same, the same at any resolution, whole, and with labelled lesions."""
+"""Simulated subjects: reproducible, the same at any resolution, complete brains with labelled lesions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def dice(a, b):
     return 2.0 * (a & b).sum() / (a.sum() + b.sum())
 
 
-def test_subject_i_of_seed_s_is_always_the_same():
+def test_subjects_are_reproducible():
     first = subject(3, 5, SMALL)
     subject(3, 6, SMALL)
     again = subject(3, 5, SMALL)
@@ -32,7 +32,7 @@ def test_subject_i_of_seed_s_is_always_the_same():
     assert first.labels_DHW.tobytes() == again.labels_DHW.tobytes() and first.id == again.id == "sub-0005"
 
 
-def test_the_same_in_another_process():
+def test_subjects_are_reproducible_in_another_process():
     code = "from voxtune.data.cohort import subject; import hashlib; s = subject(3, 5, (16, 16, 16));"
     code += "print(hashlib.sha256(s.image_DHW.tobytes() + s.labels_DHW.tobytes()).hexdigest())"
     elsewhere = subprocess.check_output([sys.executable, "-c", code], text=True).strip()
@@ -41,7 +41,7 @@ def test_the_same_in_another_process():
 
 
 @pytest.mark.parametrize("other", [(3, 6), (4, 5)])
-def test_others_differ(other):
+def test_other_seeds_and_numbers_differ(other):
     a, b = subject(3, 5, SMALL), subject(*other, SMALL)
     assert np.abs(a.image_DHW - b.image_DHW).mean() > 0.01
     assert 0.7 < dice(a.labels_DHW > 0, b.labels_DHW > 0) < 0.995
@@ -70,7 +70,7 @@ def test_image_labels_and_affine(size):
     assert drawn.image_DHW[drawn.labels_DHW > 0].mean() > 10 * drawn.image_DHW[drawn.labels_DHW == 0].mean()
 
 
-def test_the_models_own_grid_is_one_and_a_half_millimetres():
+def test_spacing_at_128_voxels_is_one_and_a_half_millimetres():
     assert cohort_spacing((128, 128, 128)) == 1.5 and cohort_contract((64, 64, 64)).spacing == (3.0, 3.0, 3.0)
 
 
@@ -105,12 +105,12 @@ def test_lesions_change_the_image():
 
 
 @pytest.mark.parametrize("bad", [{"size": (0, 8, 8)}, {"seed": -1}, {"index": -1}, {"healthy_fraction": 1.5}])
-def test_bad_requests(bad):
+def test_invalid_arguments(bad):
     with pytest.raises(InputError):
         subject(**{"seed": 0, "index": 0, "size": (8, 8, 8), **bad})
 
 
-def test_absent_nilearn_says_what_to_install(monkeypatch):
+def test_missing_nilearn_names_the_package_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match="pip install nilearn"):
         anatomy.template.__wrapped__()

@@ -1,4 +1,4 @@
-"""The contract refuses what no model can have, survives JSON, and encodes masks and images exactly."""
+"""Data contracts: validation, JSON round trip, and encoding of masks and images."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def label(name="a", value=1, channel=0):
         ("images", ["T1", "t1"], "image"),
     ],
 )
-def test_bad_settings_are_named(field, value, word):
+def test_invalid_settings_are_rejected(field, value, word):
     with pytest.raises(InputError, match=word):
         from_mapping(DataContract, {**GOOD, field: value}, "model.json")
 
 
-def test_every_orientation_is_known():
+def test_every_orientation_is_valid():
     assert len(ORIENTATIONS) == 48
     for code in ORIENTATIONS:
         generic_contract(1, 1, (4, 4, 4), orientation=code)
@@ -88,7 +88,7 @@ def test_encode_mask_is_one_hot(n_labels, mask_range, seed):
     assert np.array_equal(decoded, labels_DHW)
 
 
-def test_channels_need_not_follow_values():
+def test_channels_in_another_order_than_values():
     labels = (Label(name="a", value=7, channel=1), Label(name="b", value=3, channel=0))
     contract = DataContract(size=(1, 1, 2), spacing=(1.0,) * 3, orientation="RAS", labels=labels, mask_range="unit")
     encoded = encode_mask(np.array([[[7, 3]]]), contract)
@@ -117,12 +117,12 @@ def test_constant_image_is_background(scaling):
     assert (scale_image(np.full((3, 3, 3), 42.0), contract) == -1).all()
 
 
-def test_unscale_clips_and_spans():
+def test_unscale_clips_to_the_range():
     out = unscale_image(np.array([-3.0, -1.0, 0.0, 1.0, 2.0]), 0.0, 1000.0)
     assert np.allclose(out, [0, 0, 500, 1000, 1000]) and out.dtype == np.float32
 
 
 @pytest.mark.parametrize(("labels", "images"), [(0, 1), (1, 0)])
-def test_generic_contract_needs_labels_and_images(labels, images):
+def test_generic_contract_requires_labels_and_images(labels, images):
     with pytest.raises(InputError, match="at least one"):
         generic_contract(labels, images, (8, 8, 8))

@@ -1,4 +1,4 @@
-"""Damaged and lying NIfTI files: every one is read or refused with an InputError that names it, never anything else."""
+"""Damaged NIfTI files: each is read, or rejected with an InputError that names it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_there_are_enough_cases():
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "suffix", "data"), CASES, ids=[name for name, _, _ in CASES])
-def test_read_or_refused(tmp_path, name, suffix, data):
+def test_read_or_rejected(tmp_path, name, suffix, data):
     path = tmp_path / f"mask{suffix}"
     path.write_bytes(data)
     for read in (read_volume, read_labels):
@@ -100,20 +100,20 @@ def test_read_or_refused(tmp_path, name, suffix, data):
 
 
 @pytest.mark.parametrize("cut", [0, 10, 348, 400, len(RAW) - 1])
-def test_cut_files_are_refused(tmp_path, cut):
+def test_truncated_files_are_rejected(tmp_path, cut):
     (tmp_path / "cut.nii").write_bytes(RAW[:cut])
     with pytest.raises(InputError, match=r"cut\.nii"):
         read_volume(tmp_path / "cut.nii")
 
 
 @pytest.mark.parametrize("cut", [0, 1, 10, 60, len(PACKED) - 9, len(PACKED) - 1])
-def test_cut_gzip_is_refused(tmp_path, cut):
+def test_truncated_gzip_is_rejected(tmp_path, cut):
     (tmp_path / "cut.nii.gz").write_bytes(PACKED[:cut])
     with pytest.raises(InputError, match=r"cut\.nii\.gz"):
         read_volume(tmp_path / "cut.nii.gz")
 
 
-def test_a_wrong_checksum_is_refused(tmp_path):
+def test_a_wrong_checksum_is_rejected(tmp_path):
     data = bytearray(PACKED)
     data[-6] ^= 1
     (tmp_path / "sum.nii.gz").write_bytes(data)

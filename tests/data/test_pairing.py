@@ -1,4 +1,4 @@
-"""Images find their masks by name, whatever the naming habit; what has no single partner is named."""
+"""Matching of images and masks by name, for plain, BIDS and BraTS names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def touch(folder, *names):
     ],
 )
 @pytest.mark.parametrize("one_folder", [False, True])
-def test_names_that_belong_together(tmp_path, image, mask, subject, one_folder):
+def test_matching_names(tmp_path, image, mask, subject, one_folder):
     images, masks = tmp_path / "images", tmp_path / ("images" if one_folder else "masks")
     touch(images, image)
     touch(masks, mask)
@@ -42,7 +42,7 @@ def test_names_that_belong_together(tmp_path, image, mask, subject, one_folder):
     assert [(p.id, p.images, p.mask) for p in pairing.pairs] == [(subject, (images / image,), masks / mask)]
 
 
-def test_order_does_not_pair_names_do(tmp_path):
+def test_files_are_matched_by_name_not_by_order(tmp_path):
     touch(tmp_path / "i", "b.nii", "a.nii", "c.nii")
     touch(tmp_path / "m", "c_seg.nii", "a_seg.nii", "b_seg.nii")
     pairs = pair_folders(tmp_path / "i", tmp_path / "m").pairs
@@ -68,13 +68,13 @@ def test_ambiguous_files_are_named(tmp_path):
     assert "b_T1w.nii" in messages[1] and "several T1w images" in messages[1]
 
 
-def test_the_named_modality_is_chosen(tmp_path):
+def test_the_modality_of_the_contract_is_chosen(tmp_path):
     touch(tmp_path, "a_t1.nii", "a_flair.nii", "a_seg.nii")
     assert pair_folders(tmp_path, tmp_path, ("FLAIR",)).pairs[0].images == (tmp_path / "a_flair.nii",)
 
 
 @pytest.mark.parametrize("endings", [("_t1", "_t1ce", "_t2", "_flair"), ("-t1n", "-t1c", "-t2w", "-t2f")])
-def test_four_images_a_subject_in_the_contracts_order(tmp_path, endings):
+def test_four_images_per_subject_in_the_order_of_the_contract(tmp_path, endings):
     for subject in ("BraTS-1", "BraTS-2"):
         touch(tmp_path / subject, *(f"{subject}{e}.nii.gz" for e in endings), f"{subject}{endings[0][0]}seg.nii.gz")
     pairing = pair_folders(tmp_path, tmp_path, BRATS.images)

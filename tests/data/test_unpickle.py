@@ -1,4 +1,4 @@
-"""Hostile pickles: nothing in them runs, and what is no plain data is refused with a word."""
+"""Hostile pickles: nothing is executed, and anything but plain data is rejected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from voxtune.errors import InputError
 
 
 class Runs:
-    """Runs a function of its choice when it is unpickled by anything less careful."""
+    """Calls a function when it is unpickled by Python's own unpickler."""
 
     def __init__(self, function, *arguments):
         self.call = (function, arguments)
@@ -58,15 +58,15 @@ def test_nothing_is_executed(tmp_path, name):
     assert not mark.exists()
 
 
-def test_the_hostile_ones_are_hostile(tmp_path):
-    """Python's own unpickler runs the first of them: the test above tests something."""
+def test_python_itself_executes_them(tmp_path):
+    """A check of the test above."""
     mark = tmp_path / "executed"
     pickle.loads(hostile(str(mark))["system-2"])
     assert mark.exists()
 
 
 def test_stand_ins_cannot_be_changed():
-    """BUILD sets attributes of whatever stands on the stack, of a class too."""
+    """BUILD sets attributes of any object on the stack, also of a class."""
     before = dict(vars(StoredArray))
     for state in (b"}U\x05stateK\x01s", b"N}U\x0c__setstate__K\x01s\x86"):
         with pytest.raises(InputError):
@@ -78,9 +78,9 @@ def test_stand_ins_cannot_be_changed():
 @pytest.mark.parametrize(
     "content",
     [
-        b"\x80\x02]r\xff\xff\xff\x7f.",  # room for two thousand million objects
+        b"\x80\x02]r\xff\xff\xff\x7f.",  # a memo of two thousand million objects
         b"\x80\x02}" + b")" + b"\x85" * 200_000 + b"K\x01s.",  # a tuple 200,000 deep as a key
-        b"\x80\x05\x8e" + struct.pack("<Q", 2**62) + b"x.",  # bytes that are not there
+        b"\x80\x05\x8e" + struct.pack("<Q", 2**62) + b"x.",  # missing bytes
         b"\x80\x02T" + struct.pack("<i", 2**31 - 1) + b"x.",
         b"\x80\x04\x95" + struct.pack("<Q", 2**63) + b".",
         b"\x80\x02" + b"(" * 100_000 + b".",
@@ -91,7 +91,7 @@ def test_stand_ins_cannot_be_changed():
         b"\x80\xff.",
     ],
 )
-def test_small_files_that_ask_for_much_are_refused_at_once(content):
+def test_small_files_that_require_much_memory_are_rejected_at_once(content):
     began = time.thread_time()
     with pytest.raises(InputError, match="pickle"):
         unpickle(content)
@@ -115,7 +115,7 @@ def test_small_files_that_ask_for_much_are_refused_at_once(content):
         None,
     ],
 )
-def test_arrays_that_lie_about_themselves(state):
+def test_arrays_with_inconsistent_state_are_rejected(state):
     class Lying:
         def __reduce__(self):
             return (np.array(0).__reduce__()[0], (np.ndarray, (0,), b"b"), state)
@@ -125,9 +125,9 @@ def test_arrays_that_lie_about_themselves(state):
         stored_array(value, "x")
 
 
-def test_damaged_batches_are_read_or_refused(tmp_path):
+def test_damaged_batches_are_read_or_rejected(tmp_path):
     good = published_pickle(*pictures(2))
-    # All but the pixels, where any byte is as good as any other.
+    # Except in the pixels, where every byte is valid.
     structure = [i for i in range(len(good)) if i < 330 or i > len(good) - 80]
     path = tmp_path / "data_batch_1"
     outcomes = []

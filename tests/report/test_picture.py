@@ -1,4 +1,4 @@
-"""Contact sheets: upright whatever the orientation, true in their sides, and the page's colours."""
+"""Pictures and contact sheets: orientation, proportions, colours, titles and warnings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rgb(value):
 
 
 def sampled(folder, orientation):
-    """The picture of a volume drawn for one mask by a model of this orientation, which copies the mask."""
+    """The picture of a volume that equals its mask, for a model of this orientation."""
     labels = np.zeros((12, 9, 10), np.uint8)
     labels[1:11, 1:8, 1:9] = 1
     labels[8:11, 5:8, 6:9] = 2  # right, anterior, superior
@@ -59,12 +59,12 @@ def sampled(folder, orientation):
     "orientation",
     ["".join(o) for pairs in itertools.permutations(("RL", "AP", "SI")) for o in itertools.product(*pairs)],
 )
-def test_a_sampled_picture_is_upright_in_any_orientation(tmp_path, orientation):
+def test_pictures_do_not_depend_on_the_orientation_of_the_model(tmp_path, orientation):
     picture = sampled(tmp_path, orientation)[CAPTION:]
     np.testing.assert_array_equal(picture, sampled(tmp_path, "RAS")[CAPTION:])
 
 
-def test_a_sampled_picture_has_true_sides_and_right_on_the_right(tmp_path):
+def test_pictures_have_correct_proportions_and_right_on_the_right(tmp_path):
     picture = sampled(tmp_path, "LPS")
     # 12 mm from left to right, 18 from back to front, 40 from bottom to top.
     for row, (wide, high) in enumerate(((12, 18), (12, 40), (18, 40))):
@@ -75,7 +75,7 @@ def test_a_sampled_picture_has_true_sides_and_right_on_the_right(tmp_path):
         assert up < 118 and right > 138
 
 
-def test_every_label_has_the_pages_colour(tmp_path):
+def test_labels_have_the_colours_of_the_page(tmp_path):
     labels = np.arange(64).reshape(4, 4, 4)
     labels[:] = labels[2]
     path = slice_picture([SlicePanel(title="mask", volume_DHW=labels, labels=True)], tmp_path / "p.png", around=labels)
@@ -84,16 +84,16 @@ def test_every_label_has_the_pages_colour(tmp_path):
     assert rgb(0) == PALETTE[0] and len({label_colour(v) for v in range(60)}) == 60
 
 
-def test_mask_real_and_synthetic(folder, tmp_path, capsys):
+def test_mask_reference_and_synthetic_volume(folder, tmp_path, capsys):
     put(folder / "sub-2_desc-synth01_T1w.nii.gz", np.zeros((6, 7, 8), np.float32))
     path = tmp_path / "sheet.png"
     assert main(["view", str(folder), "-o", str(tmp_path / "view.html"), "--sheet", str(path)]) == 0
-    told = capsys.readouterr()
-    assert "contact sheet of 2 case(s)" in told.out and told.err.count("no unique mask (sub-2)") == 1
+    output = capsys.readouterr()
+    assert "contact sheet of 2 case(s)" in output.out and output.err.count("no unique mask (sub-2)") == 1
     assert np.asarray(Image.open(path)).shape == (CAPTION + 6 * STEP, CAPTION + 2 * STEP, 3)
     assert {PALETTE[0], PALETTE[1], rgb(4000)} <= colours(tile(path, 0, 0))
     assert tile(path, 1, 0).std() > 10 and tile(path, 2, 0).std() > 10
-    # The second has neither mask nor real volume: paper, and a volume whose voxels are all equal.
+    # The second case has neither mask nor reference, and a constant volume.
     assert len(colours(tile(path, 0, 1)) | colours(tile(path, 1, 1))) == 1
     assert len(colours(tile(path, 2, 1))) == 2
     # 6 x 7 x 8 voxels of 2 x 2 x 3 mm: a sagittal slice is 14 mm wide and 24 mm high.
@@ -102,15 +102,15 @@ def test_mask_real_and_synthetic(folder, tmp_path, capsys):
     assert abs(columns.sum() - SIDE * 14 / 24) < 2
 
 
-def test_nan_is_shown_dark_and_told_once(folder, tmp_path, capsys):
+def test_nan_gives_one_warning(folder, tmp_path, capsys):
     array = np.random.default_rng(1).random((6, 7, 8), dtype=np.float32)
     array[3, 3, 3], array[3, 4, 3] = np.nan, np.inf
     put(folder / "sub-1_desc-synth01_T1w.nii.gz", array)
     path = tmp_path / "sheet.png"
     assert main(["view", str(folder), "-o", str(tmp_path / "v.html"), "--sheet", str(path), "--json"]) == 0
-    told = capsys.readouterr()
-    assert told.err.count("2 of 336 voxels are NaN") == 1
-    assert len(json.loads(told.out)["warnings"]) == 1
+    output = capsys.readouterr()
+    assert output.err.count("2 of 336 voxels are NaN") == 1
+    assert len(json.loads(output.out)["warnings"]) == 1
     assert tile(path, 2, 0).std() > 10
 
 
@@ -129,21 +129,21 @@ def moved(mm):
         ("dseg", 0, (6, 7, 8), moved(20)),
     ],
 )
-def test_what_lies_elsewhere_is_left_out_and_told(folder, tmp_path, capsys, name, row, shape, affine):
-    # A second case, so that the row stays.
+def test_partners_on_another_grid_are_omitted_with_a_warning(folder, tmp_path, capsys, name, row, shape, affine):
+    # With a second case, which keeps the row.
     for file in ("desc-synth01_T1w", "T1w", "dseg"):
         (folder / f"sub-2_{file}.nii.gz").write_bytes((folder / f"sub-1_{file}.nii.gz").read_bytes())
     put(folder / f"sub-1_{name}.nii.gz", np.arange(np.prod(shape)).reshape(shape) % 5, affine)
     path = tmp_path / "sheet.png"
     assert main(["view", str(folder), "-o", str(tmp_path / "v.html"), "--sheet", str(path), "--json"]) == 0
-    [told] = json.loads(capsys.readouterr().out)["warnings"]
-    assert f"sub-1_{name}.nii.gz: not on the grid of" in told and "omitted from the contact sheet" in told
+    [warning] = json.loads(capsys.readouterr().out)["warnings"]
+    assert f"sub-1_{name}.nii.gz: not on the grid of" in warning and "omitted from the contact sheet" in warning
     for each in range(3):
         assert (len(colours(tile(path, each, 0))) == 1) == (each == row)
         assert len(colours(tile(path, each, 1))) > 1
 
 
-def test_a_file_stored_the_other_way_round_is_on_its_grid(folder, tmp_path):
+def test_a_file_with_reordered_axes_is_on_the_same_grid(folder, tmp_path):
     path = folder / "sub-1_T1w.nii.gz"
     real = np.arange(6 * 7 * 8).reshape(6, 7, 8)
     put(path, real)
@@ -154,11 +154,11 @@ def test_a_file_stored_the_other_way_round_is_on_its_grid(folder, tmp_path):
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
-def test_titles_tell_volumes_of_one_subject_apart(folder, tmp_path):
+def test_titles_of_volumes_of_one_subject_differ(folder, tmp_path):
     put(folder / "sub-1_desc-synth02_T1w.nii.gz", np.zeros((6, 7, 8), np.float32))
-    drawn = case_sheet(folder, tmp_path / "sheet.png")
-    assert drawn.cases == ("sub-1 synth01 T1w", "sub-1 synth02 T1w")
-    captions = np.asarray(Image.open(drawn.path))[:CAPTION, CAPTION:]
+    contact_sheet = case_sheet(folder, tmp_path / "sheet.png")
+    assert contact_sheet.cases == ("sub-1 synth01 T1w", "sub-1 synth02 T1w")
+    captions = np.asarray(Image.open(contact_sheet.path))[:CAPTION, CAPTION:]
     first, second = captions[:, :SIDE], captions[:, STEP : STEP + SIDE]
     assert first.std() > 10 and (first != second).any()
 
@@ -170,21 +170,21 @@ def test_long_titles_stay_in_their_column(folder, tmp_path):
     captions = np.asarray(Image.open(case_sheet(folder, tmp_path / "sheet.png").path))[:CAPTION, CAPTION:]
     columns = [captions[:, i * STEP : (i + 1) * STEP] for i in range(3)]
     assert all(len(colours(column[:, SIDE + 1 :])) == 1 for column in columns)
-    assert (columns[1] != columns[2]).any(), "the end is what tells them apart"
+    assert (columns[1] != columns[2]).any(), "names differ at the end"
 
 
-def test_how_many_cases_were_left_out(folder, tmp_path, capsys):
+def test_the_number_of_cases_is_limited(folder, tmp_path, capsys):
     for i in range(2, MAX_CASES + 4):
         put(folder / f"sub-{i}_desc-synth01_T1w.nii.gz", np.zeros((2, 2, 2), np.float32))
     command = ["view", str(folder), "-o", str(tmp_path / "v.html"), "--sheet", str(tmp_path / "s.png"), "--overwrite"]
     assert main(command) == 0
-    told = capsys.readouterr()
-    assert "shows only the first 12 of 15 cases" in told.err and "sheet of 12 case(s)" in told.out
+    output = capsys.readouterr()
+    assert "shows only the first 12 of 15 cases" in output.err and "sheet of 12 case(s)" in output.out
     assert main([*command, "--limit", "5"]) == 0
-    told = capsys.readouterr()
-    assert "shows only" not in told.err and "5 of 15 cases shown" in told.err and "sheet of 5 case(s)" in told.out
+    output = capsys.readouterr()
+    assert "shows only" not in output.err and "5 of 15 cases shown" in output.err and "sheet of 5 case(s)" in output.out
 
 
-def test_a_place_that_cannot_be_written(folder, tmp_path):
+def test_a_path_that_cannot_be_written(folder, tmp_path):
     with pytest.raises(InputError, match=r"sheet\.unknown: cannot be written"):
         case_sheet(folder, tmp_path / "sheet.unknown")

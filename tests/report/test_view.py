@@ -1,4 +1,4 @@
-"""The page of volumes before a browser sees it: what is embedded, what is refused, what is escaped."""
+"""The viewer page without a browser: embedded data, limits, escaping and errors."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ def data_of(page):
     return json.loads(re.search(r'id="data">(.*?)</script>', page, re.S).group(1))
 
 
-def test_volumes_come_back_as_they_were(folder, tmp_path):
-    made = view_page(folder, tmp_path / "view.html")
-    page = made.path.read_text()
+def test_embedded_volumes_equal_the_files(folder, tmp_path):
+    written = view_page(folder, tmp_path / "view.html")
+    page = written.path.read_text()
     data = data_of(page)
     [case] = data["cases"]
-    assert made.cases == ("sub-1 synth01 T1w",) and made.size == made.path.stat().st_size and not made.warnings
+    assert written.cases == ("sub-1 synth01 T1w",) and written.size == written.path.stat().st_size
+    assert not written.warnings
     for key, name, step in (("volume", "desc-synth01_T1w", 2e-5), ("reference", "T1w", 0.0)):
         shown, file = embedded(page, case[key]), nib.load(folder / f"sub-1_{name}.nii.gz")
         assert np.abs(shown.get_fdata() - file.get_fdata()).max() <= step
@@ -68,7 +69,7 @@ def test_captions_name_the_origin_of_a_reference(folder, tmp_path):
     assert "1 with a simulated subject for comparison" in page
 
 
-def test_page_points_nowhere_and_runs_only_its_own_scripts(folder, tmp_path):
+def test_page_has_no_links_and_runs_only_its_own_scripts(folder, tmp_path):
     page = view_page(folder, tmp_path / "view.html").path.read_text()
     markup = re.sub(r"<script.*?</script>", "", page, flags=re.S)
     assert all(link.startswith("#") or link == "data:," for link in re.findall(r'(?:src|href)="([^"]*)"', markup))
@@ -81,7 +82,7 @@ def test_page_points_nowhere_and_runs_only_its_own_scripts(folder, tmp_path):
     assert "Copyright (c) 2021, Niivue" in page
 
 
-def test_library_is_the_one_published():
+def test_niivue_is_the_published_file():
     folder = resources.files("voxtune.report") / "assets" / "niivue"
     assert hashlib.sha256((folder / "niivue.umd.js").read_bytes()).hexdigest() == LIBRARY
     assert all((folder / f).is_file() for f in ("LICENSE", "LICENSES-bundled", "README.md"))
@@ -99,7 +100,7 @@ def test_names_of_labels_and_their_colours():
     assert len({label_colour(v) for v in range(1, 60)}) == 59
 
 
-def test_too_large_a_page_is_refused_and_a_large_one_told(folder, tmp_path, monkeypatch):
+def test_a_large_page_gives_a_warning_and_a_larger_one_an_error(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(view, "LARGE", 1_000_000)
     assert "browsers open it slowly" in view_page(folder, tmp_path / "a.html").warnings[0]
     monkeypatch.setattr(view, "LARGEST", 1000)
@@ -108,15 +109,15 @@ def test_too_large_a_page_is_refused_and_a_large_one_told(folder, tmp_path, monk
     assert not (tmp_path / "b.html").exists()
 
 
-def test_nan_is_shown_dark_and_told(tmp_path):
+def test_nan_is_shown_as_the_minimum_with_a_warning(tmp_path):
     array = np.ones((3, 3, 3), np.float32)
     array[1, 1, 1] = np.nan
     put(tmp_path / "in" / "x.nii", array)
-    made = view_page(tmp_path / "in", tmp_path / "v.html")
-    assert any("1 of 27 voxels are NaN" in w for w in made.warnings)
+    warnings = view_page(tmp_path / "in", tmp_path / "v.html").warnings
+    assert any("1 of 27 voxels are NaN" in w for w in warnings)
 
 
-def test_metrics_are_read_with_care(tmp_path):
+def test_invalid_metrics_are_ignored(tmp_path):
     file = tmp_path / "metrics.json"
     figures = [
         {"name": "psnr", "value": 23.41, "low": 22, "high": 24.5, "n": 64, "unit": "dB"},
@@ -133,11 +134,11 @@ def test_metrics_are_read_with_care(tmp_path):
     ]
     assert read.volumes == {"x.nii": [("psnr", "22.1"), ("dice brain", "0.98")]}
     file.write_text("[]")
-    with pytest.raises(InputError, match="holds no list of figures"):
+    with pytest.raises(InputError, match="no list of metrics"):
         read_metrics(file)
 
 
-def test_metrics_found_beside_or_left_out(folder, tmp_path):
+def test_metrics_beside_the_volumes(folder, tmp_path):
     assert 'id="metrics"' not in view_page(folder, tmp_path / "a.html").path.read_text()
     (folder / "metrics.json").write_text('{"figures": [{"name": "ms_ssim", "value": 0.8123}]}')
     page = view_page(folder, tmp_path / "b.html").path.read_text()
@@ -148,8 +149,8 @@ def test_metrics_found_beside_or_left_out(folder, tmp_path):
 
 def test_command(folder, tmp_path, capsys):
     assert main(["view", str(folder), "-o", str(tmp_path / "v.html"), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["cases"] == ["sub-1 synth01 T1w"] and told["bytes"] > 2_000_000
+    result = json.loads(capsys.readouterr().out)
+    assert result["cases"] == ["sub-1 synth01 T1w"] and result["bytes"] > 2_000_000
 
 
 @pytest.mark.parametrize(
@@ -163,13 +164,13 @@ def test_command(folder, tmp_path, capsys):
         (["in", "-o", "."], "must end in .html"),
         (["in", "-o", "picture.png"], "must end in .html"),
         (["in", "--sheet", "sheet.unknown"], "must end in .png"),
-        # Before any work: the folder has not been looked at.
+        # Before any work: the folder is not read.
         (["absent", "-o", "there.html"], "already exists; pass --overwrite to replace it"),
         (["absent", "--sheet", "there.png"], "already exists; pass --overwrite to replace it"),
         (["in", "-o", "folder.html", "--overwrite"], "is a folder"),
     ],
 )
-def test_wrong_input_leaves_with_2_and_one_line(folder, tmp_path, capsys, monkeypatch, options, words):
+def test_invalid_input_exits_with_2_and_one_line(folder, tmp_path, capsys, monkeypatch, options, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.html").mkdir()
     for name in ("there.html", "there.png", "picture.png"):
@@ -177,7 +178,7 @@ def test_wrong_input_leaves_with_2_and_one_line(folder, tmp_path, capsys, monkey
     assert main(["view", *options]) == 2
     error = capsys.readouterr().err.strip()
     assert words in error and len(error.splitlines()) == 1
-    assert not (tmp_path / "view.html").exists(), "no page without the sheet that was asked for"
+    assert not (tmp_path / "view.html").exists(), "no page without the requested contact sheet"
     assert all((tmp_path / name).read_text() == "mine" for name in ("there.html", "there.png", "picture.png"))
 
 
@@ -187,5 +188,5 @@ def test_overwrite_replaces_page_and_sheet(folder, tmp_path):
         file.write_text("old")
     assert main(["view", str(folder), "-o", str(page), "--sheet", str(sheet), "--overwrite"]) == 0
     assert "niivue" in page.read_text() and sheet.read_bytes().startswith(b"\x89PNG")
-    # From Python, as the demo does in its own folder, a page takes the place of the last one.
+    # From Python, an existing page is replaced.
     assert view_page(folder, page).size == page.stat().st_size

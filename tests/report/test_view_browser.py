@@ -1,4 +1,4 @@
-"""The page of volumes in a real browser that draws WebGL: pixels are read, not only elements."""
+"""The viewer page in a browser with WebGL: checks of pixels as well as elements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from voxtune.report.view import view_page
 
 HOSTILE = '<img src=x onerror="window.hacked=1">'
 SHAPE = (20, 24, 18)
-# Stored from right to left and from front to back: the page has to turn it.
+# Stored in LPS orientation: the page has to reorder it.
 LPS = np.array([[-4.0, 0, 0, 38], [0, -4, 0, 46], [0, 0, 4, -34], [0, 0, 0, 1]])
 
 
@@ -48,14 +48,14 @@ def page_file(tmp_path_factory):
 
 
 def faults(opened):
-    """What the page said, less the driver's remarks on how the test reads pixels."""
+    """Errors of the page, without the driver's messages about reading pixels."""
     return [e for e in opened.errors if "GL Driver Message" not in e]
 
 
 def pixels(page, pane="volume"):
     from PIL import Image
 
-    # Two frames: the one under way, and the one that shows what was asked for.
+    # Two frames: the current one, and the one with the changes.
     page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
     shot = page.locator(f"[data-pane={pane}] canvas").screenshot()
     return np.asarray(Image.open(io.BytesIO(shot)).convert("RGB")).astype(int)
@@ -66,7 +66,7 @@ def positions(page):
 
 
 def bright_side(page):
-    """Where the brightest grey lies in an axial view: the share of the width, from the left."""
+    """The horizontal position of the brightest grey in an axial view, as a fraction of the width."""
     image = pixels(page)
     grey = np.ptp(image, axis=2) < 12
     inner = np.zeros(grey.shape, bool)
@@ -76,33 +76,33 @@ def bright_side(page):
     return float(np.median(columns)) / image.shape[1]
 
 
-def test_draws_links_and_reads(open_page, page_file):
+def test_panes_are_drawn_linked_and_show_values(open_page, page_file):
     opened = open_page(page_file, wait="ready", width=800)
     page = opened.page
     assert opened.requests == [page_file.as_uri()]
     assert faults(opened) == []
-    drawn = {pane: pixels(page, pane) for pane in ("volume", "reference")}
-    for image in drawn.values():
+    images = {pane: pixels(page, pane) for pane in ("volume", "reference")}
+    for image in images.values():
         assert len(np.unique(image.reshape(-1, 3), axis=0)) > 50, "blank"
 
-    # The crosshair opens on the highest label, on both sides, and tells what lies there.
+    # The crosshair starts on the highest label in both panes, and the values there are shown.
     readouts = page.locator(".readout").all_inner_texts()
     assert readouts == ["intensity 0.8 · tumour (2)", "intensity 800 · tumour (2)"]
     assert page.locator("#position").inner_text().startswith("R 1")
     assert "23.41 dB" in page.locator("#metrics").inner_text()
     assert "dice tumour" in page.locator("#details").inner_text()
 
-    # By keyboard on one side, and the other follows.
+    # A key in one pane moves the crosshair in both.
     page.locator("[data-pane=volume] canvas").focus()
     before = positions(page)
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("PageUp")
     after = positions(page)
     assert np.allclose(np.subtract(after, before), [[-4, 0, 4], [-4, 0, 4]], atol=1e-2)
-    for pane, image in drawn.items():
+    for pane, image in images.items():
         assert (pixels(page, pane) != image).any(), pane
 
-    # By pointer: the lower left tile is the axial slice.
+    # A click does, too: the lower left tile is the axial slice.
     box = page.locator("[data-pane=reference] canvas").bounding_box()
     page.mouse.click(box["x"] + box["width"] * 0.2, box["y"] + box["height"] * 0.8)
     assert np.allclose(*positions(page), atol=1e-2)
@@ -110,7 +110,7 @@ def test_draws_links_and_reads(open_page, page_file):
     assert faults(opened) == []
 
 
-def test_mask_window_and_sides(open_page, page_file):
+def test_mask_window_and_radiological_convention(open_page, page_file):
     page = open_page(page_file, wait="ready", width=800).page
     page.select_option("#layout", "axial")
     with_mask = pixels(page)
@@ -121,7 +121,7 @@ def test_mask_window_and_sides(open_page, page_file):
     assert (pixels(page) != filled).any()
     page.uncheck("#overlay")
     plain = pixels(page)
-    # Without the mask nothing but the crosshair has a colour, and with it the block is orange.
+    # Without the mask only the crosshair has a colour; with it the block is orange.
     assert (plain[..., 0] - plain[..., 2] > 40).sum() < 20 < (filled[..., 0] - filled[..., 2] > 40).sum()
 
     page.locator("#window").fill("60")
@@ -129,13 +129,13 @@ def test_mask_window_and_sides(open_page, page_file):
     page.click("#reset-window")
     assert (pixels(page) == plain).all()
 
-    # The patient's right on the right, unless asked for as radiologists read; the file runs the other way.
+    # The patient's right is on the right, except in the radiological convention.
     assert bright_side(page) > 0.52
     page.check("#radiological")
     assert bright_side(page) < 0.48
 
 
-def test_case_without_partners_and_volume_view(open_page, page_file):
+def test_case_without_reference_and_volume_view(open_page, page_file):
     opened = open_page(page_file, wait="ready", width=390, scheme="dark")
     page = opened.page
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
@@ -178,7 +178,7 @@ def test_hostile_names_are_inert_and_legible(open_page, tmp_path):
     assert faults(opened) == [] and len(opened.requests) == 1
 
 
-def test_without_webgl2_the_page_says_so(browser, page_file):
+def test_without_webgl2_the_page_shows_a_message(browser, page_file):
     context = browser.new_context()
     context.add_init_script("HTMLCanvasElement.prototype.getContext = () => null")
     page = context.new_page()

@@ -129,7 +129,7 @@ def is_cohort(folder: Path, dataset_type: str | None = None) -> bool:
 
 
 def is_simulated(path: Path) -> bool:
-    """Whether a volume is that of a simulated subject: its sidecar or the dataset that contains it says so."""
+    """Whether a volume is of a simulated subject, according to its sidecar or the description of its dataset."""
     if read_json(sidecar_path(path)).get("Simulated") is True:
         return True
     dataset = next((folder for folder in list(path.parents)[:4] if (folder / DESCRIPTION).is_file()), None)

@@ -8,20 +8,25 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from voxtune.data.bids import is_simulated, read_json, sidecar_path
-from voxtune.data.pairing import MASK_ENDINGS, NIFTI_NAME, nifti_files, same_modality, split_name
+from voxtune.data.pairing import (
+    MASK_ENDINGS,
+    NIFTI_NAME,
+    SYNTHETIC,
+    group_by_subject,
+    nifti_files,
+    same_modality,
+    split_name,
+)
 from voxtune.errors import InputError
 from voxtune.files import one_line
 
 COLOUR = re.compile(r"#[0-9a-fA-F]{6}")
-# The mark of a generated volume in a file name.
-SYNTHETIC = re.compile(r"_desc-(synth\d+)(?=_|\.)", re.IGNORECASE)
 
 # "real" is a user's own scan, "simulated" a subject of the cohort; the origin of a plain "reference" is unknown.
 Origin = Literal["synthetic", "simulated", "real", "reference", "volume"]
@@ -143,23 +148,16 @@ def find_cases(
 def _references(beside: list[Path], real: str | Path | None) -> dict[str, list[Path]]:
     """Reference volumes by subject: those of --real, else those beside the generated volumes."""
     files = beside if real is None else [p for p in nifti_files(real) if split_name(p)[1] not in MASK_ENDINGS]
-    return _by_subject([p for p in files if not SYNTHETIC.search(p.name)])
+    return group_by_subject([p for p in files if not SYNTHETIC.search(p.name)])
 
 
 def _masks(files: list[Path], real: str | Path | None, masks: str | Path | None) -> dict[str, list[Path]]:
     if masks is None:
         nearby = [*files, *(nifti_files(real) if real is not None else [])]
-        return _by_subject([p for p in nearby if split_name(p)[1] in MASK_ENDINGS])
+        return group_by_subject([p for p in nearby if split_name(p)[1] in MASK_ENDINGS])
     given = nifti_files(masks)
     # File names in a folder of masks need not end in _dseg or the like.
-    return _by_subject([p for p in given if split_name(p)[1] in MASK_ENDINGS] or given)
-
-
-def _by_subject(files: list[Path]) -> dict[str, list[Path]]:
-    subjects = defaultdict(list)
-    for path in files:
-        subjects[split_name(path)[0]].append(path)
-    return subjects
+    return group_by_subject([p for p in given if split_name(p)[1] in MASK_ENDINGS] or given)
 
 
 def _case(

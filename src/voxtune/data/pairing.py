@@ -21,6 +21,8 @@ MODALITIES = (
 )
 IMAGE_ENDINGS = frozenset({"image", "img"}).union(*MODALITIES)
 NIFTI_NAME = re.compile(r"\.nii(\.gz)?$", re.IGNORECASE)
+# The mark of a generated volume in a file name.
+SYNTHETIC = re.compile(r"_desc-(synth\d+)(?=_|\.)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,7 @@ def pair_folders(images_dir: str | Path, masks_dir: str | Path, images: tuple[st
     mask_files = marked or [p for p in mask_files if Path(images_dir).resolve() != Path(masks_dir).resolve()]
     if set(image_files) & set(mask_files):
         image_files = [p for p in image_files if p not in set(mask_files)]
-    by_image, by_mask = _by_subject(image_files, images), _by_subject(mask_files, images)
+    by_image, by_mask = group_by_subject(image_files, images), group_by_subject(mask_files, images)
     pairs, findings = [], []
     for key in sorted(by_image.keys() | by_mask.keys()):
         pair = _pair(key, by_image.get(key, []), by_mask.get(key, []), images)
@@ -122,7 +124,8 @@ def same_modality(ending: str, name: str) -> bool:
     return ending == name or any(ending in group and name in group for group in MODALITIES)
 
 
-def _by_subject(files: list[Path], images: tuple[str, ...]) -> dict[str, list[Path]]:
+def group_by_subject(files: list[Path], images: tuple[str, ...] = ()) -> dict[str, list[Path]]:
+    """Files by the subject in their names."""
     subjects = defaultdict(list)
     for path in files:
         subjects[split_name(path, images)[0]].append(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,12 @@ import numpy as np
 from voxtune.data.contract import DataContract, scale_image
 from voxtune.data.grid import fit
 from voxtune.data.nifti import Volume, read_labels, read_volume
-from voxtune.data.pairing import MASK_ENDINGS, nifti_files, same_modality, split_name
+from voxtune.data.pairing import MASK_ENDINGS, SYNTHETIC, nifti_files, same_modality, split_name
 from voxtune.data.preflight import check_mask, check_pair
 from voxtune.errors import InputError
 
-# FileErrors of files that one message names; the rest are counted.
+# Number of file errors in one message; the rest are counted.
 SHOWN_ERRORS = 5
-SYNTHETIC = re.compile(r"_desc-synth\d+", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
