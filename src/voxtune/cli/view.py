@@ -15,7 +15,10 @@ from voxtune.files import check_output_path
 def command(
     folder: Annotated[Path, typer.Argument(help="Folder of volumes, written by voxtune sample or any other.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Output page.")] = Path("view.html"),
-    real: Annotated[Path | None, typer.Option(help="Folder of real volumes for comparison, matched by name.")] = None,
+    real: Annotated[
+        Path | None,
+        typer.Option(help="Folder of volumes for comparison (real scans or simulated subjects), matched by name."),
+    ] = None,
     masks: Annotated[
         Path | None,
         typer.Option(help="Folder of masks; by default those beside the volumes or named in their sidecars."),

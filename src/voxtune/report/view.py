@@ -45,6 +45,7 @@ CAPTIONS: dict[Origin, str] = {
     "reference": "Reference",
     "volume": "Volume",
 }
+NOUNS: dict[Origin, str] = {"simulated": "simulated subject", "real": "real volume"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +146,7 @@ def _title(cases: Cases) -> str:
 def _subtitle(folder: Path, cases: Cases) -> str:
     number, paired = len(cases.cases), [case for case in cases.cases if case.reference is not None]
     origins = {case.reference_origin for case in paired}
-    kind = CAPTIONS[origins.pop()].lower() if len(origins) == 1 else "reference"
-    noun = kind if kind.endswith("subject") or kind == "reference" else f"{kind} volume"
+    noun = NOUNS.get(origins.pop(), "reference") if len(origins) == 1 else "reference"
     beside = f", {len(paired)} with a {noun} for comparison" if paired else ""
     return f"{folder.resolve().name}: {number} {'case' if number == 1 else 'cases'}{beside}"
 
