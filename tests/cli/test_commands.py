@@ -281,6 +281,7 @@ def test_broken_pipe_is_quiet(model):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_training_with_worker_processes_for_the_cohort(tmp_path):
     """Started as a module, which the worker processes import again."""
     arguments = "--cohort 4 --size 16,16,16 --base 32 --multipliers 1,1 --steps 1 --batch 2 --sample-every 0 --quiet"

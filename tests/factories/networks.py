@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -80,6 +81,11 @@ def diffusers_3d():
 
 
 NETWORKS = {f.__name__: f for f in (med_ddpm, convnext, monai_3d, monai_2d, diffusers_2d, diffusers_3d)}
+
+# For checks that are repeated for every network: the costlier ones run with the slow tests.
+EVERY_NETWORK = [
+    pytest.param(name, marks=pytest.mark.slow) if name in ("diffusers_3d", "monai_2d") else name for name in NETWORKS
+]
 
 
 def make(name: str, seed: int = 0) -> tuple[nn.Module, tuple]:

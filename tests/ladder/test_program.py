@@ -16,8 +16,9 @@ def test_golden():
     assert run("golden")["error"] < 1e-6
 
 
-def test_split_sums_whole_blocks_batches_and_oblong_images():
-    for name, error in run("variants").items():
+@pytest.mark.parametrize("extent", ["quick", pytest.param("all", marks=pytest.mark.slow)])
+def test_split_sums_whole_blocks_batches_and_oblong_images(extent):
+    for name, error in run("variants", extent).items():
         assert error < 1e-6, name
 
 

@@ -47,7 +47,7 @@ def test_a_sound_plan_passes_with_its_figures(subject):
     assert {"relative", "psnr", "worst", "limit"} <= set(figures["trajectory"])
 
 
-@pytest.mark.parametrize("epsilon", [1e-6, 1e-4, 1e-3])
+@pytest.mark.parametrize("epsilon", [1e-6, *(pytest.param(e, marks=pytest.mark.slow) for e in (1e-4, 1e-3))])
 def test_a_wrong_epsilon_is_refused_although_bf16_would_hide_it(subject, epsilon):
     net, args, gate = subject
     fast, twin = rewritten(net, args, "bf16"), rewritten(net, args)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tests.factories.networks import NETWORKS, make
+from tests.factories.networks import EVERY_NETWORK, make
 from voxtune.plan import saved_graph as subject
 from voxtune.plan.api import CPU_READY, READY, optimize
 from voxtune.plan.build import PlanTarget, build
@@ -27,7 +27,7 @@ def rewritten():
     return build(net, args, None, WHOLE, twin=True)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", EVERY_NETWORK)
 def test_the_same_network_comes_back(name, tmp_path):
     net, args = make(name)
     one = build(net, args, None, WHOLE, twin=True)

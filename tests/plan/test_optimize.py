@@ -67,7 +67,12 @@ def test_auto_tunes_once_and_remembers(quick, tmp_path, monkeypatch):
     assert again.plan.names == fast.plan.names
 
 
-def test_other_weights_are_another_model(quick, monkeypatch):
+@pytest.fixture
+def one_rung(quick, monkeypatch):
+    monkeypatch.setattr(tuning, "CPU_LADDER", QUICK[:1])
+
+
+def test_other_weights_are_another_model(one_rung, monkeypatch):
     net, args = make("convnext")
     voxtune.optimize(net, args)
     other = copy.deepcopy(net)
@@ -80,7 +85,7 @@ def test_other_weights_are_another_model(quick, monkeypatch):
     assert seen == [1]
 
 
-def test_a_broken_cache_is_passed_over(quick, tmp_path, caplog):
+def test_a_broken_cache_is_passed_over(one_rung, tmp_path, caplog):
     net, args = make("convnext")
     voxtune.optimize(net, args)
     for path in (tmp_path / "cache" / "plans").glob("*.json"):
@@ -227,7 +232,7 @@ def test_a_model_is_optimized_for_each_shape_it_samples(golden):
     config = MedDDPMConfig(base=32, multipliers=(1, 2), attention=(2,))
     model = Model(ModelConfig(network=config, size=(8, 8, 8), diffusion=DiffusionConfig(steps=4)), network)
     fast = voxtune.optimize(model, plan=Plan.of("cleanup", "sdpa", "time", "channels_last"))
-    for batch in (1, 2, 1):
+    for batch in (2, 3, 2):  # PyTorch convolves a single small volume slowly
         mask = torch.ones(batch, 2, 8, 8, 8)
         a, b = model.sample(mask, seed=3), fast.sample(mask, seed=3)
         assert float((a - b).norm() / a.norm()) < 1e-4

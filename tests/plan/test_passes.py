@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.factories.networks import NETWORKS, REWRITING, make
+from tests.factories.networks import EVERY_NETWORK, NETWORKS, REWRITING, make
 from voxtune.plan.api import CPU_READY, READY
 from voxtune.plan.build import build
 from voxtune.plan.gate import volume_of
@@ -56,8 +56,8 @@ def test_all_rewritings_keep_the_network(name):
         assert fast.notes[passed].startswith(f"applied {count} x"), (passed, fast.notes[passed])
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("half", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", EVERY_NETWORK)
+@pytest.mark.parametrize("half", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_half_precision_errs_like_autocast(name, half):
     net, args = make(name)
     truth = truth_of(net, args)

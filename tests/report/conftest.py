@@ -62,6 +62,16 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Callable[..., Opened]]:
+    yield from _open_page(browser)
+
+
+@pytest.fixture(scope="module")
+def module_open_page(browser: Any) -> Iterator[Callable[..., Opened]]:
+    """As open_page, for pages that the tests of a module share."""
+    yield from _open_page(browser)
+
+
+def _open_page(browser: Any) -> Iterator[Callable[..., Opened]]:
     contexts = []
 
     def open_it(path: Path, *, width: int = 1280, scheme: str = "light", wait: str = "complete") -> Opened:

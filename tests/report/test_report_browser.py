@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.factories.report_sessions import HOSTILE
 
 SECTIONS = [
@@ -9,6 +11,18 @@ SECTIONS = [
     *("ipc", "pipes", "caches", "warps", "stalls", "priority", "components", "compare", "window", "study", "advice"),
     *("coverage", "environment"),
 ]
+
+
+@pytest.fixture(scope="module")
+def shared_page(module_open_page, two_page):
+    """One page for the tests that each use a section of their own."""
+    return module_open_page(two_page).page
+
+
+@pytest.fixture
+def page(shared_page):
+    shared_page.mouse.move(0, 0)
+    return shared_page
 
 
 def column(page, table: str, n: int) -> list[str]:
@@ -37,8 +51,7 @@ def test_page_forbids_all_requests(open_page, two_page):
     assert any("Content Security Policy" in e for e in opened.errors)
 
 
-def test_sorts_by_keyboard_and_pointer(open_page, two_page):
-    page = open_page(two_page).page
+def test_sorts_by_keyboard_and_pointer(page):
     button = page.locator('[data-table="mix-table-0"] th button').nth(1)
     button.focus()
     page.keyboard.press("Enter")
@@ -51,8 +64,7 @@ def test_sorts_by_keyboard_and_pointer(open_page, two_page):
     assert rising != falling
 
 
-def test_missing_values_sort_last_both_ways(open_page, two_page):
-    page = open_page(two_page).page
+def test_missing_values_sort_last_both_ways(page):
     button = page.locator('[data-table="coverage-table-0"] th button').nth(1)
     for _ in range(2):
         button.click()
@@ -63,8 +75,7 @@ def test_missing_values_sort_last_both_ways(open_page, two_page):
         assert measured == sorted(measured, reverse=True)
 
 
-def test_filters_and_opens_long_tables(open_page, two_page):
-    page = open_page(two_page).page
+def test_filters_and_opens_long_tables(page):
     host = page.locator('[data-table="modules-table-0"]')
     assert host.locator("tbody tr").count() == 8
     host.get_by_role("button", name="Show all").click()
@@ -77,8 +88,7 @@ def test_filters_and_opens_long_tables(open_page, two_page):
     assert host.locator("tbody tr").count() == 0
 
 
-def test_legend_hides_and_shows_a_series(open_page, two_page):
-    page = open_page(two_page).page
+def test_legend_hides_and_shows_a_series(page):
     figure = page.locator('[data-figure="mix-ms"]')
     plot = figure.locator(".plot")
     plot.scroll_into_view_if_needed()
@@ -94,8 +104,7 @@ def test_legend_hides_and_shows_a_series(open_page, two_page):
     assert plot.screenshot() == before
 
 
-def test_hover_shows_values(open_page, two_page):
-    page = open_page(two_page).page
+def test_hover_shows_values(page):
     plot = page.locator('[data-figure="time-wall"] .plot')
     plot.scroll_into_view_if_needed()
     box = plot.bounding_box()
@@ -106,8 +115,7 @@ def test_hover_shows_values(open_page, two_page):
     assert "ms" in tip.inner_text()
 
 
-def test_timeline_names_the_launch_and_zooms(open_page, two_page):
-    page = open_page(two_page).page
+def test_timeline_names_the_launch_and_zooms(page):
     figure = page.locator('[data-figure="timeline-0"]')
     plot = figure.locator(".plot")
     plot.scroll_into_view_if_needed()
@@ -126,6 +134,7 @@ def test_timeline_names_the_launch_and_zooms(open_page, two_page):
     assert plot.screenshot() == before
 
 
+@pytest.mark.slow
 def test_the_recorded_sessions_open(open_page, tmp_path):
     """The page of the shipped sessions opens quickly and is complete."""
     from voxtune.cli.main import main
@@ -144,8 +153,7 @@ def test_the_recorded_sessions_open(open_page, tmp_path):
     assert page.locator("#window-panel1 table").first.is_visible()
 
 
-def test_tabs_show_another_configuration(open_page, two_page):
-    page = open_page(two_page).page
+def test_tabs_show_another_configuration(page):
     tabs = page.locator("#pipes [role=tab]")
     assert tabs.all_inner_texts() == ["baseline", "tf32"]
     tabs.first.focus()
@@ -204,7 +212,7 @@ def test_hostile_names_are_inert_and_legible(open_page, hostile_page):
 
 def test_five_thousand_launches_open_in_two_seconds(open_page, large_page):
     times = []
-    for _ in range(3):
+    while len(times) < 3 and min(times, default=2000) >= 2000:
         opened = open_page(large_page, wait="ready")
         times.append(float(opened.page.locator("html").get_attribute("data-ready")))
     # From the start of navigation; the best of three, since the machine may be busy.
