@@ -57,6 +57,7 @@ def test_tune_prints_the_waterfall_and_sample_uses_it(capsys, model, tmp_path): 
         assert np.abs(volume_of(tmp_path / name) - base).max() < 1e-3
 
 
+@pytest.mark.slow
 def test_a_model_that_keeps_features_is_tuned_as_it_is_sampled(capsys, model, tmp_path, monkeypatch):  # noqa: F811
     evidence = Evidence(file="steps.json", sha256="0" * 64, subjects=64, summary="made up")
     folder = shutil.copytree(model, tmp_path / "model")

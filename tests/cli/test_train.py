@@ -156,6 +156,7 @@ def wait_for_rows(process: subprocess.Popen, out: Path, count: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
 def test_killed_stopped_and_resumed_by_the_command(folders, tmp_path):
     """SIGKILL, then SIGTERM, then to the end: the same bits as an uninterrupted run."""

@@ -22,6 +22,7 @@ def test_split_sums_whole_blocks_batches_and_oblong_images(extent):
         assert error < 1e-6, name
 
 
+@pytest.mark.slow
 def test_the_loop_draws_what_the_plain_sampler_draws():
     found = run("loop")
     assert found["error"] < 1e-5

@@ -38,7 +38,7 @@ def outputs(network, inputs):
     return found if isinstance(found, tuple) else (found,)
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("names", PLANS)
 def test_every_pass_leaves_every_output_the_same(parts, which, names):
     part, inputs = parts[which]
@@ -49,7 +49,7 @@ def test_every_pass_leaves_every_output_the_same(parts, which, names):
         assert 0 < float((a - b).norm() / b.norm()) < 1e-5
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_gate_admits_half_precision(parts, which):
     part, inputs = parts[which]
     subject = PlanTarget(part, (inputs, {}))
@@ -73,7 +73,7 @@ def test_the_gate_looks_at_the_deep_feature_too(parts):
     assert gate.judge(full, "fp32").passed
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_given_plan_is_gated_and_its_graph_comes_back(parts, which, tmp_path):
     part, inputs = parts[which]
     fast = optimize(part, inputs, CPU_READY[0])

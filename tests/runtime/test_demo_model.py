@@ -33,6 +33,7 @@ def person(model):
     return _subject(model, cohort.HELD_OUT, healthy_fraction=0.0)
 
 
+@pytest.mark.slow
 def test_what_it_draws_is_what_was_asked_for(model, person):
     contract = model.config.data
     cond = torch.from_numpy(encode_mask(person.labels_DHW, contract))[None]

@@ -52,21 +52,22 @@ def check_same(out: Path, uninterrupted: Path) -> None:
     assert last[0].name == last[1].name
 
 
-def test_killed_at_every_fsync_of_its_writes(tmp_path, uninterrupted):
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_at_every_fsync_of_its_writes(tmp_path, uninterrupted, every):
     """One run, killed before its 1st, 2nd, 3rd ... fsync: in log, checkpoint, model and card, around each rename."""
     out = tmp_path / "run"
     deaths = 0
-    for moment in range(1, 60):
+    for moment in range(1, 60, every):
         code = finish(run_tiny, str(out), {}, moment)
         if code == 0:
             break
         assert code == KILLED
         deaths += 1
-    assert deaths >= 10
+    assert deaths >= 10 // every
     check_same(out, uninterrupted)
 
 
-@pytest.mark.parametrize("call", [1, 2, 3, 5])
+@pytest.mark.parametrize("call", [1, 2, *(pytest.param(c, marks=pytest.mark.slow) for c in (3, 5))])
 def test_killed_with_half_a_file_written(tmp_path, uninterrupted, call):
     """Odd calls write a checkpoint, even ones the model folder's weights."""
     out = tmp_path / "run"
@@ -76,6 +77,7 @@ def test_killed_with_half_a_file_written(tmp_path, uninterrupted, call):
     check_same(out, uninterrupted)
 
 
+@pytest.mark.slow
 def test_killed_from_outside_at_random_moments(tmp_path, uninterrupted):
     chance = random.Random(7)
     out = tmp_path / "run"
