@@ -3,12 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-stamp
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu lint format bench bench-gpu wheel clean
+.PHONY: help setup demo test test-slow test-gpu lint format docs bench bench-gpu wheel clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-setup: $(STAMP) ## Make .venv with everything pinned
+setup: $(STAMP) ## Create .venv with pinned dependencies
 $(STAMP): requirements/dev.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("voxtune needs Python 3.11 or newer: make setup PYTHON=python3.12") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv .venv
@@ -16,31 +16,34 @@ $(STAMP): requirements/dev.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
 
-demo: $(STAMP) ## Draw a brain MRI from a mask, on a CPU, in minutes
+demo: $(STAMP) ## Generate a brain MRI from a mask on a CPU
 	$(BIN)/voxtune demo -o out/demo
 
-test: $(STAMP) ## The tests that need no GPU
+test: $(STAMP) ## Run the quick tests (no GPU needed)
 	$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist worksteal
 
-test-slow: $(STAMP) ## The tests too long for every run
-	$(BIN)/python -m pytest -m slow
+test-slow: $(STAMP) ## Run the slow tests; the record to commit is benchmarks/results/slow-tests.json
+	$(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist worksteal --record benchmarks/results/slow-tests.json
 
-test-gpu: $(STAMP) ## The tests that need a CUDA device
+test-gpu: $(STAMP) ## Run the tests that need a CUDA device; the record is benchmarks/results/gpu-tests.json
 	$(BIN)/python -m pytest -m gpu --record benchmarks/results/gpu-tests.json
 
-lint: $(STAMP) ## Style and types
+lint: $(STAMP) ## Check style and types
 	$(BIN)/ruff check src tests benchmarks tools
 	$(BIN)/ruff format --check src tests benchmarks tools
 	$(BIN)/mypy
 
-format: $(STAMP) ## Put the code into the house's form
+format: $(STAMP) ## Format the code
 	$(BIN)/ruff check --fix src tests benchmarks tools
 	$(BIN)/ruff format src tests benchmarks tools
 
-bench: $(STAMP) ## One denoising step on this CPU, as rows in benchmarks/results
+docs: $(STAMP) ## Build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+bench: $(STAMP) ## Measure one denoising step on this CPU, as rows in benchmarks/results
 	$(BIN)/python benchmarks/cpu_step.py
 
-bench-gpu: $(STAMP) ## One denoising step on this GPU: PyTorch's ways, and the plans; the ladder; whole volumes; its kernels alone
+bench-gpu: $(STAMP) ## Measure denoising steps, volumes, the ladder and single kernels on this GPU
 	$(BIN)/python benchmarks/gpu_unet3d_sample.py
 	$(BIN)/python benchmarks/gpu_unet2d_ladder.py --part top,rungs
 	$(BIN)/python benchmarks/gpu_volume.py
@@ -51,5 +54,5 @@ bench-gpu: $(STAMP) ## One denoising step on this GPU: PyTorch's ways, and the p
 wheel: $(STAMP) ## Build the wheel into dist/
 	$(BIN)/python -m build --wheel --no-isolation
 
-clean: ## Remove what was made
-	rm -rf .venv build dist out .pytest_cache .ruff_cache .mypy_cache .hypothesis
+clean: ## Remove everything that was built
+	rm -rf .venv build dist out site .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.factories import GOLDENS
+from tests.factories.chromium import NO_BROWSER
 from tests.record import Recorder
 from voxtune.workloads import MedDDPMConfig, build
 
@@ -18,14 +19,29 @@ THREADS = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKE
 torch.set_num_threads(THREADS)
 os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # for the processes that tests start
 
+LONG_SECONDS = 20  # a test of the quick suite that takes longer is named in the summary
+
 
 def pytest_addoption(parser):
     parser.addoption("--record", type=Path, help="write every test's outcome into this JSON file")
 
 
 def pytest_configure(config):
-    if config.getoption("--record") is not None:
+    # With -n the controller sees every report; the workers would overwrite its file.
+    if config.getoption("--record") is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(config.getoption("--record")))
+
+
+def pytest_terminal_summary(terminalreporter):
+    skipped = [r for r in terminalreporter.getreports("skipped") if NO_BROWSER in str(r.longrepr)]
+    if skipped:
+        terminalreporter.write_line(
+            f"{len(skipped)} browser tests skipped: install Chromium (.ci/browser) or set VOXTUNE_CHROMIUM to its program"
+        )
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        if report.duration > LONG_SECONDS and not {"slow", "gpu"} & set(report.keywords):
+            line = f"{report.nodeid} took {report.duration:.0f} s; make it faster or mark it `slow`"
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="module")

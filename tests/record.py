@@ -1,6 +1,6 @@
 """--record FILE: the outcome of every test of a run as one JSON file, with where and on which commit it ran.
 
-Why: tests that need a GPU run by hand, and their result is evidence like any measurement.
+Why: the GPU tests and the slow tests are run by hand, and their result is evidence like any measurement.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def error(y, truth):
     return float((y.double() - truth).norm() / truth.norm())
 
 
-@pytest.mark.parametrize("name", [*NETWORKS][:-1] + [pytest.param([*NETWORKS][-1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [*[*NETWORKS][:-1], pytest.param([*NETWORKS][-1], marks=pytest.mark.slow)])
 def test_all_rewritings_keep_the_network(name):
     net, args = make(name)
     truth = truth_of(net, args)

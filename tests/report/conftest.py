@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.factories.chromium import NO_BROWSER, chromium
 from voxtune.data.nifti import Volume, write_volume
 
 FLAGS = [
@@ -27,7 +27,6 @@ FLAGS = [
     "--use-angle=swiftshader",
     "--enable-unsafe-swiftshader",
 ]
-MISSING = "no Chromium: run .ci/browser, or set VOXTUNE_CHROMIUM to the program"
 
 
 @dataclass
@@ -39,19 +38,13 @@ class Opened:
     errors: list[str] = field(default_factory=list)
 
 
-def chromium() -> str | None:
-    named = os.environ.get("VOXTUNE_CHROMIUM")
-    names = [named] if named else ["chromium", "chromium-browser", "google-chrome"]
-    return next((path for n in names if (path := shutil.which(n))), None)
-
-
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     program = chromium()
     if program is None:
         if os.environ.get("CI") == "true":
-            pytest.fail(MISSING)
-        pytest.skip(MISSING)
+            pytest.fail(NO_BROWSER)
+        pytest.skip(NO_BROWSER)
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
