@@ -75,11 +75,11 @@ def test_another_size_and_going_on_from_a_model(place):
     assert voxtune.load(place / "small").config.size == (16, 16)
 
 
-def test_fewer_batches_are_told(place, tmp_path, capsys):
+def test_missing_batches_are_a_warning(place, tmp_path, capsys):
     folder = write_cifar(tmp_path / "few", batches=2)
     assert train(folder, tmp_path / "run", "--steps", "1") == 0
     said = capsys.readouterr().err
-    assert "2 of CIFAR-10's batches; data_batch_3, data_batch_4, data_batch_5 not found" in said
+    assert "2 of the CIFAR-10 batches; data_batch_3, data_batch_4, data_batch_5 not found" in said
 
 
 def test_sample_draws_png(place, tmp_path, capsys):
@@ -135,10 +135,10 @@ def test_a_malicious_batch_is_refused_and_not_executed(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_images_that_changed_since_are_not_taken_for_the_same(place, tmp_path, capsys):
+def test_a_run_is_not_resumed_with_other_images(place, tmp_path, capsys):
     folder = write_cifar(tmp_path / "data")
     assert train(folder, tmp_path / "run", "--steps", "1") == 0
     (folder / "data_batch_5").unlink()
     capsys.readouterr()
     assert main(["train", "--resume", str(tmp_path / "run"), "--steps", "2", "--device", "cpu"]) == 2
-    assert "the data now holds 32 subjects" in capsys.readouterr().err
+    assert "the data now has 32 subjects" in capsys.readouterr().err
