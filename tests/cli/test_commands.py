@@ -253,6 +253,17 @@ def test_doctor_lists_its_checks(capsys):
         (["info", "med-ddpm", "--size", "100,100,100"], "16"),
         (["sample", CHECKPOINT, "-m", CHECKPOINT, "-o", "x"], "med_ddpm_tiny.pt"),
         (["sample", CHECKPOINT, "-m", "x", "-o", "y", "--device", "tpu"], "tpu"),
+        (["sample", "m", "-o", "x", "--sampler", "euler"], "unknown sampler 'euler'; choose from ddpm, "),
+        (["sample", "m", "-o", "x", "--fit", "stretch"], "unknown fit 'stretch'; choose from auto, pad, resample"),
+        (["usefulness", "m", "-o", "x", "--spacing", "karras"], "unknown spacing 'karras'; choose from trailing, "),
+        (["train", "--cohort", "1", "-o", "x", "--autocast", "fp8"], "fp8"),
+        (["estimate", "resnet"], "unknown workload 'resnet'; choose from med-ddpm, "),
+        (["estimate", "convnext", "--mode", "infer"], "infer"),
+        (["estimate", "convnext", "--gpu", "k80"], "k80"),
+        (["profile", "convnext", "--mode", "infer", "-o", "x"], "infer"),
+        (["study", "other"], "unknown study 'other'; choose from paper"),
+        (["report", "--format", "pdf"], "pdf"),
+        (["report", "x", "--window", "100"], "unknown window '100'; choose from paper"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_2(capsys, tmp_path, monkeypatch, arguments, word):

@@ -57,8 +57,8 @@ PlanOption = Annotated[
 ]
 # Of the commands that measure a model on held-out subjects.
 ModelArgument = Annotated[Path, typer.Argument(help="A model folder, or a published .pt checkpoint.")]
-SubjectsOption = Annotated[Path | None, typer.Option(help="A file of packed subjects, instead of the cohort.")]
-RealOption = Annotated[Path | None, typer.Option(help="Folder of real volumes, instead of the cohort.")]
+SubjectsOption = Annotated[Path | None, typer.Option(help="A file of packed subjects, instead of simulated subjects.")]
+RealOption = Annotated[Path | None, typer.Option(help="Folder of real volumes, instead of simulated subjects.")]
 MasksOption = Annotated[Path | None, typer.Option(help="Folder of the masks of the real volumes.")]
 ResamplesOption = Annotated[int, typer.Option(help="Bootstrap resamples of each confidence interval.")]
 
