@@ -144,16 +144,16 @@ class Output:
 
 def _lines(description: str, total: int) -> Update:
     """Progress without the rich library."""
-    begun: list[tuple[float, int]] = []
+    first_update: list[tuple[float, int]] = []
     printed = [time.monotonic()]
 
     def update(done: int, note: str = "") -> None:
         now = time.monotonic()
-        if not begun:
-            begun.append((now, done))
+        if not first_update:
+            first_update.append((now, done))
         if done >= total or now - printed[0] >= LOG_SECONDS:
             printed[0] = now
-            start, first = begun[0]
+            start, first = first_update[0]
             left = (now - start) / (done - first) * (total - done) if done > first else None
             _line(description, done, total, note, left)
 

@@ -49,14 +49,14 @@ def _state(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
 
 
 def memory_rows(
-    trace: Trace, holders: list[KnownStorages], phase: Callable[[Span | None, float], str], *, device: int
+    trace: Trace, snapshots: list[KnownStorages], phase: Callable[[Span | None, float], str], *, device: int
 ) -> list[dict[str, Any]]:
-    """`holders[i]` is the snapshot before step i, `holders[i + 1]` the one after; `phase` maps a span to its phase."""
+    """`snapshots[i]` is from before step i, `snapshots[i + 1]` from after it; `phase` maps a span to its phase."""
     rows = []
     for i, step in enumerate(trace.steps):
         events = [a for a in trace.allocations if a.device == device and step.start <= a.time <= step.end]
-        categories = _categories(events, holders[i + 1], phase)
-        rows += _timeline(i, step, events, categories, holders[i], on_device=device != 0)
+        categories = _categories(events, snapshots[i + 1], phase)
+        rows += _timeline(i, step, events, categories, snapshots[i], on_device=device != 0)
     return rows
 
 

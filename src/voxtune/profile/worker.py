@@ -37,9 +37,9 @@ def main(arguments: list[str]) -> int:
 
 def _await(go: Path) -> bool:
     """Whether the turn came. A worker ends by itself if the process that started it is gone."""
-    starter, since = int(os.environ.get(PARENT, os.getppid())), time.monotonic()
+    parent, started = int(os.environ.get(PARENT, os.getppid())), time.monotonic()
     while not go.exists():
-        if not _alive(starter) or time.monotonic() - since > WAIT_LIMIT_S:
+        if not _alive(parent) or time.monotonic() - started > WAIT_LIMIT_S:
             return False
         time.sleep(0.02)
     return True
