@@ -144,6 +144,19 @@ def encode_mask(labels_DHW: np.ndarray, contract: DataContract) -> np.ndarray:
     return np.stack([np.where(labels_DHW == value, inside, outside) for value in contract.values])
 
 
+def example_labels(contract: DataContract) -> np.ndarray:
+    """Label values (D, H, W) to try a model without data: an ellipsoid as brain, and every other label inside it."""
+    axes = [(np.arange(side) - (side - 1) / 2) / (side / 2) for side in contract.size]
+    z, y, x = np.meshgrid(*axes, indexing="ij", sparse=True)
+    outer = next((label for label in contract.labels if label.name == "brain"), contract.labels[0])
+    labels = np.where((z / 0.62) ** 2 + (y / 0.80) ** 2 + (x / 0.66) ** 2 < 1, outer.value, 0)
+    inner = [label for label in contract.labels if label is not outer]
+    for number, label in enumerate(inner):
+        radius = 0.22 * (len(inner) - number) / len(inner)
+        labels[((z - 0.18) ** 2 + (y + 0.20) ** 2 + (x - 0.24) ** 2) < radius**2] = label.value
+    return labels.astype(np.min_scalar_type(max(contract.values)))
+
+
 def unknown_labels(labels: np.ndarray, contract: DataContract) -> list[int]:
     """Values in `labels` that are neither background nor labels of the contract."""
     unknown = labels != 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from voxtune.config import from_mapping, to_mapping
-from voxtune.data.contract import DataContract
+from voxtune.data.contract import DataContract, encode_mask, example_labels
 from voxtune.diffusion import (
     DiffusionConfig,
     cached_denoiser,
@@ -145,6 +145,13 @@ class Model:
     def to(self, device: torch.device | str) -> Model:
         self.network.to(device)
         return self
+
+    def example_mask(self) -> Tensor:
+        """An encoded mask (1, labels, D, H, W) to try the model without data: nested ellipsoids, not a real anatomy."""
+        if self.config.data is None:
+            raise InputError("this model takes no mask (it has no label contract)")
+        labels_DHW = example_labels(self.config.data)
+        return torch.from_numpy(encode_mask(labels_DHW, self.config.data))[None]
 
     @torch.inference_mode()
     def denoise(self, x: Tensor, t: Tensor | int, cond: Tensor | None = None) -> Tensor:

@@ -24,8 +24,13 @@ MAX_CONFIG_BYTES = 16 * 2**20
 
 
 def load(path: str | Path, *, device: torch.device | str = "cpu") -> Model:
-    """Loads the model at `path`: a folder written by `voxtune import` or `voxtune train`, or a published `.pt` checkpoint."""
+    """Loads the model at `path`: a folder written by `voxtune import` or `voxtune train`, or a published `.pt` checkpoint.
+
+    "demo" is the demonstration model that is included in the package, unless a file or folder of that name exists.
+    """
     path = Path(path)
+    if str(path) == "demo" and not path.exists():
+        path = demo_model()
     if not path.exists():
         raise InputError(f"{path}: no such model; expected a model folder or a published .pt checkpoint")
     return _read(path).to(_checked_device(device))
