@@ -2,6 +2,7 @@
 
 - Links from a page to files outside docs/ (results, model cards) work in a checkout; the built site shows their paths instead.
 - The command-line reference (docs/reference/cli.md) is completed with the help of every command.
+- A page may include a Markdown file of the repository's root.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ import enum
 import posixpath
 import re
 import typing
+from pathlib import Path
 from typing import Any
 
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?:\.\./)+(?:benchmarks|src|tests|tools|[A-Z]+\.md)[^)#\s]*)(#[^)]*)?\)")
 COMMANDS = "<!-- commands -->"
+INCLUDE = re.compile(r"<!-- include ([A-Z]+\.md) -->")
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    markdown = INCLUDE.sub(lambda match: included(match[1], posixpath.dirname(page.file.src_uri)), markdown)
     if COMMANDS in markdown:
         markdown = markdown.replace(COMMANDS, command_reference())
     folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
@@ -27,6 +32,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"`{path}`" if text == path else f"{match[1]} (`{path}`)"
 
     return LINK.sub(as_path, markdown)
+
+
+def included(name: str, folder: str) -> str:
+    """A file of the repository's root, with its links into docs/ relative to `folder`."""
+    text = (ROOT / name).read_text()
+    return re.sub(r"\]\(docs/([^)#]+)", lambda match: f"]({posixpath.relpath(match[1], folder)}", text)
 
 
 def command_reference() -> str:
