@@ -185,8 +185,8 @@ class SamplingConfig:
             for name, value in given.items():
                 if value != getattr(self.auto, name):
                     raise InputError(
-                        f"{name} {value} cannot be combined with steps 'auto', measured with {name} "
-                        f"{getattr(self.auto, name)}; omit {name}, or give a number of steps"
+                        f"{name} {value} cannot be combined with steps 'auto': the stored settings have {name} "
+                        f"{getattr(self.auto, name)}; omit {name} or give a number of steps"
                     )
             return self.auto
         if steps == "auto":
