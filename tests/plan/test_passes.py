@@ -14,7 +14,7 @@ from voxtune.plan.api import CPU_READY, READY
 from voxtune.plan.build import build
 from voxtune.plan.gate import volume_of
 from voxtune.plan.graph import capture
-from voxtune.plan.passes import BY_NAME, PASSES, Context, Pass, Stage, precision_of, select
+from voxtune.plan.passes import BY_NAME, PASSES, Context, Pass, PassStage, precision_of, select
 from voxtune.plan.plan import Plan
 from voxtune.plan.tuner import BASELINE, CPU_LADDER, GPU_LADDER
 from voxtune.precision import tf32_allowed
@@ -119,10 +119,10 @@ def test_flags_of_passes():
 
 
 def test_a_new_pass_joins_the_plans_of_its_stage(monkeypatch):
-    extra = Pass(name="extra", summary="for this test", stage=Stage.FUSION)
+    extra = Pass(name="extra", summary="for this test", stage=PassStage.FUSION)
     monkeypatch.setattr("voxtune.plan.passes.PASSES", (*PASSES, extra))
-    assert select(Stage.FUSION) == ("upsample", "pointwise", "epilogue", "extra")
-    assert select("bf16", Stage.FUSION)[0] == "bf16"
+    assert select(PassStage.FUSION) == ("upsample", "pointwise", "epilogue", "extra")
+    assert select("bf16", PassStage.FUSION)[0] == "bf16"
 
 
 @pytest.mark.parametrize("alone", REWRITING)

@@ -1,4 +1,4 @@
-"""voxtune demo: the whole product on an embedded default."""
+"""voxtune demo: tune, sample, measure and view one volume with the shipped model."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, ch
 
 
 def command(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where to write.")] = Path("out/demo"),
-    model: Annotated[Path | None, typer.Option(help="Another model than the shipped one.")] = None,
-    subject: Annotated[int, typer.Option(min=0, help="Which held-out subject of the cohort.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the synthetic volume.")] = 0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps; default: the model's.")] = None,
-    minutes: Annotated[float, typer.Option(min=0.0, help="Begin no more tuning after these; 0: draw without.")] = 2.0,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Output folder.")] = Path("out/demo"),
+    model: Annotated[Path | None, typer.Option(help="Model folder. Default: the shipped demo model.")] = None,
+    subject: Annotated[int, typer.Option(min=0, help="Number of the held-out simulated subject.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the generated volume.")] = 0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps. Default: the model's.")] = None,
+    minutes: Annotated[
+        float, typer.Option(min=0.0, help="Tuning time limit in minutes on a CPU (0 disables tuning).")
+    ] = 1.0,
     device: DeviceOption = "auto",
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Draw a held-out subject's MRI from its mask by a plan tuned here; measure it; write pages to look at."""
+    """Tune a plan, generate an MRI from a held-out simulated subject's mask, measure it and write pages to view."""
     from voxtune.evaluation.demo import demonstrate
     from voxtune.runtime.storage import demo_model
 
     output = Output(json=json, quiet=quiet)
     started = time.perf_counter()
-    shown = demonstrate(
+    result = demonstrate(
         demo_model() if model is None else model,
         choose_device(device),
         out,
@@ -39,7 +41,7 @@ def command(
         minutes=minutes,
     )
     seconds = time.perf_counter() - started
-    for what, path in shown.files.items():
-        output.say(f"{what:9} {path}")
-    output.say(f"done in {seconds:.0f} s. A synthetic image for research: not for clinical use.")
-    output.result({**shown.to_json(), "total_seconds": round(seconds, 2)})
+    for name, path in result.files.items():
+        output.say(f"{name:9} {path}")
+    output.say(f"done in {seconds:.0f} s. The generated volume is for research, not for clinical use.")
+    output.result({**result.to_json(), "total_seconds": round(seconds, 2)})

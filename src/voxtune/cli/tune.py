@@ -1,4 +1,4 @@
-"""voxtune tune: find the fastest plan that gives the same answer, on this machine."""
+"""voxtune tune: find the fastest plan that passes the gate on this machine."""
 
 from __future__ import annotations
 
@@ -12,29 +12,36 @@ from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, ch
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="A model folder, a published .pt checkpoint, or a workload's name.")],
+    model: Annotated[str, typer.Argument(help="Model folder, published .pt checkpoint, or name of a workload.")],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Plan file; it is kept in the cache for --plan auto in any case.")
+        Path | None, typer.Option("--out", "-o", help="Plan file to write. The plan is cached for --plan auto too.")
     ] = None,
     size: Annotated[str | None, typer.Option(help="Size as D,H,W. Default: the model's.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Volumes at a time.")] = 1,
-    minutes: Annotated[float | None, typer.Option(min=0.0, help="Begin nothing new after so many minutes.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Volumes per step.")] = 1,
+    minutes: Annotated[float | None, typer.Option(min=0.0, help="Tuning time limit in minutes. Default: none.")] = None,
     device: DeviceOption = "auto",
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Measure passes on this machine, gate each against the network itself, keep what is faster and the same."""
+    """Measure plans on this machine and keep the fastest one whose output matches the original network's."""
     from voxtune.runtime.planned import example_inputs, tune_model, tuning_target
 
     output = Output(json=json, quiet=quiet)
     loaded = tuning_target(model, choose_device(device))
-    sides = parse_size(size) if size else None
-    args = example_inputs(loaded, sides, batch)
+    args = example_inputs(loaded, parse_size(size) if size else None, batch)
     output.say(f"tuning {model} at {'x'.join(map(str, args[0].shape[2:]))}, batch {batch}, on {loaded.device}")
     seconds = math.inf if minutes is None else 60 * minutes
-    _, plan = tune_model(loaded, args, cache=loaded.resolve().cache, seconds=seconds, say=output.say)
+    with output.progress("tuning", 100) as update:
+        _, plan = tune_model(
+            loaded,
+            args,
+            cache=loaded.resolve().cache,
+            seconds=seconds,
+            say=output.say,
+            progress=lambda fraction: update(round(100 * fraction)),
+        )
     if out is not None:
         plan.save(out)
         output.say(f"wrote {out}")
-    output.say("best: " + (" + ".join(plan.names) or "nothing rewritten"))
+    output.say("best plan: " + (" + ".join(plan.names) or "nothing rewritten"))
     output.result(plan.to_json())

@@ -1,4 +1,4 @@
-"""Between all the rooms: what `voxtune demo` shows of each, on one subject that no model was trained on."""
+"""`voxtune demo`: tunes a plan, generates a volume from the mask of a held-out subject, measures it and writes pages."""
 
 from __future__ import annotations
 
@@ -26,34 +26,33 @@ from voxtune.runtime.sampling import SamplerSettings
 from voxtune.runtime.storage import load, provenance
 from voxtune.segmentation.segmenter import load_segmenter, shipped_segmenter
 
-# Of the gate on a CPU, where a step takes seconds: two inputs, and a sampling of four steps.
-CHECKS, WALK = 2, 4
-# The figures that one volume allows, in the order in which they are told.
-TOLD = {
-    "dice_brain": "Dice between the brain asked for and the brain drawn",
-    "dice_brain_real": "the same for the real image: the segmenter's own limit",
-    "dice_tumour": "Dice between the tumour asked for and the tumour drawn",
-    "dice_tumour_real": "the same for the real image",
-    "ms_ssim": "MS-SSIM to the real image",
-    "psnr": "PSNR to the real image, dB",
+# The gate's inputs and the steps of its trajectory: few, since a step takes about a second on a CPU.
+GATE_INPUTS, GATE_STEPS = 2, 4
+# The metrics that one volume allows, in the order in which they are printed.
+METRICS = {
+    "dice_brain": "Dice of the brain: mask and generated volume",
+    "dice_brain_real": "the same for the simulated subject: the segmenter's own limit",
+    "dice_tumour": "Dice of the tumour: mask and generated volume",
+    "dice_tumour_real": "the same for the simulated subject",
+    "ms_ssim": "MS-SSIM of the generated volume and the simulated subject",
+    "psnr": "PSNR of the generated volume and the simulated subject, dB",
 }
 
 
-class Voice(Protocol):
-    """How the demo tells what it does: `Output` of the command line."""
+class DemoOutput(Protocol):
+    """Where the demo prints: `Output` of the command line."""
 
     def say(self, text: str) -> None: ...
-    def warn(self, text: str) -> None: ...
     def progress(self, description: str, total: int) -> AbstractContextManager[Callable[..., None]]: ...
 
 
 @dataclass(kw_only=True)
-class Shown:
-    """What was made: files by what they are, figures by name, seconds by part."""
+class DemoResult:
+    """Files by content, metrics by name, seconds by phase, and the passes of the plan."""
 
     subject: str
     files: dict[str, Path] = field(default_factory=dict)
-    figures: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     plan: tuple[str, ...] = ()
 
@@ -62,8 +61,9 @@ class Shown:
         return {
             "subject": self.subject,
             **files,
+            "real": files["simulated"],  # the key of version 0.1
             "plan_passes": self.plan,
-            "figures": self.figures,
+            "figures": self.metrics,
             "seconds": self.seconds,
         }
 
@@ -72,51 +72,50 @@ def demonstrate(
     path: Path,
     device: str,
     out: Path,
-    voice: Voice,
+    output: DemoOutput,
     *,
     subject: int = 0,
     seed: int = 0,
     steps: int | None = None,
-    minutes: float = 2.0,
-) -> Shown:
-    """Draws a held-out subject's image from its mask with the model at `path`; measures it; writes pages to look at.
+    minutes: float = 1.0,
+) -> DemoResult:
+    """Generates a volume from the mask of a held-out subject with the model at `path`, measures it and writes pages.
 
-    The plan is tuned here; `minutes` bounds that on a CPU; 0 draws by the network as it is.
+    On a CPU the plan is tuned first; no candidate is started after `minutes`, and 0 disables tuning.
     """
     model = load(path, device=device)
     contract = mask_contract(model)
     if len(contract.images) != 1 or set(contract.values) != {cohort.BRAIN, cohort.TUMOUR}:
-        raise InputError("the demo's cohort has one image and the labels 1 brain, 2 tumour: give a model with these")
-    person = cohort.subject(
+        raise InputError(f"{path}: the demo requires a model with one image and the labels 1 (brain) and 2 (tumour)")
+    simulated = cohort.subject(
         0, cohort.HELD_OUT + subject, contract.size, spacing=contract.spacing[0], healthy_fraction=0.0
     )
-    shown, folder, clock = Shown(subject=person.id), out / person.id, Clock()
-    _make(folder)
-    mask, real = person.label_volume(), person.image_volume()
-    shown.files["mask"] = write_volume(folder / f"{person.id}_dseg.nii.gz", mask.array, mask)
-    shown.files["real"] = write_volume(folder / f"{person.id}_T1w.nii.gz", real.array, real)
-    mark_simulated(shown.files["real"])
+    result, folder, clock = DemoResult(subject=simulated.id), out / simulated.id, Clock()
+    _make_folder(folder)
+    mask, image = simulated.label_volume(), simulated.image_volume()
+    result.files["mask"] = write_volume(folder / f"{simulated.id}_dseg.nii.gz", mask.array, mask)
+    result.files["simulated"] = write_volume(folder / f"{simulated.id}_T1w.nii.gz", image.array, image)
+    mark_simulated(result.files["simulated"])
     size = "x".join(map(str, contract.size))
-    voice.say(f"subject  {person.id} of the embedded cohort (never trained on), {size} voxels")
+    output.say(f"subject  {simulated.id}: held-out simulated subject of the cohort, {size} voxels")
     check_seed(seed)
     settings = model.resolve(steps=steps)
-    fast = _planned(model, settings, folder / "plan.json", shown, voice, minutes)
-    shown.seconds["plan"] = clock.lap()
-    drawn = _draw(fast, settings, folder, shown, voice, seed, provenance(path, model))
-    shown.seconds["drawing"] = clock.lap()
+    planned = _planned(model, settings, folder / "plan.json", result, output, minutes)
+    result.seconds["plan"] = clock.lap()
+    volume = _generate(planned, settings, folder, result, output, seed, provenance(path, model))
+    result.seconds["drawing"] = clock.lap()
     panels = [
-        SlicePanel(title="mask", volume_DHW=person.labels_DHW, labels=True),
-        SlicePanel(title="simulated subject", volume_DHW=person.image_DHW),
+        SlicePanel(title="mask", volume_DHW=simulated.labels_DHW, labels=True),
+        SlicePanel(title="simulated subject", volume_DHW=simulated.image_DHW),
         # The cohort is in RAS; a model's grid has an orientation of its own.
-        SlicePanel(title="synthetic", volume_DHW=drawn.request.placement.ras_array(drawn.images_CDHW[0])[0]),
+        SlicePanel(title="synthetic", volume_DHW=volume.request.placement.ras_array(volume.images_CDHW[0])[0]),
     ]
-    shown.files["picture"] = slice_picture(panels, folder / "picture.png", around=person.labels_DHW)
-    _tell(_measured(folder, model), folder, shown, voice)
-    shown.seconds["metrics"] = clock.lap()
-    shown.files["view"] = view_page(folder, folder / "view.html").path
-    shown.files["study"] = _study(out / "study.html")
-    shown.seconds["pages"] = clock.lap()
-    return shown
+    result.files["picture"] = slice_picture(panels, folder / "picture.png", around=simulated.labels_DHW)
+    _report_metrics(_evaluate(folder, model, output), folder, result, output)
+    result.seconds["metrics"] = clock.lap()
+    _write_pages(folder, out / "study.html", result, output)
+    result.seconds["pages"] = clock.lap()
+    return result
 
 
 class Clock:
@@ -126,50 +125,53 @@ class Clock:
     def lap(self) -> float:
         """Seconds since the last lap."""
         now = time.perf_counter()
-        took, self.last = now - self.last, now
-        return round(took, 2)
+        seconds, self.last = now - self.last, now
+        return round(seconds, 2)
 
 
-def _planned(model: Model, settings: SamplerSettings, path: Path, shown: Shown, voice: Voice, minutes: float) -> Model:
+def _planned(
+    model: Model, settings: SamplerSettings, path: Path, result: DemoResult, output: DemoOutput, minutes: float
+) -> Model:
     from voxtune.plan.tuner import CPU_IN_SHORT
 
     if minutes <= 0:
         return model
     if model.device.type == "cuda":
-        voice.say("plan     auto: gated here when the first step is asked for")
+        output.say("plan     auto: gated at the first step")
         return optimize(model)
-    voice.say(
-        f"plan     passes measured on this machine and held against the network itself, {minutes:g} minutes at most"
-    )
-    fast, plan = tune_model(
-        model,
-        example_inputs(model),
-        cache=settings.cache,
-        ladder=CPU_IN_SHORT,
-        steps=WALK,
-        checks=CHECKS,
-        seconds=60 * minutes,
-        say=lambda line: voice.say(f"         {line}"),
-    )
+    output.say("plan     step times of several plans on this machine; the gate compares the fastest with the original")
+    with output.progress("tuning", 100) as update:
+        planned, plan = tune_model(
+            model,
+            example_inputs(model),
+            cache=settings.cache,
+            ladder=CPU_IN_SHORT,
+            steps=GATE_STEPS,
+            checks=GATE_INPUTS,
+            seconds=60 * minutes,
+            gate_last=True,
+            say=lambda line: output.say(f"         {line}"),
+            progress=lambda fraction: update(round(100 * fraction)),
+        )
     plan.save(path)
-    shown.files["plan"], shown.plan = path, plan.names
-    return fast
+    result.files["plan"], result.plan = path, plan.names
+    return planned
 
 
-def _draw(
+def _generate(
     model: Model,
     settings: SamplerSettings,
     folder: Path,
-    shown: Shown,
-    voice: Voice,
+    result: DemoResult,
+    output: DemoOutput,
     seed: int,
     made_by: dict[str, Any],
 ) -> GeneratedVolume:
-    [request] = prepare(model, [shown.files["mask"]])
-    kept = "" if settings.cache is None else f", deep features kept for {settings.cache.interval} steps"
-    voice.say(f"drawing  {settings.sampler}, {settings.steps} steps{kept}, seed {seed}, on {model.device}")
-    with voice.progress("sampling", settings.steps) as update:
-        [drawn] = generate(
+    [request] = prepare(model, [result.files["mask"]])
+    cached = "" if settings.cache is None else f", deep features cached for {settings.cache.interval} steps"
+    output.say(f"sampling {settings.sampler}, {settings.steps} steps{cached}, seed {seed}, on {model.device}")
+    with output.progress("sampling", settings.steps) as update:
+        [volume] = generate(
             model,
             [request],
             folder,
@@ -177,39 +179,57 @@ def _draw(
             seed=seed,
             overwrite=True,
             provenance=made_by,
-            progress=lambda done, _n: update(done),
+            progress=lambda done, _total: update(done),
         )
-    shown.files["synthetic"] = drawn.files[0]
-    return drawn
+    result.files["synthetic"] = volume.files[0]
+    return volume
 
 
-def _measured(folder: Path, model: Model) -> Evaluation:
-    judge = load_segmenter(shipped_segmenter(), device=model.device)
-    return evaluate(find_sets(folder, folder, masks=folder), features=judge, segmenter=judge)
+def _evaluate(folder: Path, model: Model, output: DemoOutput) -> Evaluation:
+    segmenter = load_segmenter(shipped_segmenter(), device=model.device)
+    sets = find_sets(folder, folder, masks=folder)
+    with output.progress("metrics", 100) as update:
+        return evaluate(
+            sets,
+            features=segmenter,
+            segmenter=segmenter,
+            progress=lambda done, total: update(100 * done // total),
+        )
 
 
-def _tell(result: Evaluation, folder: Path, shown: Shown, voice: Voice) -> None:
-    shown.files["metrics"] = write_result(result, folder, f"{shown.subject}, drawn and real", folders={})[0]
-    found = {f.name: f.value for f in result.figures if f.value is not None}
-    shown.figures = {name: round(found[name], 4) for name in TOLD if name in found}
-    for number, (name, value) in enumerate(shown.figures.items()):
-        voice.say(f"{'metrics' if number == 0 else '':8} {value:7.3f}  {TOLD[name]}")
+def _report_metrics(evaluation: Evaluation, folder: Path, result: DemoResult, output: DemoOutput) -> None:
+    title = f"{result.subject}, generated volume and simulated subject"
+    result.files["metrics"] = write_result(evaluation, folder, title, folders={})[0]
+    values = {m.name: m.value for m in evaluation.figures if m.value is not None}
+    result.metrics = {name: round(values[name], 4) for name in METRICS if name in values}
+    for number, (name, value) in enumerate(result.metrics.items()):
+        output.say(f"{'metrics' if number == 0 else '':8} {value:7.3f}  {METRICS[name]}")
 
 
-def _study(path: Path) -> Path:
-    """The page of the recorded H200 sessions."""
+def _write_pages(folder: Path, study: Path, result: DemoResult, output: DemoOutput) -> None:
+    """The viewer's page, and the page of the recorded H200 sessions."""
     from voxtune.profile.session import load_session
     from voxtune.report.build import build
     from voxtune.report.html import render_html
     from voxtune.report.recordings import in_order, recorded_sessions
 
-    page = render_html(build(in_order([load_session(folder) for folder in recorded_sessions()])))
-    path.write_text(page, encoding="utf-8")
-    return path
+    folders = recorded_sessions()
+    with output.progress("pages", len(folders) + 3) as update:
+        result.files["view"] = view_page(folder, folder / "view.html").path
+        update(1)
+        sessions = []
+        for number, session in enumerate(folders):
+            sessions.append(load_session(session))
+            update(number + 2)
+        document = build(in_order(sessions))
+        update(len(folders) + 2)
+        study.write_text(render_html(document), encoding="utf-8")
+        update(len(folders) + 3)
+    result.files["study"] = study
 
 
-def _make(folder: Path) -> None:
+def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{folder}: {error.strerror}; choose a folder that can be written with -o") from None
+        raise InputError(f"{folder}: {error.strerror}; choose a writable folder with -o") from None

@@ -17,7 +17,7 @@ from voxtune.plan.cache import graph_path, identity, mismatch, remember, remembe
 from voxtune.plan.gate import Trajectory
 from voxtune.plan.hazards import refuses_half
 from voxtune.plan.measure import clocked
-from voxtune.plan.passes import Stage, precision_of, select
+from voxtune.plan.passes import PassStage, precision_of, select
 from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import Inputs, Optimized, kernels_ready
@@ -26,18 +26,18 @@ from voxtune.plan.tuner import BASELINE, SHARED, Tuned, first_admitted, gate_for
 
 log = logging.getLogger("voxtune")
 
-_FUSED = (Stage.LAYOUT, *SHARED, Stage.NORM, Stage.FUSION, Stage.AUTOTUNING)
+_FUSED = (PassStage.LAYOUT, *SHARED, PassStage.NORM, PassStage.FUSION, PassStage.AUTOTUNING)
 FUSED = select(*_FUSED)
 # Plans for a GPU without a search, fastest first; the first one that passes the gate is used.
 READY = (
-    Plan.of(*select("bf16", *_FUSED, Stage.EDGES, Stage.CONVOLUTION, Stage.CUDA_GRAPH)),
-    Plan.of(*select("bf16", *_FUSED, Stage.CUDA_GRAPH)),
+    Plan.of(*select("bf16", *_FUSED, PassStage.EDGES, PassStage.CONVOLUTION, PassStage.CUDA_GRAPH)),
+    Plan.of(*select("bf16", *_FUSED, PassStage.CUDA_GRAPH)),
     Plan.of(*select("bf16", *_FUSED)),
     Plan.of(*select("tf32", *_FUSED)),
     Plan.of(*select("tf32")),
 )
 # Exact, and without a search.
-CPU_READY = (Plan.of(*select(*SHARED, Stage.LAYOUT)),)
+CPU_READY = (Plan.of(*select(*SHARED, PassStage.LAYOUT)),)
 
 
 def optimize(

@@ -65,14 +65,14 @@ class PlanTarget:
             try:
                 with clocked("captured"):
                     self._captured = capture(self.model, *self.inputs)
-            except Exception as error:  # torch.export raises of many families for what it cannot capture
+            except Exception as error:  # torch.export raises many kinds of errors
                 self._captured = f"{type(error).__name__}: {one_line(error)}"
         return self._captured if isinstance(self._captured, str) else self._captured.clone()
 
     def build(self, plan: Plan, *, twin: bool = False) -> Optimized:
-        """The network rewritten for the inputs' shapes, types and device. Neither gated nor measured here.
+        """The network rewritten for the inputs' shapes, types and device. It is neither gated nor measured.
 
-        A `twin` applies every rewriting there is, kernel or not: for the gate, which asks if the graph is still the same.
+        A `twin` applies every rewrite, with or without kernels on this device: the gate uses it to check the graph.
         """
         context = Context(self.device, plan.names, twin)
         if any(p.rewrite is not None and p.why_not(context) is None for p in _passes(plan)):
@@ -87,7 +87,7 @@ class PlanTarget:
         return self._wrap(inner, plan, notes, context)
 
     def restore(self, plan: Plan, inner: nn.Module, notes: dict[str, str]) -> Optimized:
-        """A network that `build` made in an earlier process."""
+        """A network that `build` rewrote in an earlier process."""
         return self._wrap(inner, plan, notes, Context(self.device, plan.names, False))
 
     def _wrap(self, inner: nn.Module, plan: Plan, notes: dict[str, str], context: Context) -> Optimized:

@@ -63,10 +63,18 @@ class Gate:
     """References and plain PyTorch's errors for one network and its inputs, computed on first use."""
 
     def __init__(
-        self, model: nn.Module, inputs: Sequence[Inputs], trajectory: Trajectory | None = None, factor: float = FACTOR
+        self,
+        model: nn.Module,
+        inputs: Sequence[Inputs],
+        trajectory: Trajectory | None = None,
+        factor: float = FACTOR,
+        *,
+        on_call: Callable[[], None] = lambda: None,
     ):
+        """`on_call` is called after every evaluation of a network, for a progress bar."""
         assert inputs, "a gate needs inputs"
         self.model, self.inputs, self.trajectory, self.factor = model, list(inputs), trajectory, factor
+        self.on_call = on_call
         self._references: list[list[Tensor]] | None = None
         self._begun: list[list[Tensor]] | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -109,14 +117,22 @@ class Gate:
 
     def _in_float64(self) -> list[list[Tensor]]:
         network = copy.deepcopy(self.model).double()
-        return [_outputs(network, _to_float64(i)) for i in self.inputs]
+        return [_outputs(self._counted(network), _to_float64(i)) for i in self.inputs]
+
+    def _counted(self, call: Call) -> Call:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            output = call(*args, **kwargs)
+            self.on_call()
+            return output
+
+        return counted
 
     def path(self, seed: int) -> Tensor:
         """The volume sampled by the original network in float32."""
         if seed not in self._paths:
             assert self.trajectory is not None
             with torch.no_grad(), tf32_allowed(False):
-                self._paths[seed] = self.trajectory(self.model, seed).float().cpu()
+                self._paths[seed] = self.trajectory(self._counted(self.model), seed).float().cpu()
         return self._paths[seed]
 
     def prepare(self, precision: str) -> None:
@@ -199,13 +215,15 @@ class Gate:
     def _differences(self, call: Call) -> Iterator[Difference]:
         """For every output of every input; computed on the candidate's device, since features are large for a CPU."""
         for inputs, references in zip(self.inputs, self.references, strict=True):
-            for y, reference in zip(_outputs(call, inputs), references, strict=True):
+            for y, reference in zip(_outputs(self._counted(call), inputs), references, strict=True):
                 yield difference(y, reference.to(y.device))
 
     def _follow(self, call: Call, seeds: Sequence[int]) -> list[Difference]:
         assert self.trajectory is not None
         with torch.no_grad():
-            return [difference(self.trajectory(call, seed).float().cpu(), self.path(seed)) for seed in seeds]
+            return [
+                difference(self.trajectory(self._counted(call), seed).float().cpu(), self.path(seed)) for seed in seeds
+            ]
 
 
 def _autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:

@@ -1,8 +1,7 @@
-"""The captured graph that passes work on, and the few moves they make in it.
+"""The captured graph that passes rewrite, and the operations they use to do so.
 
-A network is captured by torch.export into operators of PyTorch (aten) with its weights as constants. Export keeps composite
-operators whole (group_norm, silu, conv3d, einsum), whatever classes the owner wrote them with: so passes match what is
-computed, not names.
+torch.export captures a network as PyTorch (aten) operators with its weights as constants. It does not decompose composite
+operators (group_norm, silu, conv3d, einsum), whatever module classes they come from: passes match what is computed, not names.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ CASTS = (aten.to.dtype, aten._to_copy.default)
 
 @dataclass
 class Captured:
-    """A graph, the tensors it was captured with (flat, in the order of its placeholders), and where they live."""
+    """A graph and the tensors it was captured with, flat and in the order of its placeholders."""
 
     module: fx.GraphModule
     inputs: tuple[Any, ...]
@@ -38,9 +37,9 @@ class Captured:
         return next(x.device for x in self.inputs if isinstance(x, Tensor))
 
     def clone(self) -> Captured:
-        """A graph of its own over the same weights."""
+        """A copy of the graph that shares the weights."""
         with warnings.catch_warnings():
-            # PyTorch warns of its own class when its graphs are copied.
+            # PyTorch warns about its own class when a graph is copied.
             warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
             graph = copy.deepcopy(self.graph)
         return Captured(fx.GraphModule(self.module, graph), self.inputs)
@@ -52,16 +51,16 @@ class Captured:
         return [n for n in self.graph.nodes if n.op == "placeholder"]
 
     def constant(self, node: Any) -> Tensor | None:
-        """The tensor behind a node that is a weight."""
+        """The tensor of a node that is a weight, or None."""
         if not isinstance(node, fx.Node) or node.op != "get_attr":
             return None
-        found: Any = self.module
+        tensor: Any = self.module
         for part in str(node.target).split("."):
-            found = getattr(found, part)
-        return found if isinstance(found, Tensor) else None
+            tensor = getattr(tensor, part)
+        return tensor if isinstance(tensor, Tensor) else None
 
     def add_constant(self, value: Tensor, like: str = "constant") -> fx.Node:
-        """A weight of our own making, at the head of the graph."""
+        """Adds a new weight at the start of the graph."""
         name, number = f"_{like}", 0
         while hasattr(self.module, f"{name}_{number}"):
             number += 1
@@ -75,9 +74,9 @@ class Captured:
     def insert(
         self, before: fx.Node, target: Callable[..., Any], *args: Any, of: fx.Node | None = None, **kwargs: Any
     ) -> fx.Node:
-        """A new operator, with its shape and type worked out on the spot, without computing.
+        """Adds an operator; its shape and type are inferred without computing.
 
-        It belongs to the module of the operator it stands for: `of`, or the one it is put before.
+        It belongs to the module of the operator it replaces: `of`, or `before` by default.
         """
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)
@@ -89,41 +88,41 @@ class Captured:
 
     @property
     def mode(self) -> FakeTensorMode:
-        """The mode that the capture's shapes were worked out in."""
+        """The mode in which the capture inferred its shapes."""
         return next(v.fake_mode for n in self.placeholders() if isinstance(v := n.meta.get("val"), FakeTensor))
 
     def learn(self, weight: fx.Node) -> None:
-        """Notes the shape and type of a constant."""
-        found = self.constant(weight)
-        weight.meta["val"] = found if found is None else self.mode.from_tensor(found, static_shapes=True)
+        """Records the shape and type of a constant."""
+        tensor = self.constant(weight)
+        weight.meta["val"] = tensor if tensor is None else self.mode.from_tensor(tensor, static_shapes=True)
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """`new` for `old` everywhere; what only `old` needed goes when the pass is over."""
+        """Uses `new` instead of `old` everywhere; `refresh` removes what only `old` needed."""
         old.replace_all_uses_with(new)
 
     def refresh(self) -> None:
-        """Drops what nobody uses."""
+        """Removes unused nodes and weights."""
         self.graph.eliminate_dead_code()
         self.module.delete_all_unused_submodules()
         used = {str(n.target) for n in self.graph.nodes if n.op == "get_attr"}
         for name in [n for n, _ in self.module.named_buffers(recurse=False) if n not in used]:
-            delattr(self.module, name)  # a weight in a form that a later pass replaced
+            delattr(self.module, name)  # a weight that a later pass replaced
         self.graph.lint()
         self.module.recompile()
 
 
 def capture(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Captured:
-    """Raises what torch.export raises for a network that is no static graph."""
+    """Captures a network; raises what torch.export raises for a network without a static graph."""
     with torch.no_grad():
         program = torch.export.export(model, tuple(args), kwargs or {}, strict=False)
-    wanted = {"check_guards": False} if "check_guards" in inspect.signature(program.module).parameters else {}
-    module = program.module(**wanted)
+    options = {"check_guards": False} if "check_guards" in inspect.signature(program.module).parameters else {}
+    module = program.module(**options)
     assert isinstance(module, fx.GraphModule)
     flat = tuple(torch.utils._pytree.tree_leaves((tuple(args), kwargs or {})))
     captured = Captured(module, flat)
     placeholders = captured.placeholders()
     assert len(placeholders) == len(flat), "one placeholder for each input"
-    # They assert what passes are there to change.
+    # These assert properties that passes change.
     guards = [n for n in captured.graph.find_nodes(op="call_module") if "guard" in str(n.target)]
     for node in (*captured.nodes(aten._assert_tensor_metadata.default), *guards):
         captured.graph.erase_node(node)
@@ -143,24 +142,24 @@ OUT_OF_PLACE = {
 
 
 class WritesInPlaceError(RuntimeError):
-    """The network overwrites a tensor that it still looks at; passes that move operators would change what it sees."""
+    """The network overwrites a tensor that it still reads; passes that move operators would change the result."""
 
 
 def _write_nothing_in_place(captured: Captured) -> None:
-    """Operators in place become ones out of place where nobody looks at what they overwrote; any other is refused."""
+    """Replaces in-place operators by out-of-place ones if the overwritten tensor is not read again; raises otherwise."""
     seen: set[fx.Node] = set()
     for node in captured.graph.nodes:
         schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
         if schema is not None and schema.is_mutable:
             source = node.args[0]
-            # What was overwritten may be read before, by operators that keep no view of it, and never after.
+            # The overwritten tensor may be read before, by operators that return no view of it, and never after.
             private = source.op == "call_function" and not _views(source)
             if (
                 node.target not in OUT_OF_PLACE
                 or not private
                 or not all(u is node or (u in seen and not _views(u)) for u in source.users)
             ):
-                raise WritesInPlaceError(f"{node.target} overwrites {source}, which is looked at elsewhere")
+                raise WritesInPlaceError(f"{node.target} overwrites {source}, which is read elsewhere")
             node.target = OUT_OF_PLACE[node.target]
         seen.add(node)
     captured.module.recompile()
@@ -173,18 +172,18 @@ def _views(node: fx.Node) -> bool:
 
 
 def value(node: Any) -> Tensor | None:
-    """What is known of a node's tensor (a fake one, of the capture's type: half precision comes last), or None."""
-    found = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return found if isinstance(found, Tensor | FakeTensor) else None
+    """A node's fake tensor, or None. It has the type of the capture: half precision is applied last."""
+    fake = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return fake if isinstance(fake, Tensor | FakeTensor) else None
 
 
 def shape(node: Any) -> tuple[int, ...]:
-    found = value(node)
-    return () if found is None else tuple(int(s) for s in found.shape)
+    fake = value(node)
+    return () if fake is None else tuple(int(s) for s in fake.shape)
 
 
 def module_of(node: fx.Node) -> tuple[str, str]:
-    """Path and class of the module that a node was written in; empty for the network's own code."""
+    """Path and class of the module that a node comes from; empty for the network's own `forward`."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if not stack:
         return "", ""
@@ -201,17 +200,17 @@ def sole_user(node: fx.Node) -> fx.Node | None:
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """An argument of an aten call by its name in the schema, given by place, by name or by default."""
-    for place, wanted in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if wanted.name == name:
-            if place < len(node.args) and not wanted.kwarg_only:
-                return node.args[place]
-            return node.kwargs.get(name, wanted.default_value if wanted.has_default_value() else None)
+    """An argument of an aten call by its name in the schema: positional, keyword or default."""
+    for position, declared in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if declared.name == name:
+            if position < len(node.args) and not declared.kwarg_only:
+                return node.args[position]
+            return node.kwargs.get(name, declared.default_value if declared.has_default_value() else None)
     raise KeyError(f"{node.target} has no argument {name}")
 
 
 def channel_sources(node: Any) -> list[Any]:
-    """The two volumes that a concatenation on channels joins; else the node itself."""
+    """The two volumes that a node concatenates along the channels, or the node itself."""
     if is_call(node, aten.cat.default):
         parts: list[Any] = list(node.args[0])
         joined = argument(node, "dim") in (1, 1 - len(shape(node)))
@@ -221,16 +220,16 @@ def channel_sources(node: Any) -> list[Any]:
 
 
 def depends_on(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
-    """The roots and all that is computed from them."""
-    found = set(roots)
+    """The roots and all nodes computed from them."""
+    dependent = set(roots)
     for node in graph.nodes:
-        if any(i in found for i in node.all_input_nodes):
-            found.add(node)
-    return found
+        if any(i in dependent for i in node.all_input_nodes):
+            dependent.add(node)
+    return dependent
 
 
 def volume_inputs(captured: Captured) -> list[fx.Node]:
-    """The placeholders that are images: floating point with a batch, channels and at least two sides."""
+    """The placeholders that are images: floating point with batch, channels and at least two spatial dimensions."""
     return [
         node
         for node, x in zip(captured.placeholders(), captured.inputs, strict=True)

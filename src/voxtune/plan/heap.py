@@ -25,17 +25,17 @@ def why_no_heap() -> str | None:
     return None if _library() is not None else "the C library is not glibc"
 
 
-def reuse_memory(wanted: bool) -> None:
+def reuse_memory(enabled: bool) -> None:
     """Turns it on, or off again; changes nothing in a process that never turned it on."""
     global _reusing  # noqa: PLW0603 - the allocator belongs to the process
     library = _library()
-    if wanted == _reusing or library is None:
+    if enabled == _reusing or library is None:
         return
-    for name, value in (REUSED if wanted else DEFAULT).items():
+    for name, value in (REUSED if enabled else DEFAULT).items():
         library.mallopt(name, value)
-    if not wanted:
+    if not enabled:
         library.malloc_trim(0)
-    _reusing = wanted
+    _reusing = enabled
 
 
 def _library() -> Any:

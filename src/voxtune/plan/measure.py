@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -34,8 +35,15 @@ class Timing:
     peak_gib: float | None
 
 
-def measure(call: Callable[[], Any], device: torch.device, *, repeats: int = 10, seconds: float = 3.0) -> Timing:
-    """At least three runs, at most `repeats`, about `seconds` in all."""
+def measure(
+    call: Callable[[], Any],
+    device: torch.device,
+    *,
+    repeats: int = 10,
+    seconds: float = 3.0,
+    give_up_ms: float = math.inf,
+) -> Timing:
+    """At least three runs, at most `repeats`, about `seconds` in all; only two if both take longer than `give_up_ms`."""
     gpu = device.type == "cuda"
     if gpu:
         torch.cuda.synchronize(device)
@@ -51,6 +59,8 @@ def measure(call: Callable[[], Any], device: torch.device, *, repeats: int = 10,
     until = time.perf_counter() + seconds
     while len(times) < 3 or (len(times) < repeats and time.perf_counter() < until):
         times.append(_once(call, device, gpu))
+        if len(times) == 2 and min(times) > give_up_ms:
+            break
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if gpu else None
     p20, p50, p80 = quantiles(times)
     return Timing(p20, p50, p80, first, peak)

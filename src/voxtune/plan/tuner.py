@@ -11,7 +11,8 @@ import importlib.util
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -22,10 +23,10 @@ from voxtune.errors import InputError
 from voxtune.files import one_line
 from voxtune.plan.build import PlanTarget
 from voxtune.plan.cache import identity
-from voxtune.plan.gate import Gate, Trajectory, Verdict, trajectory_of, vary, volume_of
+from voxtune.plan.gate import STEPS, Gate, Trajectory, Verdict, trajectory_of, vary, volume_of
 from voxtune.plan.hazards import refuses_half, slow_half
 from voxtune.plan.measure import Timing, clocked, measure
-from voxtune.plan.passes import BY_NAME, Stage, precision_of, select
+from voxtune.plan.passes import BY_NAME, PassStage, precision_of, select
 from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan, Step
 from voxtune.plan.run import Optimized, compilers, kernels_ready
@@ -34,8 +35,12 @@ log = logging.getLogger("voxtune")
 Say = Callable[[str], None]
 # A rung must win by more than the spread of the measurement.
 WORTH = 0.995
+# The measurement of a rung ends early if its runs take this much longer than the best plan's.
+HOPELESS = 1.3
+# Evaluations of a network, for the progress bar: to time it, and to time a rung and the best plan beside it.
+TIMED, COMPARED = 4, 8
 BASELINE = Plan.of(*select("fp32"))
-SHARED = (Stage.CLEANUP, Stage.SHARING)
+SHARED = (PassStage.CLEANUP, PassStage.SHARING)
 
 
 @dataclass(frozen=True)
@@ -49,30 +54,32 @@ class TunerRung:
 
 GPU_LADDER = (
     TunerRung("tf32", select("tf32")),
-    TunerRung("channels_last", select("fp32", Stage.LAYOUT), apart=True),
-    TunerRung("tf32 + channels_last", select("tf32", Stage.LAYOUT), apart=True),
+    TunerRung("channels_last", select("fp32", PassStage.LAYOUT), apart=True),
+    TunerRung("tf32 + channels_last", select("tf32", PassStage.LAYOUT), apart=True),
     TunerRung("bf16", select("bf16"), apart=True),
-    TunerRung("bf16 + torch.compile", select("bf16", Stage.LAYOUT, Stage.CLEANUP, Stage.COMPILER), apart=True),
-    TunerRung("fused norms", select("bf16", Stage.LAYOUT, *SHARED, Stage.NORM), apart=True),
-    TunerRung("cuDNN autotuning", select(Stage.AUTOTUNING)),
-    TunerRung("bias, residual, 1x1, upsampling", select(Stage.FUSION)),
-    TunerRung("stem and head", select(Stage.EDGES)),
-    TunerRung("own convolutions", select(Stage.CONVOLUTION)),
-    TunerRung("CUDA graph", select(Stage.CUDA_GRAPH)),
+    TunerRung(
+        "bf16 + torch.compile", select("bf16", PassStage.LAYOUT, PassStage.CLEANUP, PassStage.COMPILER), apart=True
+    ),
+    TunerRung("fused norms", select("bf16", PassStage.LAYOUT, *SHARED, PassStage.NORM), apart=True),
+    TunerRung("cuDNN autotuning", select(PassStage.AUTOTUNING)),
+    TunerRung("bias, residual, 1x1, upsampling", select(PassStage.FUSION)),
+    TunerRung("stem and head", select(PassStage.EDGES)),
+    TunerRung("own convolutions", select(PassStage.CONVOLUTION)),
+    TunerRung("CUDA graph", select(PassStage.CUDA_GRAPH)),
 )
 CPU_LADDER = (
     TunerRung("sharing and sdpa", select(*SHARED)),
-    TunerRung("channels_last", select(Stage.LAYOUT)),
-    TunerRung("torch.compile", select(Stage.CLEANUP, Stage.COMPILER), apart=True),
-    TunerRung("channels_last + torch.compile", select(*SHARED, Stage.LAYOUT, Stage.COMPILER), apart=True),
-    TunerRung("bf16", select(*SHARED, "bf16", Stage.LAYOUT), apart=True),
-    TunerRung("memory reuse", select(Stage.MEMORY)),
+    TunerRung("channels_last", select(PassStage.LAYOUT)),
+    TunerRung("torch.compile", select(PassStage.CLEANUP, PassStage.COMPILER), apart=True),
+    TunerRung("channels_last + torch.compile", select(*SHARED, PassStage.LAYOUT, PassStage.COMPILER), apart=True),
+    TunerRung("bf16", select(*SHARED, "bf16", PassStage.LAYOUT), apart=True),
+    TunerRung("memory reuse", select(PassStage.MEMORY)),
 )
-# For a minute or two of tuning: the most promising passes together, then what a refusal of these may have hidden.
+# For a minute of tuning: float32 passes that need no compiler, the most effective one first.
 CPU_IN_SHORT = (
-    TunerRung("sharing, sdpa, channels_last, memory reuse", select(*SHARED, Stage.LAYOUT, Stage.MEMORY)),
-    TunerRung("sharing, sdpa, memory reuse", select(*SHARED, Stage.MEMORY)),
-    TunerRung("torch.compile", select(Stage.CLEANUP, Stage.COMPILER, Stage.MEMORY), apart=True),
+    TunerRung("memory reuse", select(PassStage.MEMORY)),
+    TunerRung("sharing and sdpa", select(*SHARED)),
+    TunerRung("channels_last", select(PassStage.LAYOUT)),
 )
 
 
@@ -108,13 +115,39 @@ class Tuned:
     rows: list[TuningRow] = field(default_factory=list)
 
 
-def gate_for(target: PlanTarget, trajectory: Trajectory | None = None, checks: int = 3) -> Gate:
+class _Work:
+    """Reports progress as evaluations of a network, of the number expected."""
+
+    def __init__(self, report: Callable[[int, int], None], total: int):
+        self.report, self.total = report, total
+        self.done = self.reserved = 0
+
+    @contextmanager
+    def job(self, expected: int) -> Iterator[None]:
+        """Evaluations inside the block count up to `expected`, which is reached at its end."""
+        self.reserved += expected
+        yield
+        self.done = self.reserved
+        self.report(self.done, self.total)
+
+    def tick(self) -> None:
+        if self.done < self.reserved:
+            self.done += 1
+            self.report(self.done, self.total)
+
+
+def gate_for(
+    target: PlanTarget,
+    trajectory: Trajectory | None = None,
+    checks: int = 3,
+    on_call: Callable[[], None] = lambda: None,
+) -> Gate:
     model, inputs = target.model, target.inputs
     if trajectory is None:
         with torch.no_grad():
             output = volume_of(model(*inputs[0], **inputs[1]))
         trajectory = trajectory_of(inputs, output)
-    return Gate(model, vary(inputs, checks), trajectory)
+    return Gate(model, vary(inputs, checks), trajectory, on_call=on_call)
 
 
 def judge(target: PlanTarget, network: Optimized, gate: Gate) -> Verdict:
@@ -179,32 +212,63 @@ def tune(
     trajectory: Trajectory | None = None,
     checks: int = 3,
     seconds: float = math.inf,
+    gate_last: bool = False,
     say: Say = lambda _line: None,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Tuned:
-    """Climbs `ladder`; starts no rung after `seconds`. The gate checks `checks` inputs, and samples along `trajectory`."""
+    """Climbs `ladder`; starts no rung after `seconds`. The gate checks `checks` inputs, and samples along `trajectory`.
+
+    With `gate_last` rungs are kept for their speed, and only the fastest plan is gated in the end; if it is refused, the next
+    fastest, down to the baseline. `progress` receives (done, total) evaluations of the network.
+    """
     started = time.monotonic()
     target = PlanTarget(model, (tuple(args), kwargs or {}))
     ladder = ladder or (GPU_LADDER if target.device.type == "cuda" else CPU_LADDER)
-    gate = gate_for(target, trajectory, checks)
-    best = _baseline(target, gate)
+    references, verdict = 2 * checks, 2 * checks + 2 * STEPS
+    judged = verdict if gate_last else verdict * len(ladder)
+    work = _Work(progress, TIMED + references + COMPARED * len(ladder) + judged)
+    gate = gate_for(target, trajectory, checks, work.tick)
+    with work.job(TIMED + references):
+        best = _baseline(target, gate, work.tick)
     say(_line(best.rows[0]))
+    kept = [(best.rows[0], best.network)]
     for rung in ladder:
-        if time.monotonic() - started > seconds:
-            best.rows.append(TuningRow(rung.name, rung.add, why="not tried: the time limit was reached"))
-            say(_line(best.rows[-1]))
-            continue
-        plan = _extended(best.plan, rung)
-        if not rung.apart and set(plan.names) <= set(best.plan.names):
-            continue
-        row, network = _try(target, rung, plan, gate, best.network)
-        best.rows.append(row)
-        say(_line(row))
-        if network is not None:
-            best.plan, best.network = plan, network
-        del network
-        gc.collect()
+        with work.job(COMPARED if gate_last else COMPARED + verdict):
+            if time.monotonic() - started > seconds:
+                best.rows.append(TuningRow(rung.name, rung.add, why="not tried: the time limit was reached"))
+                say(_line(best.rows[-1]))
+                continue
+            plan = _extended(best.plan, rung)
+            if not rung.apart and set(plan.names) <= set(best.plan.names):
+                continue
+            row, network = _try(target, rung, plan, None if gate_last else gate, kept[-1], work.tick)
+            best.rows.append(row)
+            say(_line(row))
+            if network is not None:
+                best.plan, best.network = plan, network
+                kept = [*(kept if gate_last else []), (row, network)]
+            del network
+            gc.collect()
+    if gate_last:
+        with work.job(verdict):
+            _gate_fastest(target, best, kept, gate, say)
     best.plan = Plan(best.plan.steps, identity(model, target.inputs), _evidence(best))
     return best
+
+
+def _gate_fastest(
+    target: PlanTarget, best: Tuned, kept: list[tuple[TuningRow, Optimized]], gate: Gate, say: Say
+) -> None:
+    """Gates the plans from the fastest to the slowest and makes the first that passes the best one."""
+    for row, network in reversed(kept):
+        if row.verdict is None:
+            row.verdict = judge(target, network, gate)
+            row.kept = row.verdict.passed
+            row.why = "" if row.kept else f"refused: {row.verdict.reason}"
+            say(f"gate: {row.name}: error {row.verdict.error:.1e}, {'passed' if row.kept else row.why}")
+        if row.kept:
+            best.plan, best.network = network.plan, network
+            return
 
 
 def _extended(plan: Plan, rung: TunerRung) -> Plan:
@@ -216,10 +280,10 @@ def _extended(plan: Plan, rung: TunerRung) -> Plan:
     return Plan((*steps, *(Step(n) for n in rung.add if n not in names)))
 
 
-def _baseline(target: PlanTarget, gate: Gate) -> Tuned:
+def _baseline(target: PlanTarget, gate: Gate, on_call: Callable[[], None]) -> Tuned:
     """Float32, nothing rewritten. The gate knows its error already."""
     network = target.build(BASELINE)
-    timing = _time(network, target)
+    timing = _time(network, target, on_call)
     error = gate.yardstick("fp32")[0]
     verdict = Verdict(math.isfinite(error), None, {"precision": "fp32", "relative": error})
     if not verdict.passed:
@@ -228,8 +292,14 @@ def _baseline(target: PlanTarget, gate: Gate) -> Tuned:
 
 
 def _try(
-    target: PlanTarget, rung: TunerRung, plan: Plan, gate: Gate, best: Optimized
+    target: PlanTarget,
+    rung: TunerRung,
+    plan: Plan,
+    gate: Gate | None,
+    best: tuple[TuningRow, Optimized],
+    on_call: Callable[[], None],
 ) -> tuple[TuningRow, Optimized | None]:
+    """Builds, times and gates a rung; without a `gate` it is kept if it is faster."""
     row = TuningRow(rung.name, plan.names)
     device = target.device
     no_half = (refuses_half(device) or slow_half(device.type)) if precision_of(plan.names) in HALF else None
@@ -244,34 +314,45 @@ def _try(
         if missing:
             row.why = "; ".join(missing)
             return row, None
-        row.timing, row.best = _time_both(network, best, target)
+        row.timing, row.best = _time_both(network, best, target, on_call)
         if not _faster(row.timing, row.best):
             row.why = "not faster than the best so far"
             return row, None
-        row.verdict = judge(target, network, gate)
+        row.verdict = None if gate is None else judge(target, network, gate)
     except Exception as error:  # a compiler or kernel that fails costs its own rung only
         row.why = f"{type(error).__name__}: {one_line(error)}"
         return row, None
-    row.kept = row.verdict.passed
-    row.why = "" if row.kept else f"refused: {row.verdict.reason}"
+    row.kept = row.verdict is None or row.verdict.passed
+    row.why = "" if row.verdict is None or row.kept else f"refused: {row.verdict.reason}"
     return row, network if row.kept else None
 
 
-def _time(network: Optimized, target: PlanTarget, **options: Any) -> Timing:
+def _time(network: Optimized, target: PlanTarget, on_call: Callable[[], None], **options: Any) -> Timing:
     args, kwargs = target.inputs
-    timing = measure(lambda: network(*args, **kwargs), target.device, **options)
+
+    def call() -> None:
+        network(*args, **kwargs)
+        on_call()
+
+    timing = measure(call, target.device, **options)
     return timing if timing.peak_gib is None else replace(timing, peak_gib=timing.peak_gib + network.runner.graph_gib)
 
 
-def _time_both(network: Optimized, best: Optimized, target: PlanTarget) -> tuple[Timing, Timing]:
+def _time_both(
+    network: Optimized, best: tuple[TuningRow, Optimized], target: PlanTarget, on_call: Callable[[], None]
+) -> tuple[Timing, Timing]:
     """Times a network and then the best one again: a machine's speed drifts, and other work comes and goes.
 
-    Where the two are close, the network is timed a second time and the better result counts.
+    The timing of a network that cannot win ends early. Where the two are close, the network is timed a second time and the
+    better result counts.
     """
-    timing, best_timing = _time(network, target), _time(best, target, repeats=5, seconds=2.0)
+    row, best_network = best
+    assert row.timing is not None, "only a plan that was timed is the best"
+    timing = _time(network, target, on_call, give_up_ms=HOPELESS * row.timing.p80_ms)
+    best_timing = _time(best_network, target, on_call, repeats=5, seconds=2.0)
     close = WORTH * best_timing.p20_ms <= timing.p50_ms and timing.p20_ms <= best_timing.p80_ms
     if close:
-        again = _time(network, target, repeats=5, seconds=2.0)
+        again = _time(network, target, on_call, repeats=5, seconds=2.0)
         if again.p50_ms < timing.p50_ms:
             timing = replace(again, first_s=timing.first_s)
     return timing, best_timing
@@ -288,7 +369,7 @@ def _line(row: TuningRow) -> str:
     best = f"(best {row.best.p50_ms:9.2f})" if row.best else " " * 16
     gib = f"{timing.peak_gib:6.2f} GiB" if timing and timing.peak_gib is not None else f"{'-':>10}"
     error = f"error {verdict.error:.1e}" if verdict and math.isfinite(verdict.error) else " " * 13
-    return f"{row.name:42} {ms} {best} {gib}  {error}  {'kept' if row.kept else row.why}"
+    return f"{row.name:32} {ms} {best} {gib}  {error}  {'kept' if row.kept else row.why}"
 
 
 def _evidence(tuned: Tuned) -> dict[str, Any]:

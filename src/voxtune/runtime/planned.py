@@ -1,5 +1,4 @@
-"""Between a Model and the plans: `voxtune.optimize`, a network that finds its plan by itself for each shape, and what
-`voxtune tune` calls a Model's network with."""
+"""Plans for a Model: `voxtune.optimize`, a network that gets a plan for each input shape, and the tuning of a Model."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ Say = Callable[[str], None]
 
 
 class Planned(nn.Module):
-    """A network that is optimized for each form of input when it first comes."""
+    """A network that is optimized for each input signature on its first call."""
 
     def __init__(
         self,
@@ -42,7 +41,7 @@ class Planned(nn.Module):
         self.original, self.plan, self.search, self.say = original, plan, search, say
         self.optimized: dict[Any, Optimized] = {}
         self.parts: dict[int, tuple[Planned, Planned]] = {}
-        self.passes: tuple[str, ...] = ()  # of the plan that ran last, of its parts' too
+        self.passes: tuple[str, ...] = ()  # of the plan that ran last, in this network or in one of its parts
         self.ran = ran or self._ran
         self.eval()
 
@@ -72,7 +71,7 @@ class Planned(nn.Module):
 
 
 def _noise(seed: int, indices: Sequence[int], shape: Sequence[int], device: torch.device) -> Callable[[int], Tensor]:
-    """On a GPU by one kernel a draw; elsewhere by plain PyTorch."""
+    """Noise from one kernel launch on a GPU, from plain PyTorch elsewhere."""
     if torch.device(device).type == "cuda" and importlib.util.find_spec("triton") is not None:
         from voxtune.kernels.noise import noise_source as on_gpu
 
@@ -92,34 +91,36 @@ def optimize(
     plan: str | Path | Plan = "auto",
     **options: Any,
 ) -> Model | Optimized:
-    """A faster network that gives the same answer; see `voxtune.plan.optimize` for plans and options.
+    """A faster network with the same output, as checked by the gate; `voxtune.plan.optimize` describes plans and options.
 
-    A Model needs no example inputs: its network is optimized for each shape when that is first sampled.
+    A Model needs no example inputs: its network is optimized for each shape when a volume of it is first sampled.
     """
     from voxtune.plan import optimize as optimize_network
 
     if isinstance(model, Model):
         return Model(model.config, Planned(model.network, plan, **options), _noise)
     if not isinstance(model, nn.Module):
-        raise InputError(f"optimize takes a torch.nn.Module or a voxtune.Model, found {type(model).__name__}")
+        raise InputError(f"optimize requires a torch.nn.Module or a voxtune.Model, got {type(model).__name__}")
     if example_inputs is None:
-        raise InputError("give example_inputs: the tensors that the network is called with")
+        raise InputError("missing example_inputs: pass the tensors that the network is called with")
     return optimize_network(model, example_inputs, plan, **options)
 
 
 def by_plan(model: Model, plan: str, say: Say) -> Model:
-    """The model by a plan that is known, or found without measuring; as it is where that is all there is to a CPU's baseline."""
+    """The model with a plan that needs no search; the model itself for the baseline on a CPU."""
     if plan == "baseline" and model.device.type == "cpu":
         return model
     return optimize(model, plan=plan, search=False, say=say)
 
 
-# Of the gate's trajectories: enough for errors to build up, few enough for a CPU.
+# Steps of the gate's trajectories: enough for errors to accumulate, few enough for a CPU.
 STEPS = 8
+# Share of the full network in the tuning of a model with a feature cache, for the progress bar.
+FULL_SHARE = 0.75
 
 
 def tuning_target(name: str, device: torch.device | str) -> Model:
-    """A model from disk; or a workload with random weights, none of them zero, since a zero layer hides every error."""
+    """A model from disk, or a workload with random weights and no zero layers, since a zero layer hides every error."""
     if name in WORKLOADS and not Path(name).exists():
         torch.manual_seed(0)
         model = Model(workload_config(name))
@@ -129,21 +130,21 @@ def tuning_target(name: str, device: torch.device | str) -> Model:
 
 
 def example_inputs(model: Model, size: Sequence[int] | None = None, batch: int = 1) -> tuple[Any, ...]:
-    """(x, t, mask): noise, a middle step, and a mask of blocks, in the form that `Model.sample` calls the network with."""
+    """(x, t, mask): noise, a middle step and a mask of blocks, as `Model.sample` passes them to the network."""
     config = model.config.network
-    sides = tuple(size or model.config.size)
-    check_size(config, sides)
-    x = noise_source(0, list(range(batch)), (config.out_channels, *sides), model.device)(0)
+    shape = tuple(size or model.config.size)
+    check_size(config, shape)
+    x = noise_source(0, list(range(batch)), (config.out_channels, *shape), model.device)(0)
     t_N = torch.full((batch,), len(model.schedule) // 2, dtype=torch.int64, device=model.device)
     if not config.mask_channels:
         return x, t_N, None
-    coarse = torch.randn(batch, config.mask_channels, *[4] * len(sides), generator=torch.Generator().manual_seed(0))
-    mask = nn.functional.interpolate(coarse.sign(), size=sides, mode="nearest")
+    coarse = torch.randn(batch, config.mask_channels, *[4] * len(shape), generator=torch.Generator().manual_seed(0))
+    mask = nn.functional.interpolate(coarse.sign(), size=shape, mode="nearest")
     return x, t_N, mask.to(model.device)
 
 
-def walk(model: Model, args: tuple[Any, ...], steps: int = STEPS) -> Callable[[Callable[..., Any], int], Tensor]:
-    """The model's own schedule and sampler in a few steps, with the noise of a seed."""
+def trajectory(model: Model, args: tuple[Any, ...], steps: int = STEPS) -> Callable[[Callable[..., Any], int], Tensor]:
+    """A trajectory for the gate: the model's own schedule and sampler in a few steps, with the noise of a seed."""
     from voxtune.plan.gate import volume_of
 
     timesteps = spaced_steps(model.available_steps, min(steps, model.available_steps))
@@ -158,18 +159,18 @@ def walk(model: Model, args: tuple[Any, ...], steps: int = STEPS) -> Callable[[C
 
 
 class Parts(nn.Module):
-    """A network whose two parts (see `workloads.split`) were tuned apart."""
+    """A network whose two parts (see `workloads.split`) were tuned separately."""
 
-    def __init__(self, original: nn.Module, depth: int, full: nn.Module, between: nn.Module):
+    def __init__(self, original: nn.Module, depth: int, full: nn.Module, outer: nn.Module):
         super().__init__()
-        self.original, self.depth, self.full, self.between = original, depth, full, between
+        self.original, self.depth, self.full, self.outer = original, depth, full, outer
         self.eval()
 
     def forward(self, *args: Any) -> Any:
         return self.original(*args)
 
     def split(self, depth: int) -> tuple[nn.Module, nn.Module]:
-        return (self.full, self.between) if depth == self.depth else split(self.original, depth)
+        return (self.full, self.outer) if depth == self.depth else split(self.original, depth)
 
 
 def tune_model(
@@ -181,32 +182,40 @@ def tune_model(
     steps: int = STEPS,
     checks: int = 3,
     seconds: float = math.inf,
+    gate_last: bool = False,
     say: Say = lambda _line: None,
+    progress: Callable[[float], None] = lambda _fraction: None,
 ) -> tuple[Model, Plan]:
-    """The model by the fastest networks that pass the gate, and their plan; kept for `plan="auto"`, too.
+    """The model with the fastest networks that pass the gate, and their plan; also cached for `plan="auto"`.
 
-    With `cache`, what is tuned are the parts that a sampling runs which keeps features between steps: the whole network with
-    the deep feature beside its answer, then by the same passes, whatever time that takes, the outer levels alone; these on one
-    input, since the passes have been judged on the whole network by then.
+    With `cache`, the two parts that run when features are cached between steps are tuned: the full network, which also
+    returns the deep feature, and then, with the same passes and without a time limit, the outer levels. The gate checks these
+    on one input, since it has checked the passes on the full network. `progress` receives the fraction that is done.
     """
     from voxtune.plan.cache import remember
     from voxtune.plan.tuner import BASELINE, Tuned, TunerRung, tune
 
-    def found(network: nn.Module, args: tuple[Any, ...], **options: Any) -> Tuned:
-        tuned = tune(network, args, trajectory=walk(model, args, steps), say=say, **options)
-        remember(tuned.plan)
-        return tuned
+    def tuned(network: nn.Module, args: tuple[Any, ...], start: float, end: float, **options: Any) -> Tuned:
+        result = tune(
+            network,
+            args,
+            trajectory=trajectory(model, args, steps),
+            say=say,
+            progress=lambda done, total: progress(start + (end - start) * done / total),
+            **options,
+        )
+        remember(result.plan)
+        return result
 
+    limits: dict[str, Any] = {"ladder": ladder, "checks": checks, "seconds": seconds, "gate_last": gate_last}
     if cache is None:
-        whole = found(model.network, args, ladder=ladder, checks=checks, seconds=seconds)
+        whole = tuned(model.network, args, 0.0, 1.0, **limits)
         return Model(model.config, whole.network, model.noise), whole.plan
-    full, between = split(model.network, cache.depth)
-    whole = found(full, args, ladder=ladder, checks=checks, seconds=seconds)
-    say("the outer levels, which run alone where the deep feature is kept:")
-    again = TunerRung(
-        "all of these", tuple(name for name in whole.plan.names if name not in BASELINE.names), apart=True
-    )
+    full, outer_levels = split(model.network, cache.depth)
+    whole = tuned(full, args, 0.0, FULL_SHARE, **limits)
+    say("the outer levels, which run alone while the deep feature is cached:")
+    same = TunerRung("same passes", tuple(name for name in whole.plan.names if name not in BASELINE.names), apart=True)
     with torch.no_grad():
         deep = whole.network(*args)[1].clone()
-    outer = found(between, (*args, deep), ladder=(again,), checks=1)
+    outer = tuned(outer_levels, (*args, deep), FULL_SHARE, 1.0, ladder=(same,), checks=1)
     return Model(model.config, Parts(model.network, cache.depth, whole.network, outer.network), model.noise), whole.plan

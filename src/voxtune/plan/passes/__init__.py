@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from voxtune.errors import InputError
 from voxtune.plan.passes.attention import SDPA
-from voxtune.plan.passes.base import Context, Pass, PassOutcome, Precision, Stage
+from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage, Precision
 from voxtune.plan.passes.cleanup import CLEANUP
 from voxtune.plan.passes.convolution import CONV3D, EDGES, EPILOGUE, POINTWISE
 from voxtune.plan.passes.execution import COMPILE, CUDA_GRAPH, CUDNN_BENCHMARK, HEAP, STRICT, TF32
@@ -43,10 +43,10 @@ PASSES: tuple[Pass, ...] = (
 )
 BY_NAME = {p.name: p for p in PASSES}
 
-__all__ = ["BY_NAME", "PASSES", "Context", "Pass", "PassOutcome", "Stage", "check_names", "precision_of", "select"]
+__all__ = ["BY_NAME", "PASSES", "Context", "Pass", "PassOutcome", "PassStage", "check_names", "precision_of", "select"]
 
 
-def select(*parts: Stage | Precision) -> tuple[str, ...]:
+def select(*parts: PassStage | Precision) -> tuple[str, ...]:
     """Names of the passes of each stage, and of the pass that selects each precision."""
     return tuple(p.name for part in parts for p in PASSES if part in (p.stage, p.precision))
 

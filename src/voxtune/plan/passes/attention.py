@@ -1,7 +1,7 @@
-"""sdpa: softmax(q k) v written out becomes one fused attention. The matrix of weights (L x L) is never stored.
+"""sdpa: softmax(q k) v becomes one scaled_dot_product_attention. The matrix of weights (L x L) is never stored.
 
-Matched as einsum - scale - softmax - einsum (or the same by matmul / bmm), whatever the order of the axes; factors on q,
-on k and on their product are gathered into one scale."""
+Matched as einsum - scale - softmax - einsum (or matmul / bmm), in any order of axes; factors on q, on k and on their product
+are combined into one scale."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from voxtune.plan.graph import CASTS, Captured, argument, aten, is_call, shape, sole_user
-from voxtune.plan.passes.base import Context, Pass, PassOutcome, Stage
+from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage
 
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
 PRODUCTS = (aten.matmul.default, aten.bmm.default)
@@ -47,18 +47,18 @@ def _fuse(captured: Captured, softmax: fx.Node) -> int:
     second = _product(after)
     if first is None or second is None or after is None or second.left is not weights:
         return 0
-    plan = _axes(first, second)
-    if plan is None or len(scores.users) != 1:
+    axes = _axes(first, second)
+    if axes is None or len(scores.users) != 1:
         return 0
     q, q_scale = _scaled(first.left)
     k, k_scale = _scaled(first.right)
-    made = _attention(captured, after, (q, k, second.right), plan, scale * q_scale * k_scale)
-    captured.replace(after, made)
+    attention = _attention(captured, after, (q, k, second.right), axes, scale * q_scale * k_scale)
+    captured.replace(after, attention)
     return 1
 
 
 def _scaled(node: Any) -> tuple[Any, float]:
-    """What stands behind multiplications by numbers and casts, and their product."""
+    """The node behind casts and multiplications by numbers, and the product of these numbers."""
     scale = 1.0
     while True:
         if is_call(node, aten.mul.Tensor, aten.mul.Scalar) and isinstance(node.args[1], int | float):
@@ -89,7 +89,7 @@ def _product(node: Any) -> Product | None:
 
 @dataclass
 class _Axes:
-    """Where each operand's axes go to reach (batch..., length, width), and where the result's go back."""
+    """Permutations of each operand to (batch..., length, width), and of the result back."""
 
     q: list[int]
     k: list[int]
@@ -103,7 +103,7 @@ def _axes(first: Product, second: Product) -> _Axes | None:
     weights, values, output = second.letters
     if len(scores) != len(weights) or len(set(scores)) != len(scores):
         return None
-    # The second product's letters in the first one's names.
+    # The second product's letters, renamed to the first one's.
     names = dict(zip(weights, scores, strict=True))
     width = next((c for c in values if c not in names), None)
     if width is None or any(c not in names and c != width for c in output + values):
@@ -140,4 +140,4 @@ def _attention(captured: Captured, before: fx.Node, qkv: tuple[Any, Any, Any], a
     return captured.insert(before, aten.permute.default, y, axes.back)
 
 
-SDPA = Pass(name="sdpa", summary="attention in one kernel", stage=Stage.SHARING, structural=True, rewrite=sdpa)
+SDPA = Pass(name="sdpa", summary="attention in one kernel", stage=PassStage.SHARING, structural=True, rewrite=sdpa)

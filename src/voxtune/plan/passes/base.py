@@ -16,7 +16,7 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 HALF: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Stage(Enum):
+class PassStage(Enum):
     """What ready-made plans (plan/api.py) and the tuner's rungs (plan/tuner.py) are composed of; each has its passes."""
 
     CLEANUP = auto()
@@ -75,7 +75,7 @@ class Pass:
     name: str
     summary: str
     # None: the pass is selected by its precision.
-    stage: Stage | None = None
+    stage: PassStage | None = None
     rewrite: Rewrite | None = None
     # The same on the modules of a copy of the network, for a network that cannot be captured as a graph.
     rewrite_module: Callable[[nn.Module], None] | None = None

@@ -1,5 +1,5 @@
-"""cleanup: removes what computes nothing (casts to the same type, dropout at rest, copies for layout) and writes
-equal things in one way, so that the passes after it have one pattern each. Exact."""
+"""cleanup: removes operators without effect (casts to the same type, dropout in eval mode, copies) and normalises equivalent
+operators, so that later passes need one pattern each. Exact."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from voxtune.plan.graph import CASTS, Captured, argument, aten, is_call, shape, value
-from voxtune.plan.passes.base import Context, Pass, PassOutcome, Stage
+from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage
 
 COPIES = (
     aten.detach.default,
@@ -43,7 +43,7 @@ def _simplify(captured: Captured, node: fx.Node) -> int:
         captured.replace(node, node.args[0])  # type: ignore[arg-type]
         captured.graph.erase_node(node)
     elif target == aten.view.default:
-        node.target = aten.reshape.default  # strides are ours to choose
+        node.target = aten.reshape.default  # the strides need not be those of a view
     else:
         return 0
     return 1
@@ -52,7 +52,7 @@ def _simplify(captured: Captured, node: fx.Node) -> int:
 def _computes_nothing(node: fx.Node) -> bool:
     if is_call(node, aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default):
         return not argument(node, "train") or argument(node, "p") == 0
-    # A captured graph writes nothing in place: a copy is as good as what it copies.
+    # A captured graph has no in-place operators: a copy equals its source.
     if is_call(node, *COPIES):
         return True
     if is_call(node, *CASTS, aten.to.dtype_layout, aten.to.device, aten.to.other):
@@ -75,7 +75,7 @@ def _chunk_to_split(captured: Captured, node: fx.Node) -> int:
 
 
 def _conv1d_to_linear(captured: Captured, node: fx.Node) -> int:
-    """A convolution of one tap along a sequence is a matrix product on its channels-last view."""
+    """A convolution with one tap along a sequence is a matrix product on its channels-last view."""
     weight = shape(argument(node, "weight"))
     plain = (
         weight[2:] == (1,)
@@ -93,7 +93,7 @@ def _conv1d_to_linear(captured: Captured, node: fx.Node) -> int:
 
 
 def _fold(captured: Captured) -> int:
-    """What depends on weights alone is computed now."""
+    """Computes what depends on weights alone."""
     known: dict[fx.Node, Any] = {}
     for node in captured.graph.nodes:
         if node.op == "get_attr":
@@ -111,7 +111,7 @@ def _fold(captured: Captured) -> int:
 
 
 def _share_equal(captured: Captured) -> int:
-    """Pure operators of equal arguments are computed once (each block's silu(time), for one)."""
+    """Computes pure operators with equal arguments once (for example each block's silu(time))."""
     seen: dict[Any, fx.Node] = {}
     count = 0
     for node in list(captured.graph.nodes):
@@ -149,7 +149,7 @@ def _frozen(value: Any) -> Any:
 CLEANUP = Pass(
     name="cleanup",
     summary="remove operators without effect, share equal ones",
-    stage=Stage.CLEANUP,
+    stage=PassStage.CLEANUP,
     structural=True,
     rewrite=cleanup,
 )

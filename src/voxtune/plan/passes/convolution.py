@@ -1,9 +1,9 @@
-"""Convolutions by kernels of our own, and what is done to their output in the same pass over it.
+"""Convolutions by the project's kernels, with the operations on their output fused.
 
-conv3d:    3x3x3 stride 1: + bias, + time embedding, + residual, and the sums that the next norm needs.
-pointwise: 1x1x1: over two sources without their concatenation; + bias, + residual.
-edges:     the stem (few channels in) and the head (few channels out).
-epilogue:  for the convolutions that stay with cuDNN: bias into the next norm, or bias and residual in one pass."""
+conv3d:    3x3x3, stride 1: + bias, + time embedding, + residual, and the statistics for the next norm.
+pointwise: 1x1x1, over two sources without concatenation: + bias, + residual.
+edges:     the stem (few input channels) and the head (few output channels).
+epilogue:  for convolutions that stay with cuDNN: bias into the next norm, or bias and residual in one kernel."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ import torch
 from torch import Tensor, fx
 
 from voxtune.plan.graph import Captured, argument, aten, channel_sources, is_call, shape, sole_user
-from voxtune.plan.passes.base import Context, Pass, PassOutcome, Stage, register_operators
+from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage, register_operators
 from voxtune.plan.passes.norm import per_channel
 
 CONVOLUTIONS = (aten.conv2d.default, aten.conv3d.default)
 
 
 def is_plain(node: fx.Node, kernel: int) -> bool:
-    """Stride 1, no groups, no dilation, padded so that the size stays."""
+    """Stride 1, no groups, no dilation, padded to keep the size."""
     weight = shape(argument(node, "weight"))
-    sides = len(weight) - 2
     return (
-        weight[2:] == (kernel,) * sides
+        weight[2:] == (kernel,) * (len(weight) - 2)
         and argument(node, "groups") == 1
         and _all(argument(node, "stride"), 1)
         and _all(argument(node, "dilation"), 1)
@@ -33,8 +32,8 @@ def is_plain(node: fx.Node, kernel: int) -> bool:
     )
 
 
-def _all(found: Any, wanted: int) -> bool:
-    return found == wanted if isinstance(found, int) else all(f == wanted for f in found)
+def _all(values: Any, expected: int) -> bool:
+    return values == expected if isinstance(values, int) else all(v == expected for v in values)
 
 
 def weights(captured: Captured, node: fx.Node) -> tuple[Tensor, Tensor | None] | None:
@@ -46,7 +45,7 @@ def weights(captured: Captured, node: fx.Node) -> tuple[Tensor, Tensor | None] |
 
 
 class Join:
-    """What follows a convolution and can be done as its output is written: an addend per channel, then a residual."""
+    """What follows a convolution and can be fused into its output: addends per channel and a residual."""
 
     def __init__(self, captured: Captured, node: fx.Node, bias: Tensor | None):
         self.captured, self.last = captured, node
@@ -88,18 +87,19 @@ def conv3d(captured: Captured, _context: Context, options: dict[str, Any]) -> Pa
 
     register_operators()
 
-    left = {tuple(s) for s in options.get("except", ())}
+    excepted = {tuple(s) for s in options.get("except", ())}
     count, skipped = 0, list[str]()
     for node in captured.nodes(aten.conv3d.default):
-        found = weights(captured, node)
-        if found is None or not is_plain(node, 3):
+        constants = weights(captured, node)
+        if constants is None or not is_plain(node, 3):
             continue
-        odd = [c for c in found[0].shape[:2] if c % 16]
+        weight, bias = constants
+        odd = [c for c in weight.shape[:2] if c % 16]
         reason = f"{odd[0]} channels, not a multiple of 16" if odd else None
-        if reason or (found[0].shape[1], found[0].shape[0], *shape(node)[2:]) in left:
-            skipped.append(reason or "left to cuDNN by the plan")
+        if reason or (weight.shape[1], weight.shape[0], *shape(node)[2:]) in excepted:
+            skipped.append(reason or "excepted by the plan")
             continue
-        _own_conv3d(captured, node, kernel.pack(found[0]), found[1])
+        _own_conv3d(captured, node, kernel.pack(weight), bias)
         count += 1
     captured.refresh()
     return PassOutcome(count, None if count else (skipped or ["no 3x3x3 convolution"])[0], notes=sorted(set(skipped)))
@@ -128,7 +128,7 @@ def _own_conv3d(captured: Captured, node: fx.Node, packed: Tensor, bias: Tensor 
 
 
 def _give_statistics(captured: Captured, norm: fx.Node, source: fx.Node, statistics: fx.Node) -> None:
-    """One entry for each of the norm's sources; an empty tensor says that the norm counts for itself."""
+    """One entry for each of the norm's sources; for an empty tensor the norm computes the statistics itself."""
     sources, known = list(norm.args[0]), list(norm.args[7])  # type: ignore[arg-type]
     if not known:
         empty = captured.add_constant(torch.empty(0, device=captured.device), "unknown")
@@ -141,15 +141,16 @@ def pointwise(captured: Captured, _context: Context, _options: dict[str, Any]) -
     register_operators()
     count = 0
     for node in captured.nodes(*CONVOLUTIONS):
-        found = weights(captured, node)
-        if found is None or not is_plain(node, 1):
+        constants = weights(captured, node)
+        if constants is None or not is_plain(node, 1):
             continue
-        join = Join(captured, node, found[1])
+        weight, bias = constants
+        join = Join(captured, node, bias)
         new = captured.insert(
             join.last,
             torch.ops.voxtune.pointwise.default,
             channel_sources(node.args[0]),
-            captured.add_constant(found[0].flatten(1).contiguous(), "matrix"),
+            captured.add_constant(weight.flatten(1).contiguous(), "matrix"),
             join.shift(),
             join.residual,
             of=node,
@@ -166,10 +167,10 @@ def edges(captured: Captured, _context: Context, _options: dict[str, Any]) -> Pa
     register_operators()
     count = 0
     for node in captured.nodes(*CONVOLUTIONS):
-        found = weights(captured, node)
-        if found is None or not is_plain(node, 3):
+        constants = weights(captured, node)
+        if constants is None or not is_plain(node, 3):
             continue
-        weight, bias = found
+        weight, bias = constants
         source = node.args[0]
         if weight.shape[1] <= FEW < weight.shape[0]:
             sources = channel_sources(source)
@@ -190,10 +191,11 @@ def epilogue(captured: Captured, _context: Context, _options: dict[str, Any]) ->
     register_operators()
     count = 0
     for node in captured.nodes(*CONVOLUTIONS):
-        found = weights(captured, node)
-        if found is None:
+        constants = weights(captured, node)
+        if constants is None:
             continue
-        count += _into_norm(captured, node, found[1]) or _into_join(captured, node, found[1])
+        bias = constants[1]
+        count += _into_norm(captured, node, bias) or _into_join(captured, node, bias)
     captured.refresh()
     return PassOutcome(count, None if count else "no convolution with a bias or a residual")
 
@@ -203,7 +205,7 @@ def _without_bias(node: fx.Node) -> None:
 
 
 def _into_norm(captured: Captured, node: fx.Node, bias: Tensor | None) -> bool:
-    """A bias that only a norm sees becomes part of the norm's shift."""
+    """A bias that only a norm reads becomes part of the norm's shift."""
     norm = sole_user(node)
     if bias is None or norm is None or not is_call(norm, torch.ops.voxtune.group_norm_silu.default):
         return False
@@ -232,7 +234,7 @@ def _into_join(captured: Captured, node: fx.Node, bias: Tensor | None) -> bool:
 EDGES = Pass(
     name="edges",
     summary="own kernels for the stem and the head",
-    stage=Stage.EDGES,
+    stage=PassStage.EDGES,
     structural=True,
     needs_gpu=True,
     needs_channels_last=True,
@@ -242,7 +244,7 @@ EDGES = Pass(
 CONV3D = Pass(
     name="conv3d",
     summary="own 3x3x3 convolutions with their epilogue",
-    stage=Stage.CONVOLUTION,
+    stage=PassStage.CONVOLUTION,
     structural=True,
     needs_gpu=True,
     needs_hopper=True,
@@ -253,7 +255,7 @@ CONV3D = Pass(
 POINTWISE = Pass(
     name="pointwise",
     summary="own 1x1 convolutions over one or two sources",
-    stage=Stage.FUSION,
+    stage=PassStage.FUSION,
     structural=True,
     needs_gpu=True,
     needs_channels_last=True,
@@ -262,7 +264,7 @@ POINTWISE = Pass(
 EPILOGUE = Pass(
     name="epilogue",
     summary="bias into the norm; bias and residual in one kernel",
-    stage=Stage.FUSION,
+    stage=PassStage.FUSION,
     structural=True,
     requires=("fuse_norm",),
     needs_gpu=True,

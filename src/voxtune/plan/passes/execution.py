@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from voxtune.plan.hazards import why_no_compiler
 from voxtune.plan.heap import why_no_heap
-from voxtune.plan.passes.base import Context, Pass, Stage
+from voxtune.plan.passes.base import Context, Pass, PassStage
 
 
 def _why_not_tf32(context: Context) -> str | None:
@@ -32,24 +32,24 @@ TF32 = Pass(
 CUDNN_BENCHMARK = Pass(
     name="cudnn_benchmark",
     summary="cuDNN chooses its algorithms by measuring",
-    stage=Stage.AUTOTUNING,
+    stage=PassStage.AUTOTUNING,
     needs_gpu=True,
 )
 COMPILE = Pass(
     name="compile",
     summary="torch.compile (Inductor)",
-    stage=Stage.COMPILER,
+    stage=PassStage.COMPILER,
     unavailable=lambda context: why_no_compiler(context.device),
 )
 CUDA_GRAPH = Pass(
     name="cuda_graph",
     summary="the whole step as one CUDA graph",
-    stage=Stage.CUDA_GRAPH,
+    stage=PassStage.CUDA_GRAPH,
     needs_gpu=True,
 )
 HEAP = Pass(
     name="heap",
     summary="memory of a CPU step is reused by the next",
-    stage=Stage.MEMORY,
+    stage=PassStage.MEMORY,
     unavailable=_why_no_heap,
 )

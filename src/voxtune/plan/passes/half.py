@@ -1,7 +1,7 @@
-"""bf16, fp16: weights and volumes in half precision; float32 where it matters.
+"""bf16, fp16: weights and volumes in half precision; float32 where rounding matters. Changes numerics.
 
-Where it matters: the time embedding and all that depends on no volume, the statistics and the affine part of fused norms,
-sums inside products (the hardware's own), and the network's input and output as their owner sees them. Changes numerics."""
+Float32 remain: the time embedding and everything else that depends on no volume, statistics and affine part of fused norms,
+sums inside products (in hardware), and the network's inputs and outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import fx
 from voxtune.plan.graph import CASTS, Captured, argument, aten, depends_on, is_call, value, volume_inputs
 from voxtune.plan.passes.base import Context, Pass, PassOutcome
 
-# Operators that refuse inputs of two types: all theirs become half.
+# Operators that require inputs of one type: all of them become half.
 SAME_TYPE = {
     aten.conv2d.default,
     aten.conv3d.default,
@@ -33,7 +33,7 @@ SAME_TYPE = {
     aten.mul.Tensor,
     aten.sub.Tensor,
 }
-# Arguments of our operators that stay float32, by place.
+# Positions of arguments of the project's operators that stay float32.
 STAY = {
     "group_norm_silu": (1, 2, 5, 7),
     "conv3d": (2,),
@@ -46,7 +46,7 @@ STAY = {
 
 def half(captured: Captured, context: Context, _options: dict[str, Any]) -> PassOutcome:
     dtype = context.dtype
-    assert dtype in (torch.bfloat16, torch.float16), "the plan names the type"
+    assert dtype in (torch.bfloat16, torch.float16), "the plan has no half-precision pass"
     outputs = {n: value(n) for n in _outputs(captured)}
     volumes = depends_on(captured.graph, volume_inputs(captured))
     caster = _Caster(captured, dtype)
@@ -67,7 +67,7 @@ def _outputs(captured: Captured) -> list[fx.Node]:
 
 
 class _Caster:
-    """Casts each float32 input of an operator once, as late as it is first needed; weights for good."""
+    """Casts each float32 input of an operator once, where it is first needed; weights are converted."""
 
     def __init__(self, captured: Captured, dtype: torch.dtype):
         self.captured, self.dtype = captured, dtype
@@ -77,26 +77,26 @@ class _Caster:
 
     def harmonise(self, node: fx.Node) -> None:
         ours = getattr(node.target, "namespace", "") == "voxtune"
-        wanted = node.target in SAME_TYPE or ours
+        casts_inputs = node.target in SAME_TYPE or ours
         if is_call(node, *CASTS):
-            # A cast that protected statistics or a softmax stays; what needs one type asks for half again.
+            # A cast that protects statistics or a softmax stays; an operator that needs one type casts back to half.
             if value(node) is not None and value(node).dtype == self.dtype:  # type: ignore[union-attr]
                 self.halves.add(node)
             return
-        if wanted:
+        if casts_inputs:
             stay = STAY.get(node.target._schema.name.split("::")[1], ()) if ours else ()  # type: ignore[union-attr]
             node.args = tuple(a if i in stay else self._half(a) for i, a in enumerate(node.args))
             self.halves.add(node)
             return
-        told = node.kwargs.get("dtype") or (argument(node, "dtype") if is_call(node, aten.softmax.int) else None)
-        if told != torch.float32 and any(i in self.halves for i in node.all_input_nodes):
+        dtype = node.kwargs.get("dtype") or (argument(node, "dtype") if is_call(node, aten.softmax.int) else None)
+        if dtype != torch.float32 and any(i in self.halves for i in node.all_input_nodes):
             self.halves.add(node)
 
     def _half(self, given: Any) -> Any:
         if isinstance(given, list | tuple):
             return type(given)(self._half(a) for a in given)
-        found = value(given)
-        if found is None or found.dtype not in (torch.float32, torch.float64) or given in self.halves:
+        fake = value(given)
+        if fake is None or fake.dtype not in (torch.float32, torch.float64) or given in self.halves:
             return given
         if given not in self.cast:
             self.cast[given] = self._convert(given)

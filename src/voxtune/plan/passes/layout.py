@@ -1,4 +1,4 @@
-"""channels_last: every volume with its channels innermost (the seed's OPT2). Exact: it moves numbers, it does not change them."""
+"""channels_last: every volume with its channels innermost (OPT2 of the paper). Exact: it moves values without changing them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from voxtune.plan.graph import Captured, aten, value, volume_inputs
-from voxtune.plan.passes.base import Context, Pass, PassOutcome, Stage
+from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage
 
 CONVOLUTIONS = (
     aten.conv2d.default,
@@ -29,14 +29,14 @@ def channels_last(captured: Captured, _context: Context, _options: dict[str, Any
             node.args = (node.args[0], new, *node.args[2:])
             count += 1
     for node in volume_inputs(captured):
-        found = value(node)
-        assert found is not None
-        # The stem's own kernel reads its sources as they come.
+        fake = value(node)
+        assert fake is not None
+        # The stem's kernel reads its sources in any layout.
         users = [u for u in node.users if not (u.op == "call_function" and str(u.target) == "voxtune.stem.default")]
-        if not users or found.dim() not in FORMATS:
+        if not users or fake.dim() not in FORMATS:
             continue
         anchor = next(n for n in captured.graph.nodes if n.op == "call_function")
-        moved = captured.insert(anchor, aten.contiguous.default, node, memory_format=FORMATS[found.dim()])
+        moved = captured.insert(anchor, aten.contiguous.default, node, memory_format=FORMATS[fake.dim()])
         for user in users:
             user.replace_input_with(node, moved)
     captured.refresh()
@@ -55,7 +55,7 @@ def lasting(x: Tensor) -> Tensor:
 CHANNELS_LAST = Pass(
     name="channels_last",
     summary="channels innermost in memory",
-    stage=Stage.LAYOUT,
+    stage=PassStage.LAYOUT,
     rewrite=channels_last,
     rewrite_module=_channels_last_weights,
 )

@@ -1,7 +1,7 @@
 """fuse_norm: [cat] - [+ shift per channel] - group_norm - [silu] as one operator, float32 statistics, no concatenation.
 
-The shift is what is added to every voxel of a channel alike: a convolution's bias, the time embedding. It moves a channel's
-mean and leaves its spread, so it goes into the norm's own arithmetic and costs no pass over the volume."""
+The shift is added to all voxels of a channel: a convolution's bias, the time embedding. It moves a channel's mean and keeps its
+variance, so the norm can apply it without another pass over the volume."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from voxtune.plan.graph import CASTS, Captured, argument, aten, channel_sources, is_call, shape, sole_user, value
-from voxtune.plan.passes.base import Context, Pass, PassOutcome, Stage, register_operators
+from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage, register_operators
 
 
 def fuse_norm(captured: Captured, _context: Context, _options: dict[str, Any]) -> PassOutcome:
@@ -49,7 +49,7 @@ def _fuse(captured: Captured, norm: fx.Node) -> None:
 
 
 def _uncast(node: Any) -> Any:
-    """A cast to float32 before the norm protects its statistics, which ours are anyway."""
+    """The source before a cast to float32, which protects the statistics: the operator's are float32 anyway."""
     if is_call(node, *CASTS):
         before, after = value(node.args[0]), value(node)
         if before is not None and after is not None and after.dtype == torch.float32:
@@ -58,7 +58,7 @@ def _uncast(node: Any) -> Any:
 
 
 def _cast_back(norm: fx.Node, source: fx.Node) -> fx.Node:
-    """The cast back to the source's type after it, if that is all that happens to the norm."""
+    """The cast back to the source's type after the norm, if it is the norm's only user."""
     user, before = sole_user(norm), value(source)
     if source is not norm.args[0] and user is not None and is_call(user, *CASTS):
         after = value(user)
@@ -68,7 +68,7 @@ def _cast_back(norm: fx.Node, source: fx.Node) -> fx.Node:
 
 
 def _shift(captured: Captured, source: fx.Node, norm: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """The volume behind `volume + per-channel`, and the addend as (N or 1, C), where only the norm looks at the sum."""
+    """For `volume + per-channel` that only the norm reads: the volume, and the addend as (N or 1, C)."""
     if is_call(source, aten.add.Tensor) and argument(source, "alpha") == 1 and len(source.users) == 1:
         for volume, addend in ((source.args[0], source.args[1]), (source.args[1], source.args[0])):
             if isinstance(volume, fx.Node) and per_channel(addend, shape(source)) and shape(volume) == shape(source):
@@ -77,22 +77,22 @@ def _shift(captured: Captured, source: fx.Node, norm: fx.Node) -> tuple[fx.Node,
     return source, None
 
 
-def per_channel(node: Any, whole: tuple[int, ...]) -> bool:
-    """Whether a node is one number for each sample and channel of a volume of this shape."""
-    found = shape(node)
+def per_channel(node: Any, volume: tuple[int, ...]) -> bool:
+    """Whether a node has one value for each sample and channel of a volume of this shape."""
+    values = shape(node)
     return (
-        len(found) == len(whole) >= 3
-        and found[1] == whole[1]
-        and found[0] in (1, whole[0])
-        and all(side == 1 for side in found[2:])
-        and any(side > 1 for side in whole[2:])
+        len(values) == len(volume) >= 3
+        and values[1] == volume[1]
+        and values[0] in (1, volume[0])
+        and all(s == 1 for s in values[2:])
+        and any(s > 1 for s in volume[2:])
     )
 
 
 FUSE_NORM = Pass(
     name="fuse_norm",
     summary="GroupNorm + SiLU + shift in one operator, no concatenation",
-    stage=Stage.NORM,
+    stage=PassStage.NORM,
     structural=True,
     needs_gpu=True,
     needs_channels_last=True,

@@ -1,4 +1,4 @@
-"""time: every block's own projection of the same time embedding, as one product whose columns they share."""
+"""time: all blocks' projections of the same time embedding as one product."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from voxtune.plan.graph import Captured, argument, aten, shape
-from voxtune.plan.passes.base import Context, Pass, PassOutcome, Stage
+from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage
 
 
 def merge_linears(captured: Captured, _context: Context, _options: dict[str, Any]) -> PassOutcome:
@@ -37,16 +37,16 @@ def _merge(captured: Captured, source: fx.Node, linears: list[fx.Node]) -> None:
     anchor = source.next
     while anchor.op in ("placeholder", "get_attr"):
         anchor = anchor.next
-    whole = captured.insert(anchor, aten.linear.default, source, weight, bias)
-    parts = captured.insert(anchor, aten.split_with_sizes.default, whole, sizes, 1)
-    for place, node in enumerate(linears):
-        captured.replace(node, captured.insert(anchor, operator.getitem, parts, place))
+    merged = captured.insert(anchor, aten.linear.default, source, weight, bias)
+    parts = captured.insert(anchor, aten.split_with_sizes.default, merged, sizes, 1)
+    for index, node in enumerate(linears):
+        captured.replace(node, captured.insert(anchor, operator.getitem, parts, index))
 
 
 TIME = Pass(
     name="time",
     summary="all projections of the time embedding in one product",
-    stage=Stage.SHARING,
+    stage=PassStage.SHARING,
     structural=True,
     rewrite=merge_linears,
 )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from voxtune.plan.graph import Captured, argument, aten, shape
-from voxtune.plan.passes.base import Context, Pass, PassOutcome, Stage, register_operators
+from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage, register_operators
 
 UPSAMPLES = {
     aten.upsample_trilinear3d.vec: "linear",
@@ -35,7 +35,7 @@ def upsample(captured: Captured, _context: Context, _options: dict[str, Any]) ->
 UPSAMPLE = Pass(
     name="upsample",
     summary="upsampling by two, channels-last",
-    stage=Stage.FUSION,
+    stage=PassStage.FUSION,
     structural=True,
     needs_gpu=True,
     needs_channels_last=True,
