@@ -1,7 +1,7 @@
-"""Processes that compile kernels into Triton's cache on the disk, for a process that will then find them there.
+"""Worker processes that compile kernels into Triton's cache on disk, from which the main process loads them.
 
 Why: threads of one process share Python's lock, and a compilation holds it for about a quarter of its time: many threads are
-no faster than a few. What a process here cannot do, or fails at, is compiled by the one that asked.
+no faster than a few. What a worker cannot compile, the main process compiles itself.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any, BinaryIO
 from voxtune.files import one_line
 
 log = logging.getLogger("voxtune")
-# Each takes about 300 MB of the host's memory while it lives.
-MOST = 8
+# Each uses about 300 MB of host memory.
+MAX_WORKERS = 8
 DONE = b"done\n"
 
 
 class Worker:
-    """One such process. It is asked by one thread at a time."""
+    """One worker process, used by one thread at a time."""
 
     def __init__(self) -> None:
-        # What can be imported here can be imported there.
+        # The worker can import whatever this process can.
         paths = os.pathsep.join(p for p in sys.path if p)
         self.process = subprocess.Popen(
             [sys.executable, "-m", __name__],
@@ -41,7 +41,7 @@ class Worker:
         )
 
     def compile(self, call: Callable[[], Any]) -> bool:
-        """Whether what `call` would compile now lies in the cache."""
+        """Compiles what `call` would compile into the cache; False if that failed."""
         job = describe(call)
         if job is None or self.process.poll() is not None:
             return False
@@ -71,8 +71,8 @@ def active() -> tuple[Worker, ...]:
 
 @contextmanager
 def compiling(count: int | None = None) -> Iterator[None]:
-    """Workers that `compiled_ahead` uses inside the block; they start while its first part does other work."""
-    workers = tuple(Worker() for _ in range(min(MOST, (os.cpu_count() or 1) - 1) if count is None else count))
+    """Starts workers that `compiled_ahead` uses inside the block; does not wait until they are up."""
+    workers = tuple(Worker() for _ in range(min(MAX_WORKERS, (os.cpu_count() or 1) - 1) if count is None else count))
     token = _active.set(workers)
     try:
         yield
@@ -83,10 +83,10 @@ def compiling(count: int | None = None) -> Iterator[None]:
 
 
 def describe(call: Callable[[], Any]) -> bytes | None:
-    """What Triton's own order to compile holds, so that another process can do the same; None where it cannot be told."""
+    """Triton's compile request, serialised for another process; None if it cannot be."""
     try:
-        known = inspect.getclosurevars(call).nonlocals
-        source, target, options = known["src"], known["target"], known["options"]
+        request = inspect.getclosurevars(call).nonlocals
+        source, target, options = request["src"], request["target"], request["options"]
         kernel = source.fn.fn
         job = (
             (type(source).__module__, type(source).__name__),
@@ -101,7 +101,7 @@ def describe(call: Callable[[], Any]) -> bytes | None:
 
 
 def perform(job: bytes) -> None:
-    """Compiles what `describe` told of; the result lies in the cache."""
+    """Compiles a job of `describe` into the cache."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -116,7 +116,7 @@ def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
         try:
             perform(jobs.read(int.from_bytes(size, "little")))
             answer = DONE
-        # Of the compiler's many families; who asked logs it, compiles itself and is told there.
+        # The compiler raises many kinds of errors; the main process logs it and compiles the kernel itself.
         except Exception as error:
             answer = f"{type(error).__name__}: {one_line(error)}\n".encode()
         answers.write(answer)
@@ -125,6 +125,6 @@ def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
 
 if __name__ == "__main__":
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what others print is no answer
-    importlib.import_module("voxtune.kernels.ops")  # while the first job is on its way
+    os.dup2(2, 1)  # anything printed must not reach the reply pipe
+    importlib.import_module("voxtune.kernels.ops")  # before the first job arrives
     serve(sys.stdin.buffer, replies)

@@ -1,4 +1,4 @@
-"""What a kernel becomes on a GPU that is not here: compiled by Triton, read off the binary."""
+"""Compiles a kernel for a GPU that need not be present, and reads registers, memory and instructions from the binary."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ class Compiled:
 
     @property
     def serialised(self) -> bool:
-        """The assembler put waits between matrix products that the kernel has in flight together."""
+        """Whether the assembler put waits between matrix products that the kernel issues together."""
         return self.sass.count("WARPGROUP.DEPBAR") > self.ptx.count("wgmma.wait_group")
 
 
 def compiled(kernel, signature: dict[str, str], constants: dict[str, object], *, arch: int, warps: int) -> Compiled:
-    """`signature` has the types of the run-time arguments; all others are in `constants`."""
+    """`signature` gives the types of the run-time arguments; all others are in `constants`."""
     types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
     form = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = form(fn=kernel, signature=types, constexprs=constants)
-    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
-    usage, sass = (dump(made.asm["cubin"], what) for what in ("--dump-resource-usage", "--dump-sass"))
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, usage
+    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+    usage, sass = (dump(binary.asm["cubin"], option) for option in ("--dump-resource-usage", "--dump-sass"))
+    match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert match, usage
     return Compiled(
-        name=made.metadata.name,
-        registers=int(found[1]),
-        spills=int(found[2]),
-        shared=made.metadata.shared,
-        ptx=made.asm["ptx"],
+        name=binary.metadata.name,
+        registers=int(match[1]),
+        spills=int(match[2]),
+        shared=binary.metadata.shared,
+        ptx=binary.asm["ptx"],
         sass=sass,
     )
 
 
-def dump(cubin: bytes, what: str) -> str:
+def dump(cubin: bytes, option: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([TOOL, what, file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([TOOL, option, file.name], capture_output=True, text=True, check=True).stdout

@@ -1,16 +1,16 @@
 """3x3x3 convolution of channels-last volumes, with what follows it in its epilogue.
 
-Why: three quarters of a 3D U-Net's arithmetic are 3x3x3 convolutions with 64 output channels, and there the matrix units wait
-for shared memory: each of 27 taps fetches the whole tile again. Here a program computes two neighbouring output planes. Of the
-four input planes that they see, the inner two serve both, so that each is fetched once for two products. The products of one
-step go to different accumulators: two on the same one would wait for each other.
+Why: three quarters of a 3D U-Net's arithmetic are 3x3x3 convolutions with 64 output channels, where the matrix units wait for
+shared memory: each of 27 taps loads the whole tile again. Here a program computes two neighbouring output planes. Of the four
+input planes that they need, the inner two serve both, so that each is loaded once for two products. The products of one step
+use different accumulators: two on the same one would wait for each other.
 
-1. Tiles come by the bulk copy engine (tensor descriptors), which fills what lies outside the volume with zeros: the padding. On
-   devices without it the compiler turns the same descriptors into masked pointer loads.
-2. The epilogue adds a shift per channel (bias, time embedding) and a residual, and takes the statistics of what it stores, so
-   that the norm that follows need not read it once more: see group_norm.py for their form.
-3. Small volumes fill too few multiprocessors: there several programs share the taps of a tile, write float32 partial sums, and a
-   second kernel adds these in a fixed order and does the epilogue.
+1. The bulk copy engine loads tiles (tensor descriptors) and fills what is outside the volume with zeros: the padding. On devices
+   without it the compiler turns the same descriptors into masked pointer loads.
+2. The epilogue adds a shift per channel (bias, time embedding) and a residual, and computes the statistics of its output, so that
+   the next norm need not read it again: see group_norm.py for their form.
+3. Small volumes fill too few multiprocessors: there several programs share the taps of a tile and write float32 partial sums,
+   and a second kernel adds these in a fixed order and does the epilogue.
 
 Legend: N batch, D H W voxels, V = D*H*W, C input channels, K output channels, P tiles (or stretches) of voxels.
 """
@@ -54,7 +54,7 @@ def conv3d_reference(
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A convolution's weight (K, C, 3, 3, 3) as (27, K, C): one contiguous matrix a tap."""
+    """A convolution's weight (K, C, 3, 3, 3) as (27, K, C): one contiguous matrix per tap."""
     return weight.permute(2, 3, 4, 0, 1).reshape(27, *weight.shape[:2]).contiguous()
 
 
@@ -70,7 +70,7 @@ def _product(accumulator, x, w, SWAP: tl.constexpr):
     return tl.dot(w, x.T, accumulator) if SWAP else tl.dot(x, w.T, accumulator)
 
 
-# Sizes are not specialised: one compiled kernel serves every volume and every number of channels.
+# Sizes are not specialised: one compiled kernel is used for all volume sizes and numbers of channels.
 @triton.jit(do_not_specialize=["N", "D", "H", "W", "C", "K", "splits", "shift_stride"])
 def voxtune_conv3d(  # noqa: PLR0915
     x_desc,  # (N, D, H, W, C), tiles of (1, 1, TH, TW, TC)
@@ -264,28 +264,28 @@ def convolve(
     N, C, D, H, W = x.shape
     K, V = packed.shape[1], D * H * W
     x_NDHWC, r_NDHWK = channels_inside(x), None if residual is None else channels_inside(residual)
-    assert packed.is_contiguous(), "the weights have gaps"
+    assert packed.is_contiguous(), "the weights are not contiguous"
     shift_stride = row_stride(shift_NC)
     y_NDHWK = torch.empty((N, D, H, W, K), dtype=x.dtype, device=x.device)
     P = triton.cdiv(W, tile.w) * triton.cdiv(H, tile.h) * triton.cdiv(D, 2)
     join_v, join_k = join_block(N, V, K)
     stretches = P if tile.split == 1 else triton.cdiv(V, join_v)
-    found = torch.empty((N, stretches, 3, K), dtype=torch.float32, device=x.device) if statistics else None
+    moments = torch.empty((N, stretches, 3, K), dtype=torch.float32, device=x.device) if statistics else None
     if tile.halo:
         from voxtune.kernels import conv3d_halo
 
-        conv3d_halo.launch(x_NDHWC, packed, y_NDHWK, r_NDHWK, shift_NC, found, tile, shift_stride)
-        return y_NDHWK.movedim(-1, 1), found
-    whole = tile.split == 1
-    target = y_NDHWK if whole else y_NDHWK.new_empty((tile.split * N, D, H, W, K), dtype=torch.float32)
+        conv3d_halo.launch(x_NDHWC, packed, y_NDHWK, r_NDHWK, shift_NC, moments, tile, shift_stride)
+        return y_NDHWK.movedim(-1, 1), moments
+    unsplit = tile.split == 1
+    target = y_NDHWK if unsplit else y_NDHWK.new_empty((tile.split * N, D, H, W, K), dtype=torch.float32)
     box = [1, 1, tile.h, tile.w]
     ready(voxtune_conv3d)[(P * N * triton.cdiv(K, tile.k), tile.split)](
         TensorDescriptor.from_tensor(x_NDHWC, [*box, tile.c]),
         TensorDescriptor.from_tensor(packed.view(27 * K, C), [tile.k, tile.c]),
         TensorDescriptor.from_tensor(target, [*box, tile.k]),
-        TensorDescriptor.from_tensor(r_NDHWK, [*box, tile.k]) if whole and r_NDHWK is not None else None,
-        shift_NC if whole else None,
-        found if whole else None,
+        TensorDescriptor.from_tensor(r_NDHWK, [*box, tile.k]) if unsplit and r_NDHWK is not None else None,
+        shift_NC if unsplit else None,
+        moments if unsplit else None,
         N,
         D,
         H,
@@ -297,13 +297,13 @@ def convolve(
         **tile.constants(),
         num_warps=tile.warps,
     )
-    if not whole:
+    if not unsplit:
         ready(voxtune_conv3d_join)[(stretches, triton.cdiv(K, join_k), N)](
             target,
             y_NDHWK,
             r_NDHWK,
             shift_NC,
-            found,
+            moments,
             N,
             V,
             K,
@@ -313,18 +313,18 @@ def convolve(
             BLOCK_K=join_k,
             num_warps=4,
         )
-    return y_NDHWK.movedim(-1, 1), found
+    return y_NDHWK.movedim(-1, 1), moments
 
 
 def channels_inside(x: Tensor) -> Tensor:
-    """A channels-last (N, C, D, H, W) tensor as (N, D, H, W, C), with regular strides also where a side is 1."""
+    """A channels-last (N, C, D, H, W) tensor as (N, D, H, W, C), with regular strides also for dimensions of size 1."""
     x_NDHWC = x.movedim(1, -1)
     assert x_NDHWC.is_contiguous(), "a source or the residual is not channels-last"
     return x_NDHWC.reshape(-1).view(x_NDHWC.shape)
 
 
 def join_block(N: int, V: int, K: int) -> tuple[int, int]:
-    """(voxels, channels) a program of the join adds up: small enough that few voxels still fill the device."""
+    """(voxels, channels) per program of the join: small enough that few voxels still fill the device."""
     block_k = min(64, K & -K)
     block_v = 32
     while block_v < 256 and N * (V // block_v) * (K // block_k) > 1024:
@@ -335,14 +335,14 @@ def join_block(N: int, V: int, K: int) -> tuple[int, int]:
 def arguments(tile: Conv3dTile, *, dtype: str, epilogue: bool = True) -> tuple[dict[str, str], dict]:
     """(types of the run-time arguments, constants) of voxtune_conv3d, to compile it without a device."""
     box = f"1,1,{tile.h},{tile.w}"
-    whole = epilogue and tile.split == 1
+    with_epilogue = epilogue and tile.split == 1
     signature = {
         "x_desc": f"tensordesc<{dtype}[{box},{tile.c}]>",
         "w_desc": f"tensordesc<{dtype}[{tile.k},{tile.c}]>",
         "y_desc": f"tensordesc<{dtype if tile.split == 1 else 'fp32'}[{box},{tile.k}]>",
     }
-    if whole:
+    if with_epilogue:
         signature |= {"r_desc": signature["y_desc"], "shift_ptr": "*fp32", "statistics_ptr": "*fp32"}
     signature |= dict.fromkeys(("N", "D", "H", "W", "C", "K", "splits", "shift_stride"), "i32")
-    absent = {} if whole else dict.fromkeys(("r_desc", "shift_ptr", "statistics_ptr"))
+    absent = {} if with_epilogue else dict.fromkeys(("r_desc", "shift_ptr", "statistics_ptr"))
     return signature, {**tile.constants(), **absent}

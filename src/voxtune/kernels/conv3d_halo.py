@@ -1,15 +1,15 @@
-"""The convolution of conv3d.py for Hopper, with the halo held in shared memory.
+"""The convolution of conv3d.py for Hopper, with the halo in shared memory.
 
-Why: conv3d.py fetches each tile of an input plane once for every tap of that plane, nine times; at 64 output channels the
-writes into shared memory then take as long as the products. Here a tile comes with the row above and the row below it, and
-the three taps along h read it at three offsets: three fetches a plane instead of nine. A shift along h moves the matrix operand
-by whole rows of TW voxels, which the swizzled layout allows; a shift along w would not, so that w stays a fetch of its own.
+Why: conv3d.py loads each tile of an input plane once for every tap of that plane, nine times; at 64 output channels the writes
+into shared memory then take as long as the products. Here a tile includes the row above and the row below it, and the three
+taps along h read it at three offsets: three loads per plane instead of nine. An offset along h moves the matrix operand by
+complete rows of TW voxels, which the swizzled layout allows; an offset along w does not, so each w is loaded separately.
 
 Output channels are the rows of the product, voxels its columns. One step is one input plane (z = 0 to 3) for one offset along w
 and 64 input channels: 3 products with the lower output plane (z < 3), 3 with the upper (z > 0), all in flight together, while the
 copy engine fills the rings for the steps ahead.
 
-Written in Gluon, Triton's lower level, whose names moved between releases; conv3d.py computes the same without it.
+Written in Gluon, Triton's lower-level language, whose names differ between releases; conv3d.py computes the same without it.
 
 Legend: as in conv3d.py. Weights of one step: the three taps along h for one offset along d.
 """

@@ -1,4 +1,4 @@
-"""Which tile each convolution gets: measured, not searched at run time."""
+"""The tile of each convolution: chosen from measurements, not searched at run time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Conv3dTile:
-    """What a program of voxtune_conv3d computes: two planes of h x w voxels, k output channels, by c input channels a step."""
+    """What a program of voxtune_conv3d computes: two planes of h x w voxels, k output channels, c input channels per step."""
 
     h: int
     w: int
@@ -34,7 +34,7 @@ class Conv3dTile:
 
 
 def shared_memory(tile: Conv3dTile) -> int:
-    """Bytes that the tile's loads in flight take; the kernel adds some for barriers."""
+    """Bytes of the tile's loads in flight; the kernel uses a few more for barriers."""
     x, w = tile.h * tile.w * tile.c * 2, tile.k * tile.c * 2
     if tile.halo:
         return tile.inner_stages * (tile.h + 2) * tile.w * tile.c * 2 + tile.outer_stages * 3 * w
@@ -42,7 +42,7 @@ def shared_memory(tile: Conv3dTile) -> int:
 
 
 def shape_of_tile(voxels: int, H: int, W: int) -> list[tuple[int, int]]:
-    """The (h, w) of so many voxels, those first that waste least at the edges of an H x W plane, then the widest."""
+    """Every (h, w) with this many voxels: those that waste least at the edges of an H x W plane first, then the widest."""
     shapes = [(voxels // w, w) for w in (64, 32, 16, 8, 4) if w <= voxels]
 
     def computed(shape: tuple[int, int]) -> int:
@@ -53,7 +53,7 @@ def shape_of_tile(voxels: int, H: int, W: int) -> list[tuple[int, int]]:
 
 
 def tiles(N: int, D: int, H: int, W: int, C: int, K: int, *, hopper: bool = True) -> Conv3dTile:
-    """The tile for a convolution of this size; without Hopper's copy engine and products, one that fits any device.
+    """The tile for a convolution of this size; without Hopper's instructions, one that fits any device.
 
     Measured on an H200 over every shape of the whole-head network (benchmarks/results/h200/conv3d.json).
     """
@@ -64,7 +64,7 @@ def tiles(N: int, D: int, H: int, W: int, C: int, K: int, *, hopper: bool = True
     if V >= 32**3:
         h, w = (8, 16) if K <= 64 else (16, 8)
         return Conv3dTile(h=h, w=w, inner_stages=2, outer_stages=3, halo=True)
-    # Too few tiles to fill the card: several programs share one.
+    # Too few tiles to fill the GPU: several programs share one.
     h, w = shape_of_tile(64, H, W)[0]
     if V > 12**3:
         return Conv3dTile(

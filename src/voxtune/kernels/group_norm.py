@@ -1,17 +1,17 @@
 """GroupNorm + SiLU for channels-last volumes, over one or two sources.
 
-Why: PyTorch's GroupNorm takes NCDHW, so under channels-last every norm buys two layout copies; and with batch 1 it gives
-each of 32 groups to one block, on a card of 132. Here the reduction runs over the whole device:
+Why: PyTorch's GroupNorm requires NCDHW, so with channels-last volumes every norm costs two layout copies; and with batch 1 it
+runs one block for each of 32 groups, on a GPU with 132 multiprocessors. Here the reduction uses the whole device:
 
-1. moments: each program reduces a stretch of voxels to three numbers a channel: count, mean, and the sum of squares about that
-   mean, so that a large mean does not cancel the variance away. A convolution that made the source may have left these
-   (`statistics`), one triple a tile: then this step, and its reading of the source, falls away;
-2. finalize: the stretches' numbers become per-group statistics, and these a scale and an offset for every channel;
-3. apply: y = silu(x * scale + offset), last-read voxels first, since the L2 still holds them.
+1. moments: each program reduces a stretch of voxels to three values per channel: count, mean, and the sum of squares about that
+   mean, so that a large mean does not cancel the variance. The convolution that wrote the source may provide these
+   (`statistics`), one triple per tile: then this step, which reads the source, is skipped;
+2. finalize: combines the stretches into statistics per group, and these into a scale and an offset per channel;
+3. apply: y = silu(x * scale + offset), starting with the voxels that were read last, which are still in the L2 cache.
 
-A shift per channel (a convolution's bias, the time embedding) moves a channel's mean and leaves its spread: it is folded into
-step 2 and costs no pass. Of two sources, cat([a, b]) on channels, each is reduced and applied on its own into its slice: the
-concatenation is never written, although groups straddle the seam.
+A shift per channel (a convolution's bias, the time embedding) moves a channel's mean and keeps its variance: step 2 applies it
+without another pass. Two sources, cat([a, b]) along the channels, are reduced and applied separately: the concatenation is
+never written, although a group may contain channels of both.
 
 Legend: N batch, V voxels (D*H*W), C channels of all sources, CS of one, P stretches of voxels.
 """
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from voxtune.kernels.precompile import ready
 
-# Programs of step 1 for each multiprocessor: enough loads in flight to fill the memory system.
+# Programs of step 1 per multiprocessor: enough loads in flight to saturate the memory system.
 WAVES = 4
 MIN_VOXELS = 64
 
@@ -182,13 +182,13 @@ def voxtune_normalize(
 
 
 def channel_block(channels: int) -> int:
-    """The largest power of two that divides the channels, up to 128; where that is under 16, one masked block."""
+    """The largest power of two up to 128 that divides the channels; one masked block if that is below 16."""
     block = min(128, channels & -channels)
     return block if block >= 16 else min(128, triton.next_power_of_2(channels))
 
 
 def voxels_last(x: Tensor) -> Tensor:
-    """A channels-last (N, C, *voxels) tensor as its free view (N, V, C)."""
+    """The view (N, V, C) of a channels-last (N, C, *voxels) tensor."""
     x_NVC = x.movedim(1, -1)
     assert x_NVC.is_contiguous(), "the source is not channels-last"
     return x_NVC.view(x.shape[0], -1, x.shape[1])
@@ -214,7 +214,7 @@ def why_not(sources: tuple[Tensor, ...], groups: int) -> str | None:  # noqa: PL
 
 
 def row_stride(shift_NC: Tensor | None) -> int:
-    """Of a shift per channel: rows may be a slice of a wider tensor, as of all blocks' time embeddings from one product."""
+    """Row stride of a shift per channel, which may be a slice of a wider tensor (all blocks' time embeddings)."""
     if shift_NC is None or shift_NC.shape[0] == 1:
         return 0
     assert shift_NC.stride(1) == 1, "a shift's channels have gaps"
@@ -226,12 +226,12 @@ def moments(source: Tensor) -> Tensor:
     view = voxels_last(source)
     N, V, CS = view.shape
     stretch, P = stretches(V, N, CS, source.device)
-    found = torch.empty((N, P, 3, CS), dtype=torch.float32, device=source.device)
+    statistics = torch.empty((N, P, 3, CS), dtype=torch.float32, device=source.device)
     block_c = channel_block(CS)
     ready(voxtune_moments)[(P, triton.cdiv(CS, block_c), N)](
-        view, found, V, CS, stretch, BLOCK_V=4096 // block_c, BLOCK_C=block_c, num_warps=8
+        view, statistics, V, CS, stretch, BLOCK_V=4096 // block_c, BLOCK_C=block_c, num_warps=8
     )
-    return found
+    return statistics
 
 
 def group_norm_silu(
@@ -257,7 +257,7 @@ def group_norm_silu(
     C = sum(view.shape[2] for view in views)
     device = sources[0].device
     known = list(statistics) if statistics else [None] * len(sources)
-    assert len(known) == len(sources), "one statistics tensor, or None, a source"
+    assert len(known) == len(sources), "one statistics tensor or None per source"
     parts = [moments(source) if part is None else part for source, part in zip(sources, known, strict=True)]
     assert all(p.shape[0] == N and p.shape[2:] == (3, v.shape[2]) for p, v in zip(parts, views, strict=True))
     affine = torch.empty((N, 2, C), dtype=torch.float32, device=device)
@@ -299,17 +299,17 @@ def group_norm_silu(
 
 
 def stretches(V: int, N: int, C: int, device: torch.device) -> tuple[int, int]:
-    """(voxels a program reduces, how many programs share V): about WAVES programs a multiprocessor in all."""
+    """(voxels per program, number of programs for V): about WAVES programs per multiprocessor in all."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     columns = N * triton.cdiv(C, 128)
-    wanted = max(1, WAVES * processors // columns)
-    stretch = max(MIN_VOXELS, triton.cdiv(V, wanted))
+    programs = max(1, WAVES * processors // columns)
+    stretch = max(MIN_VOXELS, triton.cdiv(V, programs))
     return stretch, triton.cdiv(V, stretch)
 
 
 def empty_channels_last(
     source: Tensor, channels: int, dtype: torch.dtype | None = None, voxels: tuple[int, ...] | None = None
 ) -> Tensor:
-    """An empty channels-last tensor of `channels` beside `source`, of its type and size unless told."""
-    N, _, *own = source.shape
-    return source.new_empty((N, *(voxels or own), channels), dtype=dtype or source.dtype).movedim(-1, 1)
+    """An empty channels-last tensor with `channels`, by default of the source's type and size."""
+    N, _, *size = source.shape
+    return source.new_empty((N, *(voxels or size), channels), dtype=dtype or source.dtype).movedim(-1, 1)

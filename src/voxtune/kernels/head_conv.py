@@ -1,11 +1,11 @@
 """The head: a 3x3(x3) convolution with few channels out, stride 1, padding 1.
 
-Why: general convolution kernels pad 3 channels in, or 1 channel out, to a width made for 64 and more, and take ten times what
-the bytes need: here the one wide tensor is moved once. Every voxel contributes to 27 results, so a product of its channels
-with all taps' weights reads it once. A program takes a tile of a plane with its border and walks along the depth. Taps of
-different depth meet in three running sums (results behind, at and ahead of the plane); those of one plane are shifted onto
-each other by a gather inside the tile. The scale and offset of the GroupNorm before a head, and its SiLU, may be applied as
-the tile comes in: once a voxel, not once a tap.
+Why: general convolution kernels pad 3 input channels, or 1 output channel, to a width made for 64 and more, and take ten times
+as long as the memory traffic requires: here the one wide tensor is moved once. Every voxel contributes to 27 results, so a
+product of its channels with all taps' weights reads it once. A program takes a tile of a plane with its border and walks along
+the depth. Taps of different depth are added in three running sums (results behind, at and ahead of the plane); those of one
+plane are aligned by a gather inside the tile. Scale and offset of the GroupNorm before a head, and its SiLU, can be applied
+when the tile is loaded: once per voxel, not once per tap.
 
 Legend: N batch, D H W voxels (an image has D = 1), C channels in, M channels out, T columns of a product.
 """
@@ -25,11 +25,11 @@ from voxtune.kernels.pointwise import TYPES
 from voxtune.kernels.precompile import ready
 from voxtune.kernels.stem_conv import FEW, as_volume, span
 
-# Columns for one channel out: the 9 taps of a plane, in a power of two.
+# Columns per output channel: the 9 taps of a plane, rounded up to a power of two.
 COLUMNS = 16
-# Bytes of shared memory that planes on their way may fill: a little less than what the smallest cards give a program.
+# Shared memory for planes in flight, in bytes: a little less than the smallest GPUs allow per program.
 SHARED = 64 << 10
-# Programs wanted before a walk along the depth is made longer: four for each multiprocessor of a large card.
+# A walk along the depth is made longer only while there are at least this many programs: four per multiprocessor of a large GPU.
 ENOUGH = 528
 
 
@@ -193,7 +193,7 @@ def why_not_head(x: Tensor, packed: PackedHead, out: Tensor | None = None) -> st
     if x.dim() - 2 != packed.dimensions or packed.dimensions not in (2, 3):
         return f"{x.dim() - 2} voxel axes, and weights for {packed.dimensions}"
     if x.shape[1] != packed.channels or packed.out_channels > FEW:
-        return f"{x.shape[1]} channels to {packed.out_channels}: as packed, and to at most {FEW}, are needed"
+        return f"{x.shape[1]} channels to {packed.out_channels}: as packed, and at most {FEW} outputs, are required"
     if not x.movedim(1, -1).is_contiguous() or x.numel() == 0 or x.shape[-1] * x.shape[-2] * x.shape[1] >= 2**31:
         return "the source is not channels-last, or empty, or has a plane of 2^31 values or more"
     if out is not None and (out.shape != (x.shape[0], packed.out_channels, *x.shape[2:]) or span(out) >= 2**31):
@@ -263,7 +263,7 @@ def head_tile(C: int, M: int, dtype: torch.dtype, *, volume: bool) -> dict[str, 
 
 
 def head_walk(columns: int, D: int) -> int:
-    """Planes of the result for one program: the two planes at its ends are read twice, but programs must fill the card."""
+    """Planes of the result per program: the planes at its two ends are read twice, but the programs must fill the GPU."""
     walk = 32
     while walk > 2 and columns * triton.cdiv(D, walk) < ENOUGH:
         walk //= 2
@@ -271,5 +271,5 @@ def head_walk(columns: int, D: int) -> int:
 
 
 def chunk_of(C: int, dtype: torch.dtype) -> int:
-    """Channels of one product of the head; float32 products keep their operands in registers and take few."""
+    """Channels per product of the head; few for float32, whose products keep their operands in registers."""
     return max(16, min(16 if dtype == torch.float32 else 64, triton.next_power_of_2(C)))

@@ -1,7 +1,7 @@
 """The kernels as PyTorch operators (`torch.ops.voxtune.*`), so that captured graphs can hold them.
 
-On a GPU (or under Triton's interpreter) an operator runs its kernel; elsewhere its plain reference, so that a rewritten graph
-gives the same answer on a CPU. Sources that are not channels-last are copied into that form first: kernels read no other.
+On a GPU (or with Triton's interpreter) an operator runs its kernel, elsewhere its plain reference: a rewritten graph computes the
+same on a CPU. Sources that are not channels-last are copied first, since the kernels read no other layout.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from voxtune.kernels import upsample as _upsample
 from voxtune.kernels.group_norm import empty_channels_last
 
 log = logging.getLogger("voxtune")
-_told: set[str] = set()
+_logged: set[str] = set()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_plainly: ContextVar[bool] = ContextVar("voxtune_plainly", default=False)
-# Registered directly: torch's decorator for operators imports its compiler with the first call, seconds of every process.
+_use_references: ContextVar[bool] = ContextVar("voxtune_references", default=False)
+# Registered directly: torch's decorator imports its compiler at the first call, which costs every process seconds.
 _LIBRARY = library.Library("voxtune", "DEF")
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -44,32 +44,32 @@ def operator(schema: str) -> Callable[[Function], Function]:
 
 
 def shapes_of(name: str) -> Callable[[Function], Function]:
-    """Marks what gives the results' shapes and types, without computing."""
+    """Registers the function that gives an operator's result shapes and types without computing."""
     return library.register_fake(f"voxtune::{name}", lib=_LIBRARY)
 
 
 def _runs_kernel(x: Tensor, reason: str | None, name: str) -> bool:
-    """Whether the kernel runs; a fallback on a GPU is told once with its reason."""
-    if not (x.is_cuda or INTERPRETED) or _plainly.get():
+    """Whether the kernel runs; a fallback on a GPU is logged once with its reason."""
+    if not (x.is_cuda or INTERPRETED) or _use_references.get():
         return False
-    if reason is not None and (key := f"{name}: {reason}") not in _told:
-        _told.add(key)
+    if reason is not None and (key := f"{name}: {reason}") not in _logged:
+        _logged.add(key)
         log.info("%s falls back to plain PyTorch: %s", name, reason)
     return reason is None
 
 
 @contextmanager
 def plain_operators() -> Iterator[None]:
-    """Operators compute by their references, for who asks about the graph and not about the kernels."""
-    token = _plainly.set(True)
+    """Operators run their references inside the block, to check a graph independently of the kernels."""
+    token = _use_references.set(True)
     try:
         yield
     finally:
-        _plainly.reset(token)
+        _use_references.reset(token)
 
 
 def _lasting(x: Tensor) -> Tensor:
-    """Channels-last, whatever the number of sides; no copy where it is so already."""
+    """Channels-last in any number of dimensions; no copy if it is already."""
     moved = x.movedim(1, -1)
     return x if moved.is_contiguous() else moved.contiguous().movedim(-1, 1)
 
@@ -159,7 +159,7 @@ def _(x, mode):
     return empty_channels_last(x, x.shape[1], voxels=tuple(2 * s for s in x.shape[2:]))
 
 
-# Weights in the form that the edge kernels read, made at the first call.
+# Weights in the layout that the edge kernels read, packed at the first call.
 _packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 

@@ -1,9 +1,9 @@
 """1x1(x1) convolution over one or two channels-last sources, and the sum of two volumes.
 
-Why: a decoder's skip connection is conv1x1(cat([a, b])). Written out, the concatenation costs more than the convolution: at
-128^3 it moves twice the bytes of the product itself. Here one loop over input channels walks through both sources, so that each
-byte is read once and the result written once. The product is a matter of bytes (128 -> 64 channels is 43 FLOP a byte), so the
-bias, the time embedding and a residual are added before the result leaves the registers.
+Why: a decoder's skip connection is conv1x1(cat([a, b])). The concatenation costs more than the convolution: at 128^3 it moves
+twice the bytes of the product. Here one loop over input channels reads both sources, so that each byte is read once and the
+result is written once. The product is bound by memory (128 -> 64 channels is 43 FLOP per byte), so bias, time embedding and
+residual are added before the result leaves the registers.
 
 Legend: N batch, V voxels, CA CB channels of the sources, K = CA + CB, M channels of the result.
 """
@@ -19,7 +19,7 @@ from voxtune.kernels.group_norm import channel_block, empty_channels_last, row_s
 from voxtune.kernels.precompile import ready
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Programs wanted before tiles are made smaller: two for each multiprocessor of a large card.
+# With fewer programs than this, tiles are made smaller: two per multiprocessor of a large GPU.
 ENOUGH = 264
 
 
@@ -80,7 +80,7 @@ def voxtune_pointwise(
     in_v, in_m = v0 + v < V, m < M
     keep = in_v[:, None] & in_m[None, :]
     y_at = row0 * M + (v[:, None] * M + m[None, :])
-    if HAS_RESIDUAL:  # asked for first: it arrives while the product runs
+    if HAS_RESIDUAL:  # loaded first: it arrives while the product runs
         residual = tl.load(residual_ptr + y_at, mask=keep, other=0.0)
     acc = tl.zeros((BLOCK_V, BLOCK_M), tl.float32)
     a_tile, b_tile = a_ptr + row0 * CA, b_ptr + row0 * CB
@@ -234,7 +234,7 @@ def add(a: Tensor, b: Tensor, shift_NC: Tensor | None = None, *, checked: bool =
 
 
 def tile_of(N: int, V: int, CA: int, CB: int, M: int, dtype: torch.dtype) -> dict[str, int]:
-    """The tile, its warps and its stages. Small levels take small tiles, for only many programs fill the card."""
+    """The tile, its warps and its stages. Small levels use small tiles, since only many programs fill the GPU."""
     # A chunk that divides both sources needs no mask; 64 channels of 16 bits are one 128-byte line.
     widest = 32 if dtype == torch.float32 else 64
     chunk = next((k for k in (64, 32, 16) if k <= widest and CA % k == 0 and CB % k == 0), 0)
@@ -251,7 +251,5 @@ def why_no_shift(shift_NC: Tensor | None, N: int, channels: int) -> str | None:
     if shift_NC is None:
         return None
     if shift_NC.shape not in ((N, channels), (1, channels)) or shift_NC.stride(1) != 1:
-        return (
-            f"a shift of shape {tuple(shift_NC.shape)}: (N, {channels}) or (1, {channels}), its rows whole, is needed"
-        )
+        return f"a shift of shape {tuple(shift_NC.shape)}: (N, {channels}) or (1, {channels}), with contiguous rows, is required"
     return None

@@ -1,8 +1,8 @@
-"""Kernels compiled side by side before they are needed.
+"""Compiles kernels in parallel before they are needed.
 
-Why: a network's first step meets some forty kernels, each compiled when it is first launched, one after the other: most of a
-minute on one core while the others idle. Here a rehearsal of the network asks for all of them; threads, or processes where
-some were started, compile, and nothing runs.
+Why: a network's first step launches some forty kernels, and each is compiled at its first launch, one after the other: most of
+a minute on one core while the others idle. Here a rehearsal of the network requests all of them; threads, or worker processes
+if there are any, compile, and no kernel runs.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any
 from voxtune.kernels.compile_workers import Worker, active
 
 log = logging.getLogger("voxtune")
-# Seconds before a thread has to share the interpreter: the body's launches wait for it, and Python's own value is ten times that.
-FAIR = 0.0005
+# Seconds before a thread must release the interpreter, for which launches in the body wait; Python's default is ten times this.
+SWITCH_INTERVAL = 0.0005
 _rehearsing: ContextVar[bool] = ContextVar("voxtune_rehearsing", default=False)
 
 
 class _Compiling:
-    """Takes a kernel's launches, and compiles instead."""
+    """Compiles a kernel instead of launching it."""
 
     def __init__(self, kernel: Any):
         self.kernel = kernel
@@ -39,20 +39,20 @@ class _Compiling:
 
 
 def ready(kernel: Any) -> Any:
-    """The kernel, to be launched as ever: `ready(kernel)[grid](...)`. In a rehearsal it is only compiled."""
+    """The kernel, to be launched as usual: `ready(kernel)[grid](...)`. In a rehearsal it is only compiled."""
     return _Compiling(kernel) if _rehearsing.get() else kernel
 
 
-class _Held(Executor):
-    """Begins when told: threads that compile would slow the rehearsal, which needs the interpreter as they do."""
+class _DeferredExecutor(Executor):
+    """Starts its jobs on `release`: threads that compile during the rehearsal would compete with it for the interpreter."""
 
     def __init__(self, pool: Executor):
         self.pool = pool
         self.waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        assert not args, "Triton's orders take no arguments"
-        assert not kwargs, "Triton's orders take no arguments"
+        assert not args, "Triton's compile requests have no arguments"
+        assert not kwargs, "Triton's compile requests have no arguments"
         future: Future[Any] = Future()
         self.waiting.append((future, fn))
         return future
@@ -69,7 +69,7 @@ class _Held(Executor):
 
 
 def _length(call: Callable[[], Any]) -> int:
-    """The kernel's source: long ones compile longest, and are better begun first."""
+    """Length of the kernel's source: long ones take longest to compile and are started first."""
     try:
         return len(inspect.getclosurevars(call).nonlocals["src"].fn.src)
     except (TypeError, KeyError, AttributeError):
@@ -95,9 +95,9 @@ def _fulfil(future: Future[Any], call: Callable[[], Any]) -> None:
 
 @contextmanager
 def compiled_ahead(rehearse: Callable[[], object]) -> Iterator[None]:
-    """Calls `rehearse` without launching our kernels; they compile while the body runs, and are there when it ends.
+    """Calls `rehearse` without launching the project's kernels; they compile while the body runs and are ready at its end.
 
-    A rehearsal computes nothing that may be used. What fails here is told at the real launch, which tries again.
+    The results of a rehearsal are invalid. A kernel that fails to compile here is compiled again at its launch, which raises.
     """
     try:
         from triton.runtime._async_compile import AsyncCompileMode, active_mode
@@ -105,12 +105,12 @@ def compiled_ahead(rehearse: Callable[[], object]) -> Iterator[None]:
         log.info("this version of Triton compiles kernels one by one")
         yield
         return
-    began, interval = time.perf_counter(), sys.getswitchinterval()
-    sys.setswitchinterval(FAIR)
+    started, interval = time.perf_counter(), sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            held = _Held(pool)
-            mode = AsyncCompileMode(held)
+            deferred = _DeferredExecutor(pool)
+            mode = AsyncCompileMode(deferred)
             mode.__enter__()
             token = _rehearsing.set(True)
             try:
@@ -119,29 +119,31 @@ def compiled_ahead(rehearse: Callable[[], object]) -> Iterator[None]:
                 log.info("the rehearsal stopped: %s: %s", type(error).__name__, error)
             finally:
                 _rehearsing.reset(token)
-                active_mode.set(None)  # launches of others, in the body, are none of this mode's
-            asked, kernels = time.perf_counter(), list(mode.future_kernels.values())
-            held.release()
+                active_mode.set(None)  # the mode must not apply to launches in the body
+            rehearsed, kernels = time.perf_counter(), list(mode.future_kernels.values())
+            deferred.release()
             try:
                 yield
             finally:
                 done = time.perf_counter()
                 _finish(mode, kernels, pool)
-        told = (len(kernels), asked - began, done - asked, time.perf_counter() - done)
-        log.info("%d kernels compiled ahead: rehearsed in %.2f s, other work %.2f s, then waited %.2f s", *told)
+        times = (rehearsed - started, done - rehearsed, time.perf_counter() - done)
+        log.info(
+            "%d kernels compiled ahead: rehearsal %.2f s, other work %.2f s, then waited %.2f s", len(kernels), *times
+        )
     finally:
         sys.setswitchinterval(interval)
 
 
 class _Built(Exception):  # noqa: N818 - a signal, no failure
-    """A launcher lies on the disk."""
+    """A launcher has been built on disk."""
 
 
 def _build_launchers(kernels: list[Any], pool: ThreadPoolExecutor) -> None:
-    """Older Tritons compile a C module for each kernel's launch: threads build them, and load none.
+    """Older Triton versions compile a C module for each kernel's launcher: threads build them without loading them.
 
-    All those modules have one name, and Python takes one for another when several threads load them at once (seen: a kernel
-    launched by the launcher of another, about once in a hundred starts).
+    All these modules have the same name, and Python confuses them when several threads load them at once (observed: a kernel
+    launched by the launcher of another one, in about one of a hundred starts).
     """
     from triton.runtime import build
 
@@ -155,7 +157,7 @@ def _build_launchers(kernels: list[Any], pool: ThreadPoolExecutor) -> None:
     def make(kernel: Any) -> None:
         here.building = True
         try:
-            kernel.run  # noqa: B018 - asking for it is what builds it
+            kernel.run  # noqa: B018 - reading it builds it
         except _Built:
             pass
         finally:

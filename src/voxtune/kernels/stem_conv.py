@@ -1,9 +1,9 @@
 """The stem: a 3x3(x3) convolution with few channels in, stride 1, padding 1.
 
-Why: general convolution kernels pad 3 channels in, or 1 channel out, to a width made for 64 and more, and take ten times what
-the bytes need: here the one wide tensor is moved once. A program gathers the patches of a run of voxels straight from the
-sources, whatever their strides and types, as a matrix (taps x channels, voxels), and multiplies the weights by it.
-conv(cat([x, mask])) takes both as they are.
+Why: general convolution kernels pad 3 input channels, or 1 output channel, to a width made for 64 and more, and take ten times
+as long as the memory traffic requires: here the one wide tensor is moved once. A program gathers the patches of a run of voxels
+straight from the sources, of any strides and types, as a matrix (taps x channels, voxels), and multiplies the weights by it.
+The sources of conv(cat([x, mask])) are not concatenated.
 
 Legend: N batch, D H W voxels (an image has D = 1), CA CB channels of the sources, M channels out, K = taps * channels.
 """
@@ -188,7 +188,9 @@ def why_not_stem(sources: tuple[Tensor, ...], packed: PackedStem, shift_NC: Tens
     if any(t.dtype not in TYPES for t in (*sources, packed.weight)):
         return f"types {[s.dtype for s in sources]} and {packed.weight.dtype}: one has no kernel"
     if tuple(s.shape[1] for s in sources) != packed.channels or len(sources) > 2 or max(packed.channels) > FEW:
-        return f"sources of {[s.shape[1] for s in sources]} channels: one or two, of up to {FEW}, as packed, are needed"
+        return (
+            f"sources of {[s.shape[1] for s in sources]} channels: one or two, of up to {FEW}, as packed, are required"
+        )
     if any(s.shape[0] != first.shape[0] or s.shape[2:] != first.shape[2:] for s in sources):
         return "the sources differ in batch or size"
     if first.dim() - 2 != packed.dimensions or packed.dimensions not in (2, 3):
@@ -246,7 +248,7 @@ def stem(
 
 
 def stem_run(W: int, dtype: torch.dtype) -> int:
-    """Voxels of a run: the longest that wastes least of a line."""
+    """Voxels of a run: the longest one among those that waste least of a line."""
     runs = (128, 64, 32, 16) if dtype != torch.float32 else (32, 16)
     return min(runs, key=lambda run: (triton.cdiv(W, run) * run, -run))
 

@@ -1,12 +1,12 @@
 """Doubling of channels-last images and volumes: linear (bilinear, trilinear; align_corners off) and nearest.
 
-Why: the result is eight times the source, so the work is writing it. A cell is the space between neighbouring voxels; its 8
-corners give exactly 8 results, which no other cell shares (in 2D 4 and 4):
+Why: the result is eight times as large as the source, so most of the time is spent writing it. A cell is the space between
+neighbouring voxels; its 8 corners determine exactly 8 results, which no other cell shares (in 2D 4 and 4):
 
     y[2i + 1] = 3/4 x[i] + 1/4 x[i + 1],    y[2i + 2] = 1/4 x[i] + 3/4 x[i + 1],    i = -1 .. size - 1,
 
-with x beyond the border equal to x at the border. A program takes a stretch of cells of a plane, all vectors of channels, and
-walks along the depth: of each cell only the far face is read, the near one is carried in registers as it was interpolated.
+with x beyond the border equal to x at the border. A program processes a stretch of cells of a plane, with all channels, and
+walks along the depth: of each cell only the far face is read; the interpolated near face stays in registers.
 
 Legend: N batch, D H W sizes of the source, C channels, Q cells of a plane, (H + 1) * (W + 1).
 """
@@ -24,9 +24,9 @@ from voxtune.kernels.pointwise import TYPES
 from voxtune.kernels.precompile import ready
 
 MODES = ("linear", "nearest")
-# Elements of a tile: with 4 warps, one 16-byte vector of 16-bit values a lane.
+# Elements of a tile: with 4 warps, one 16-byte vector of 16-bit values per lane.
 TILE = 1024
-# Programs wanted before a walk along the depth is made longer.
+# A walk along the depth is made longer only while there are at least this many programs.
 ENOUGH = 2048
 LONGEST_WALK = 8
 
@@ -169,7 +169,7 @@ def voxtune_upsample_nearest(
 def why_not(x: Tensor, mode: str) -> str | None:
     """The reason why the kernels do not apply, or None."""
     if mode not in MODES:
-        return f"mode {mode!r}: known are {', '.join(MODES)}"
+        return f"unknown mode {mode!r}; choose from {', '.join(MODES)}"
     if x.dim() not in (4, 5):
         return f"{x.dim()} dimensions: an image has 4, a volume 5"
     if x.dtype not in TYPES:
@@ -211,7 +211,7 @@ def upsample(x: Tensor, mode: str, *, checked: bool = False) -> Tensor:
 
 
 def walk_of(columns: int, D: int) -> int:
-    """Cells a program walks along the depth: longer walks read less, as long as the programs still fill the card."""
+    """Cells a program walks along the depth: longer walks read less, as long as the programs still fill the GPU."""
     walk = LONGEST_WALK
     while walk > 1 and columns * triton.cdiv(D + 1, walk) < ENOUGH:
         walk //= 2
