@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import logging
+import time
 
 import pytest
 import torch
@@ -116,12 +117,48 @@ def test_the_table_agrees_with_its_verdicts(monkeypatch):
         return tuning.Timing(ms, ms, ms, 0.1, None)
 
     monkeypatch.setattr(tuning, "measure", measured)
-    tuned = tuning.tune(net, args, ladder=QUICK, say=lines.append)
+    ladder = (*QUICK[:2], tuning.TunerRung("cleanup", ("cleanup",), apart=True))
+    tuned = tuning.tune(net, args, ladder=ladder, checks=1, say=lines.append)
     shown = [(r.timing.p50_ms, r.best and r.best.p50_ms, r.kept) for r in tuned.rows]
     assert shown == [(12.0, None, True), (10.6, 10.0, False), (8.0, 9.02, True), (13.0, 14.0, True)]
     assert "10.60 ms" in lines[1] and "best     10.00" in lines[1] and "not faster" in lines[1]
     for row in tuned.plan.evidence["waterfall"][1:]:
         assert row["kept"] == (row["p50_ms"] < row["best_p50_ms"])
+
+
+def test_the_fastest_plan_is_gated_last(monkeypatch):
+    """With `gate_last` only the fastest plan is judged; if it is refused, the next one."""
+    net, args = make("convnext")
+    times = iter([9.0, 8.0, 9.0, 7.0, 8.0])
+    monkeypatch.setattr(tuning, "measure", lambda *_, **__: tuning.Timing(*[next(times)] * 3, 0.1, None))
+    judged, lines, done = [], [], []
+
+    def verdict(_target, network, _gate):
+        judged.append(network.plan.names)
+        return tuning.Verdict(len(judged) > 1, "wrong", {"relative": 0.5})
+
+    monkeypatch.setattr(tuning, "judge", verdict)
+    options = {"checks": 1, "gate_last": True, "say": lines.append, "progress": lambda *d: done.append(d)}
+    tuned = tuning.tune(net, args, ladder=QUICK[:2], **options)
+    shared = ("strict", "cleanup", "sdpa", "time")
+    assert judged == [(*shared, "channels_last"), shared]
+    assert tuned.plan.names == shared and [row.kept for row in tuned.rows] == [True, True, False]
+    assert tuned.plan.evidence["gate"] == {"relative": 0.5}
+    assert "refused: wrong" in lines[-2] and lines[-1].endswith("passed")
+    assert done[-1][0] == done[-1][1] and [d for d, _ in done] == sorted(d for d, _ in done)
+
+
+def test_a_rung_that_cannot_win_is_timed_briefly():
+    seconds = iter([0.0] + [0.02] * 10)
+    calls = []
+
+    def call():
+        calls.append(time.sleep(next(seconds)))
+
+    timing = tuning.measure(call, torch.device("cpu"), give_up_ms=5.0)
+    assert len(calls) == 1 + 2 and timing.p50_ms > 5.0
+    tuning.measure(lambda: calls.append(None), torch.device("cpu"), repeats=4, seconds=9.0, give_up_ms=1e3)
+    assert len(calls) == 3 + 1 + 4
 
 
 def test_the_tuner_begins_nothing_when_its_time_is_up(quick):
