@@ -160,6 +160,12 @@ print(voxtune.__version__)
     assert done.returncode == 0, done.stderr
 
 
+def test_the_command_line_starts_without_torch():
+    """`voxtune --help` and shell completion answer at once."""
+    code = "import sys, voxtune.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_files_have_a_sensible_size():
     files = source_files()
     assert len(files) <= MOST_FILES, f"{len(files)} source files"

@@ -9,14 +9,38 @@ import sys
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from voxtune.errors import InputError
-from voxtune.runtime.model import Model, ModelConfig
-from voxtune.runtime.planned import optimize
-from voxtune.runtime.storage import load
 from voxtune.versions import __version__
 
+if TYPE_CHECKING:
+    from voxtune.runtime.model import Model, ModelConfig
+    from voxtune.runtime.planned import optimize
+    from voxtune.runtime.storage import load
+
 __all__ = ["InputError", "Model", "ModelConfig", "__version__", "load", "optimize"]
+
+# Imported on first use: they import torch, which takes seconds that `voxtune --help` and shell completion do not need.
+_PUBLIC = {
+    "Model": "voxtune.runtime.model",
+    "ModelConfig": "voxtune.runtime.model",
+    "load": "voxtune.runtime.storage",
+    "optimize": "voxtune.runtime.planned",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'voxtune' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 # Modules that the documentation of version 0.1 named, and where they are now. Removed in 0.3.
 _MOVED = {
