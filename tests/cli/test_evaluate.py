@@ -99,8 +99,8 @@ def test_what_is_missing_is_left_out_with_the_reason(capsys, folders, tmp_path):
         path.rename(path.with_name(f"volume{number}.nii.gz"))
     code, out, err = run(capsys, real, tmp_path / "s", "-o", tmp_path / "out", "--resamples", 50, "--features", network)
     assert code == 0, err
-    assert "left out  psnr: no synthetic volume has the name of a real one" in out
-    assert "left out  dice: no masks" in out
+    assert "skipped  psnr: no synthetic volume matches a reference volume by name" in out
+    assert "skipped  dice: no masks" in out
     assert "fid" in out
 
 

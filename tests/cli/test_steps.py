@@ -71,7 +71,7 @@ def test_a_choice_is_stored_with_its_evidence_and_sampled_with(capsys, folders, 
     chosen = next(row for row in table["rows"] if row["name"] == table["chosen"])
     assert (auto.sampler, auto.steps, auto.spacing) == (chosen["sampler"], chosen["steps"], chosen["spacing"])
     assert auto.evidence.sha256 == hashlib.sha256((tmp_path / "out" / "steps.json").read_bytes()).hexdigest()
-    assert "not worse" in auto.evidence.summary
+    assert "non-inferior" in auto.evidence.summary and "3 simulated subjects" in auto.evidence.summary
     mask = write_mask(tmp_path / "a_dseg.nii.gz")
     drawing = (
         "sample",
@@ -142,7 +142,7 @@ def test_other_subjects_confirm_what_a_search_passed(capsys, folders, tmp_path):
     # The choice, the same in more steps, nothing else; on subjects that the search did not see.
     more = [n for n in (1, 2, 3) if n > chosen["steps"]]
     tail = chosen["name"].removeprefix(f"ddim {chosen['steps']}")
-    passed = {row["name"] for row in search["rows"] if row["verdict"] == "not worse"}
+    passed = {row["name"] for row in search["rows"] if row["verdict"] == "non-inferior"}
     expected = [chosen["name"], *(n for n in (f"ddim {m}{tail}" for m in more) if n in passed)]
     assert [row["name"] for row in table["rows"][2:]] == expected
     assert table["data"] == "simulated cohort, seed 0, subjects 100003 to 100005" and (
@@ -153,7 +153,7 @@ def test_other_subjects_confirm_what_a_search_passed(capsys, folders, tmp_path):
     assert (table["confirms"]["sha256"], table["confirms"]["subjects"]) == (digest, 3)
     auto = load(model).config.sampling.auto
     assert (auto.sampler, auto.steps, auto.clip) == ("ddim", chosen["steps"], chosen["clip"])
-    assert "over 3 subjects and 3 others" in auto.evidence.summary
+    assert "over 3 simulated subjects and 3 others" in auto.evidence.summary
     # A third table leaves the subjects of both out.
     third = ("--confirm", tmp_path / "b" / "steps.json", "-o", tmp_path / "c")
     assert run(capsys, *asked, *third)[0] == 0
@@ -161,20 +161,21 @@ def test_other_subjects_confirm_what_a_search_passed(capsys, folders, tmp_path):
 
 
 PASSED = {"name": "x", "sampler": "ddim", "steps": 2, "spacing": "trailing", "clip": True, "seed": 0}
-PASSED |= {"verdict": "not worse"}
+PASSED |= {"verdict": "not worse"}  # as version 0.1 wrote it
 
 
 @pytest.mark.parametrize(
     ("change", "options", "word"),
     [
         ({}, (), None),
-        ({}, ("--steps", "2"), "leave --samplers"),
-        ({"format": "other"}, (), "not a table"),
-        ({"table": "numerics"}, (), "not a table"),
+        ({}, ("--steps", "2"), "cannot be combined with --samplers"),
+        ({"format": "other"}, (), "not a steps.json file"),
+        ({"table": "numerics"}, (), "not a steps.json file"),
         ({"model_sha256": "0" * 64}, (), "other weights"),
-        ({"chosen": None}, (), "chose nothing"),
+        ({"chosen": None}, (), "no chosen setting"),
         ({"chosen": "no such row"}, (), "damaged"),
         ({"skip": -1}, (), "damaged"),
+        ({"subjects": float("inf")}, (), "damaged"),
         ({"rows": [7]}, (), "damaged"),
         ({"rows": [PASSED | {"steps": 99}]}, (), "1 to 4"),
         ({"rows": [PASSED | {"clip": "no"}]}, (), "damaged"),
@@ -199,17 +200,17 @@ def test_a_run_that_does_not_end_leaves_its_rows(capsys, folders, tmp_path, monk
     model, segmenter, subjects = folders
     asked = ("steps", model, "--subjects", subjects, "--segmenter", segmenter, "--samplers", "ddim", "--steps", "1,2")
     asked = (*asked, "-o", tmp_path, *QUICK)
-    drawn = []
+    steps = []
 
-    def draw(bench, model, how, *others):
-        drawn.append(how.steps)
-        if drawn == [4, 4, 1, 2]:
+    def generate(bench, model, settings, *others):
+        steps.append(settings.steps)
+        if steps == [4, 4, 1, 2]:
             raise MemoryError("none is left")
-        return real(bench, model, how, *others)
+        return original(bench, model, settings, *others)
 
-    real = Bench.draw
+    original = Bench.generate
     with monkeypatch.context() as patch:
-        patch.setattr(Bench, "draw", draw)
+        patch.setattr(Bench, "generate", generate)
         assert run(capsys, *asked)[0] != 0
     kept = json.loads((tmp_path / "steps-unfinished.json").read_text())
     assert [row["name"] for row in kept["rows"]] == ["ddpm 4, reference", "ddpm 4, seed 1", "ddim 1"]
@@ -223,9 +224,9 @@ def test_a_run_that_does_not_end_leaves_its_rows(capsys, folders, tmp_path, monk
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        (["--samplers", "ddim,"], "one comma between"),
+        (["--samplers", "ddim,"], "comma-separated names"),
         (["--held-out", "-1"], "at least 2"),
-        (["--numerics", "--plan", "nosuch.json"], "leave --plan away"),
+        (["--numerics", "--plan", "nosuch.json"], "cannot be combined with --numerics"),
     ],
 )
 def test_what_would_be_taken_otherwise_than_meant_is_refused(capsys, folders, tmp_path, options, word):
@@ -293,7 +294,7 @@ def test_a_refused_cache_is_said_and_not_stored(capsys, folders, tmp_path, monke
     made = ("steps", model, *options, *QUICK, "--cache", "4:0", "--store", "-o", tmp_path / "out")
     code, out, err = run(capsys, *made)
     assert code == 0, err
-    assert "Caching is refused: ddpm 4" in out and "cache 4:0 is not worse, but not faster either" in out
+    assert "Feature caching was not chosen: ddpm 4" in out and "cache 4:0 is non-inferior, but not faster" in out
     assert load(model).config.sampling.auto.cache is None
 
 
@@ -311,12 +312,12 @@ def test_folders_and_numerics(capsys, folders, tmp_path):
     options = (*data, "--segmenter", folders[1], "--numerics", "--samplers", "ddim", "--steps", "2", *QUICK)
     code, out, err = run(capsys, "steps", folders[0], "-o", tmp_path / "out", *options)
     assert code == 0, err
-    assert "BF16 autocast" in out and "a result needs 64" in err
+    assert "BF16 autocast" in out and "at least 64 are required" in err
     stored = json.loads((tmp_path / "out" / "numerics.json").read_text())
     if slow_half("cpu") is None:
         assert stored["rows"][2]["distance"]["relative"] > 0
     else:
-        assert "left out" in out and len(stored["rows"]) == 2
+        assert "skipped" in out and len(stored["rows"]) == 2
     code, _, err = run(capsys, "steps", folders[0], "-o", tmp_path / "out", *options)
     assert code == 2 and "--overwrite" in err
 
@@ -337,25 +338,34 @@ def test_a_bare_machine_makes_the_table_from_packed_subjects(folders, tmp_path):
     [
         (lambda a, s: ["--segmenter", a / "none"], "no such segmenter"),
         (lambda a, s: ["--segmenter", s, "--real", a], "--masks"),
-        (lambda a, s: ["--segmenter", s, "--real", a, "--masks", a, "--held-out", 4], "one place"),
+        (
+            lambda a, s: ["--segmenter", s, "--real", a, "--masks", a, "--held-out", 4],
+            "cannot be combined with --subjects",
+        ),
         (lambda a, s: ["--segmenter", s, "--subjects", a / "none.npz"], "none.npz"),
         (lambda a, s: ["--segmenter", s, "--held-out", 1], "at least 2"),
         (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", "5,x"], "whole numbers"),
-        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", "auto"], "is what this command finds"),
+        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", "auto"], "--steps auto cannot be used"),
         (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", "7"], "1 to 4"),
         (lambda a, s: ["--segmenter", s, "--held-out", 2, "--samplers", "euler", "--steps", 2], "unknown sampler"),
         (lambda a, s: ["--segmenter", s, "--store", "--numerics"], "--numerics"),
-        (lambda a, s: ["--segmenter", s, "--numerics", "--held-out", 2, "--steps", "2,3"], "give one"),
+        (lambda a, s: ["--segmenter", s, "--numerics", "--held-out", 2, "--steps", "2,3"], "single value"),
         (lambda a, s: ["--segmenter", s, "--resamples", 3], "resamples"),
         (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--cache", "0"], "cache 0"),
         (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--cache", "2,-3"], "cache '-3'"),
-        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--cache", "1"], "from 2 up"),
-        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--cache", "3"], "only 2"),
+        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--cache", "1"], "must be >= 2"),
+        (
+            lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--cache", "3"],
+            "exceeds the number of steps, 2",
+        ),
         (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--cache", "2:2"], "depth 2"),
         (lambda a, s: ["--segmenter", s, "--numerics", "--cache", "2"], "--numerics"),
         (lambda a, s: ["--segmenter", s, "--numerics", "--spacings", "logsnr"], "--numerics"),
-        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--spacings", "karras"], "unknown spacing"),
-        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--spacings", "logsnr,"], "one comma"),
+        (
+            lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--spacings", "karras"],
+            "unknown step spacing",
+        ),
+        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--spacings", "logsnr,"], "comma-separated"),
     ],
 )
 def test_wrong_requests_end_with_one_line(capsys, folders, tmp_path, change, word):

@@ -61,7 +61,7 @@ def test_a_bare_machine_learns_from_packed_subjects(folders, tmp_path):
     assert len(found["model_sha256"]) == 64
     assert (found["drawing"]["sampler"], found["drawing"]["steps"], found["drawing"]["broken"]) == ("ddim", 2, 0)
     assert (found["training"]["steps"], found["training"]["batch"]) == (2, 2)
-    assert any("a result needs 64" in note for note in found["notes"])
+    assert any("at least 64 are required" in note for note in found["notes"])
     assert "| both | 4 real + 4 synthetic |" in (tmp_path / "usefulness.md").read_text()
 
 
@@ -72,6 +72,14 @@ def test_the_cohort_and_more_volumes_than_subjects(capsys, folders, tmp_path):
     found = json.loads(out)
     assert found == json.loads((tmp_path / "usefulness.json").read_text())
     assert found["held_out"] == "simulated cohort, seed 0, subjects 100000 to 100001"
+    assert [(a["name"], a["simulated"], a["synthetic"]) for a in found["arms"]] == [
+        ("simulated", 2, 0),
+        ("synthetic", 0, 2),
+        ("both", 2, 2),
+    ]
+    assert {gain["against"] for arm in found["arms"] for gain in arm["gains"]} == {"simulated"}
+    page = (tmp_path / "usefulness.md").read_text()
+    assert "| both | 2 simulated + 2 synthetic |" in page and "real" not in page
     assert found["drawing"]["steps"] == 4 and "no settings are stored" in err and "one seed" in err
     code, _, err = run(capsys, "usefulness", folders[0], "-o", tmp_path, *options)
     assert code == 2 and "--overwrite" in err
@@ -102,12 +110,12 @@ def test_folders_hold_out_their_last_subjects(capsys, folders, tmp_path):
     ("change", "word"),
     [
         (lambda a, s: ["--real", a], "--masks"),
-        (lambda a, s: ["--real", a, "--masks", a, "--subjects", s], "one place"),
+        (lambda a, s: ["--real", a, "--masks", a, "--subjects", s], "cannot be combined with --subjects"),
         (lambda a, s: ["--subjects", a / "none.npz"], "none.npz"),
         (lambda a, s: ["--subjects", s, "--held-out", 4], "3 held-out subjects"),
         (lambda a, s: ["--subjects", s, "--held-out", 0], "at least 2"),
         (lambda a, s: ["--subjects", s, "--few", 4], "--few 4"),
-        (lambda a, s: ["--subjects", s, "--volumes", 1], "at least 2 volumes"),
+        (lambda a, s: ["--subjects", s, "--volumes", 1], "volumes must be >= 2"),
         (lambda a, s: ["--subjects", s, "--seeds", 0], "seeds 0"),
         (lambda a, s: ["--subjects", s, "--segment-steps", 0], "steps 0"),
         (lambda a, s: ["--subjects", s, "--steps", "few"], "whole number"),
@@ -138,7 +146,7 @@ def test_subjects_that_cannot_serve_are_refused(capsys, folders, tmp_path):
     single = repacked(subjects, tmp_path / "single.npz", header={"held_out": 1})
     empty = repacked(subjects, tmp_path / "empty.npz", labels=np.zeros((7, *analytic.SIZE), np.uint8))
     assert len(unpack(single)[1]) == 1
-    for path, word in ((none, "0 of its 7 subjects are held out"), (single, "at least 2"), (empty, "hold no label")):
+    for path, word in ((none, "0 of its 7 subjects are held out"), (single, "at least 2"), (empty, "contain no label")):
         code, _, err = run(capsys, "usefulness", model, "--subjects", path, "-o", tmp_path / "out", "-q", *QUICK)
         assert code == 2 and word in err and err.count("\n") == 1, err
 

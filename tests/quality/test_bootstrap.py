@@ -70,7 +70,7 @@ def test_the_page_names_figures_hash_and_reasons():
     made = mean_value("a|b", [1.0, 2.0], Bootstrap())
     network = {"file": "f", "sha256": "abc"}
     result = Evaluation(
-        figures=(made,),
+        metrics=(made,),
         left_out={"fid": "no network"},
         warnings=("few",),
         counts={},

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.factories import analytic
 from voxtune.errors import InputError
-from voxtune.evaluation.step_search import TableOptions, _cached_ways, confirm_table, numerics_table, step_table
+from voxtune.evaluation.step_search import TableOptions, _cached_candidates, confirm_table, numerics_table, step_table
 from voxtune.evaluation.steps import precisions, read_earlier
 from voxtune.plan.hazards import slow_half
 from voxtune.quality.bootstrap import Bootstrap
@@ -78,12 +78,12 @@ def table(caches, steps=(20,), options=QUICK, **network):
 
 def test_an_equal_and_faster_cache_is_chosen():
     found, rows = table([FeatureCache(interval=4), FeatureCache(interval=2, depth=0)])
-    assert found.choice.how["cache"] == {"interval": 4, "depth": 1}
+    assert found.choice.record["cache"] == {"interval": 4, "depth": 1}
     plain = rows[found.chosen.removesuffix(" cache 4")]
     assert found.choice.seconds < plain.seconds
     # The same volumes, so the same figures.
-    assert found.choice.figures["psnr"] == plain.figures["psnr"]
-    assert found.choice.verdict == "not worse" and found.refusal() is None
+    assert found.choice.metrics["psnr"] == plain.metrics["psnr"]
+    assert found.choice.verdict == "non-inferior" and found.refusal() is None
     assert f"{plain.name} cache 2:0" in rows
     assert found.chosen in found.conclusion()
 
@@ -100,7 +100,7 @@ def test_a_cache_is_confirmed_beside_the_row_without_it(tmp_path):
     model = analytic.model()
     for change, chosen in (({"full": slow}, " cache 4"), ({"full": 0.0, "between": slow}, "")):
         parted = Model(model.config, Parted(model.schedule, **change))
-        ways = read_earlier(tmp_path / "steps.json", parted, "a").ways
+        ways = read_earlier(tmp_path / "steps.json", parted, "a").candidates
         found = confirm_table(parted, analytic.subjects(16), analytic.segmenter(), ways, options=QUICK)
         assert [row.name for row in found.rows[2:]] == ["ddim 20 logsnr cache 4", "ddim 20 logsnr"]
         assert found.chosen == f"ddim 20 logsnr{chosen}"
@@ -109,43 +109,48 @@ def test_a_cache_is_confirmed_beside_the_row_without_it(tmp_path):
 @pytest.mark.parametrize("interval", [4, 20])
 def test_a_stale_feature_is_refused(interval):
     found, rows = table([FeatureCache(interval=interval)], stale=True)
-    assert found.choice is not None and "cache" not in found.choice.how
+    assert found.choice is not None and "cache" not in found.choice.record
     worse = rows[f"{found.chosen} cache {interval}"]
-    assert worse.worse and worse.seconds < found.choice.seconds
-    assert found.refusal().startswith(f"Caching is refused: {worse.name} is worse: ")
+    assert worse.failed and worse.seconds < found.choice.seconds
+    assert found.refusal().startswith(f"Feature caching was not chosen: {worse.name} is inferior: ")
     assert found.refusal() in found.markdown("title") and found.to_json()["refusal"] == found.refusal()
     assert found.to_json()["rows"][-1]["cache"] == {"interval": interval, "depth": 1}
 
 
 def test_an_equal_cache_that_is_not_faster_is_refused():
     found, rows = table([FeatureCache(interval=2)], full=0.0, between=SLOW)
-    assert "cache" not in found.choice.how
-    assert not rows[f"{found.chosen} cache 2"].worse
-    assert "not worse, but not faster" in found.refusal()
+    assert "cache" not in found.choice.record
+    assert not rows[f"{found.chosen} cache 2"].failed
+    assert "non-inferior, but not faster" in found.refusal()
 
 
 def test_where_nothing_is_good_enough_nothing_is_kept():
     found, rows = table([FeatureCache(interval=2)], steps=(1, 2), options=replace(QUICK, margin=0.5), full=0.0)
     assert found.chosen is None and not any("cache" in name for name in rows)
-    assert any("caching was not tried" in note for note in found.notes)
+    assert any("feature caching was not tried" in note for note in found.notes)
 
 
 def test_more_steps_are_tried_where_arithmetic_leaves_them_less_to_do():
     model = analytic.model()
     how = {"sampler": "ddim", "steps": 6, "spacing": "leading", "clip": False}
-    row = StepRow(name="ddim 6", how=how, seconds=1.0, figures={})
+    row = StepRow(name="ddim 6", record=how, seconds=1.0, metrics={})
     numbers = (4, 6, 8, 12, 24)
     tried = {
-        interval: [way.steps for way in _cached_ways(model, FeatureCache(interval=interval, depth=0), row, numbers)]
+        interval: [
+            way.steps for way in _cached_candidates(model, FeatureCache(interval=interval, depth=0), row, numbers)
+        ]
         for interval in (2, 4, 12)
     }
     # Never fewer steps than the row has, nor than the interval. Of 8 steps with interval 2, five are full.
     assert 0.2 < shallow_share(model.config.network, analytic.SIZE, 0) < 0.3
     assert tried == {2: [6, 8], 4: [6, 8], 12: [12]}
-    way, _ = _cached_ways(model, FeatureCache(interval=2, depth=0), row, numbers)
+    way, _ = _cached_candidates(model, FeatureCache(interval=2, depth=0), row, numbers)
     assert (way.sampler, way.spacing, way.clip) == ("ddim", "leading", False)
     assert (
-        _cached_ways(model, FeatureCache(interval=2), StepRow(**{**vars(row), "how": {**how, "steps": 2}}), (2,)) == []
+        _cached_candidates(
+            model, FeatureCache(interval=2), StepRow(**{**vars(row), "record": {**how, "steps": 2}}), (2,)
+        )
+        == []
     )
 
 
@@ -165,7 +170,7 @@ def test_numerics_draw_with_what_is_kept():
 @pytest.mark.parametrize(
     ("cache", "message"),
     [
-        (FeatureCache(interval=1), "intervals from 2 up"),
+        (FeatureCache(interval=1), "interval must be >= 2"),
         (FeatureCache(interval=21), "number of steps, 20"),
         (FeatureCache(interval=2, depth=5), "0 to 1"),
     ],

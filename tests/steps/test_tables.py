@@ -15,7 +15,7 @@ from voxtune.evaluation.step_search import TableOptions, distances, numerics_tab
 from voxtune.evaluation.steps import precisions
 from voxtune.plan.hazards import slow_half
 from voxtune.quality.bootstrap import Bootstrap
-from voxtune.quality.step_table import fewest, nearest_row
+from voxtune.quality.step_table import closest_row, fewest_steps
 from voxtune.runtime.model import Model
 from voxtune.workloads import without_zeros
 
@@ -37,55 +37,55 @@ def table():
         samplers=("ddpm", "ddim"),
         steps=(1, 20, 24),
         options=QUICK,
-        keep=KEPT.append,
+        on_update=KEPT.append,
     )
     return found, {row.name: row for row in found.rows}
 
 
 def test_too_few_steps_are_called_worse(table):
     for name in ("ddpm 1", "ddim 1"):
-        worse = table[1][name].worse
+        worse = table[1][name].failed
         assert {"detail", "histogram_w1", "diversity"} <= set(worse), name
-        assert table[1][name].verdict.startswith("worse: ")
+        assert table[1][name].verdict.startswith("inferior: ")
 
 
 def test_the_same_volumes_are_not_worse(table):
     row, again = table[1]["ddpm 24"], table[0].rows[1]
-    assert not row.worse
+    assert not row.failed
     # Held against the mean of the reference's two draws, of which it is one: half of what the other is worse, better.
     for name, compared in row.compared.items():
         assert compared.worsening.value == pytest.approx(-again.compared[name].worsening.value / 2, abs=1e-12)
-    assert row.figures["ms_ssim_reference"].value == pytest.approx(1)
-    assert row.figures["psnr_reference"].value == math.inf
+    assert row.metrics["ms_ssim_reference"].value == pytest.approx(1)
+    assert row.metrics["psnr_reference"].value == math.inf
 
 
 def test_another_seed_of_the_reference_is_not_worse(table):
     assert table[0].rows[1].name == "ddpm 24, seed 1"
-    assert not table[0].rows[1].worse
+    assert not table[0].rows[1].failed
 
 
 def test_the_fewest_steps_are_chosen_and_varied(table):
     found, rows = table
-    assert found.choice is not None and found.choice.how["steps"] == 20
+    assert found.choice is not None and found.choice.record["steps"] == 20
     assert {"ddim 20 linspace", "ddim 20 leading", "ddim 20 logsnr"} <= set(rows)
-    assert "not worse than ddpm 24, reference over 16 subjects" in found.conclusion()
-    assert any("a result needs 64" in note for note in found.notes)
+    assert "non-inferior to ddpm 24 over 16 subjects" in found.conclusion()
+    assert any("at least 64 are required" in note for note in found.notes)
 
 
 def test_every_sampler_is_tried_without_clamping_and_what_is_fine_in_fewer_steps(table):
     found, rows = table
     for name in ("ddim", "ddpm"):
         own = [row for row in found.rows if row.name.startswith(f"{name} 20")]
-        clamped = [row for row in own if row.how["clip"]]
+        clamped = [row for row in own if row.record["clip"]]
         # The best that clamps, whatever its spacing, is the one that is tried without.
-        best = fewest(clamped) or nearest_row(clamped)
+        best = fewest_steps(clamped) or closest_row(clamped)
         assert {row.name for row in own} - {row.name for row in clamped} == {f"{best.name} no clip"}
     for row in found.rows:
         fewer = row.name.replace(" 20", " 1")
         if row.name.startswith(
             ("ddim 20 ", "ddpm 20 ")
         ):  # a variant: one step fewer was tried exactly where it is fine
-            assert (fewer in rows) == (not row.worse), row.name
+            assert (fewer in rows) == (not row.failed), row.name
     names = [row.name for row in found.rows]
     assert len(names) == len(set(names))
 
@@ -100,7 +100,7 @@ def test_one_spacing_is_compared_alone():
         spacings=("logsnr",),
         options=QUICK,
     )
-    assert [row.how["spacing"] for row in found.rows] == ["trailing"] * 2 + ["logsnr"] * (len(found.rows) - 2)
+    assert [row.record["spacing"] for row in found.rows] == ["trailing"] * 2 + ["logsnr"] * (len(found.rows) - 2)
     assert [row.name for row in found.rows[2:4]] == ["ddim 3 logsnr", "ddim 20 logsnr"]
     assert found.rows[4].name in ("ddim 3 logsnr no clip", "ddim 20 logsnr no clip")
 
@@ -143,8 +143,8 @@ def test_the_same_seed_gives_the_same_table_whatever_the_batch():
     assert timeless(first) == timeless(again())
     # The last batch of 4 is short.
     for a, b in zip(first.rows, again(batch=4).rows, strict=True):
-        assert a.figures["psnr"].value == pytest.approx(b.figures["psnr"].value, rel=1e-4)
-    assert again(seed=3).rows[0].figures != first.rows[0].figures
+        assert a.metrics["psnr"].value == pytest.approx(b.metrics["psnr"].value, rel=1e-4)
+    assert again(seed=3).rows[0].metrics != first.rows[0].metrics
 
 
 class Broken(nn.Module):
@@ -163,7 +163,7 @@ def test_volumes_with_nan_are_worse_whatever_else():
     found = numerics_table(
         [("fine", model), ("broken", broken)], analytic.subjects(4), analytic.segmenter(), options=QUICK
     )
-    assert found.rows[2].broken == 4 and "NaN" in found.rows[2].worse
+    assert found.rows[2].broken == 4 and "NaN" in found.rows[2].failed
     assert found.chosen is None
     found.markdown("still a page")
 
@@ -171,7 +171,7 @@ def test_volumes_with_nan_are_worse_whatever_else():
 def test_a_reference_with_nan_is_no_reference():
     model = analytic.model(8)
     broken = Model(model.config, Broken(model.network))
-    with pytest.raises(InputError, match="of the reference hold NaN"):
+    with pytest.raises(InputError, match="of the reference contain NaN"):
         step_table(broken, analytic.subjects(4), analytic.segmenter(), samplers=("ddim",), steps=(1,), options=QUICK)
 
 
@@ -185,10 +185,10 @@ def test_numerics_from_the_same_noise():
     if slow_half("cpu") is None:
         assert 0 < rows["BF16 autocast"].distance["relative"] <= rows["BF16 autocast"].distance["relative_worst"] < 0.2
     assert rows["the same"].distance["relative"] == rows["the same"].distance["worst_voxel"] == 0
-    assert not rows["the same"].worse
-    assert rows["the same"].how["steps"] == 2
+    assert not rows["the same"].failed
+    assert rows["the same"].record["steps"] == 2
     assert found.to_json()["rows"][-1]["distance"]["psnr"] is None
-    assert "Distance of volumes" in found.markdown("numerics")
+    assert "Distance from the reference" in found.markdown("numerics")
 
 
 def test_distances_are_those_of_the_worst_volume():

@@ -13,9 +13,9 @@ from tests.factories import analytic
 from voxtune.data.splits import Volumes
 from voxtune.errors import InputError
 from voxtune.evaluation import usefulness as teaching
-from voxtune.evaluation.usefulness import draw, lessons, measure, scaled, teach
+from voxtune.evaluation.usefulness import arm_data, generate_volumes, measure_dice, scaled, train_arms
 from voxtune.quality.bootstrap import Bootstrap
-from voxtune.quality.usefulness_table import Arm, UsefulnessTable
+from voxtune.quality.usefulness_table import Arm, UsefulnessTable, arm_name, training_counts
 from voxtune.runtime.model import Model
 from voxtune.runtime.sampling import AutoSampling, Evidence
 from voxtune.segmentation.train import SegmentTraining
@@ -42,14 +42,14 @@ def noise(like):
 
 
 def taught(arms, seeds=1, training=QUICK, **more):
-    *_, last = teach(arms, held_out(), training, seeds, base=4, **more)
+    *_, last = train_arms(arms, held_out(), training, seeds, base=4, **more)
     return UsefulnessTable(arms=last, settings=Bootstrap(resamples=50), about={})
 
 
 @pytest.fixture(scope="module")
 def against_noise():
     real = volumes()
-    return taught(lessons(replace(real, images_NDHW=scaled(real.images_NDHW)), noise(real)), seeds=2)
+    return taught(arm_data(replace(real, images_NDHW=scaled(real.images_NDHW)), noise(real)), seeds=2)
 
 
 def test_noise_teaches_less_than_real_volumes(against_noise):
@@ -59,7 +59,7 @@ def test_noise_teaches_less_than_real_volumes(against_noise):
     assert against_noise.dice(arms["real"], "tumour").value > 0.45
     gains = {g.label: g for g in against_noise.gains() if g.arm == "synthetic"}
     assert gains["tumour"].verdict == "lower"
-    assert gains["tumour"].figure.high < -0.2 and len(gains["tumour"].by_seed) == 2
+    assert gains["tumour"].difference.high < -0.2 and len(gains["tumour"].by_seed) == 2
 
 
 def test_every_figure_has_interval_and_count(against_noise):
@@ -81,14 +81,14 @@ def test_every_figure_has_interval_and_count(against_noise):
 def test_the_same_volumes_in_another_arm_teach_the_same_to_the_bit():
     real = volumes(6)
     quick = replace(QUICK, steps=6)
-    found = taught(lessons(real, real, few=5), seeds=2, training=quick)
+    found = taught(arm_data(real, real, few=5), seeds=2, training=quick)
     arms = {arm.name: arm.dice_SN for arm in found.arms}
     assert list(arms) == ["real", "synthetic", "both", "few", "few_and_synthetic"]
     for label in found.labels:
         assert np.array_equal(arms["real"][label], arms["synthetic"][label])
         assert not np.array_equal(arms["real"][label], arms["both"][label])
     gains = {(g.arm, g.against): g for g in found.gains() if g.label == "brain"}
-    assert gains["synthetic", "real"].verdict == "not told apart"
+    assert gains["synthetic", "real"].verdict == "no significant difference"
     assert ("few_and_synthetic", "few") in gains and ("few", "real") in gains
 
 
@@ -100,7 +100,7 @@ def test_every_arm_has_the_same_recipe_network_and_seeds(monkeypatch):
         return train(source, replace(training, steps=1), **how)
 
     monkeypatch.setattr(teaching, "train_segmenter", listening)
-    taught(lessons(volumes(4), noise(volumes(4)), few=2), seeds=2)
+    taught(arm_data(volumes(4), noise(volumes(4)), few=2), seeds=2)
     assert [c[0].seed for c in calls] == [0] * 5 + [1] * 5
     assert all(replace(c[0], seed=0) == replace(QUICK, seed=0) and c[1] == calls[0][1] for c in calls)
 
@@ -108,7 +108,7 @@ def test_every_arm_has_the_same_recipe_network_and_seeds(monkeypatch):
 def test_a_seed_at_a_time_is_given():
     found = [
         arms[0].dice_SN["brain"].shape
-        for arms in teach(lessons(volumes(4), volumes(4)), held_out(2), replace(QUICK, steps=1), 3, base=4)
+        for arms in train_arms(arm_data(volumes(4), volumes(4)), held_out(2), replace(QUICK, steps=1), 3, base=4)
     ]
     assert found == [(1, 2), (2, 2), (3, 2)]
 
@@ -116,8 +116,8 @@ def test_a_seed_at_a_time_is_given():
 def test_drawn_volumes_belong_to_their_masks_whatever_the_batch():
     model, masks = analytic.model(4), volumes(3)
     how = model.resolve(steps=4)
-    one = draw(model, masks, 5, how, seed=0, batch=1, say=lambda _: None)
-    many = draw(model, masks, 5, how, seed=0, batch=4, say=lambda _: None)
+    one = generate_volumes(model, masks, 5, how, seed=0, batch=1, say=lambda _: None)
+    many = generate_volumes(model, masks, 5, how, seed=0, batch=4, say=lambda _: None)
     assert torch.allclose(one.volumes.images_NDHW, many.volumes.images_NDHW, atol=1e-4)
     assert torch.equal(one.volumes.classes_NDHW, masks.classes_NDHW[[0, 1, 2, 0, 1]])
     # The second volume for a mask has noise of its own, and every volume its own extremes at -1 and 1.
@@ -142,7 +142,7 @@ def test_broken_volumes_are_left_out_and_counted():
     how = model.resolve(steps=2)
 
     def drawn(broken):
-        return draw(
+        return generate_volumes(
             Model(model.config, Sometimes(model.network, broken)),
             volumes(4),
             4,
@@ -163,9 +163,9 @@ def test_dice_leaves_out_subjects_without_the_label():
     test = held_out(3)
     classes = test.classes_NDHW.clone()
     classes[0] = classes[0].clamp(max=1)
-    found = measure(analytic.segmenter(), replace(test, classes_NDHW=classes))
+    found = measure_dice(analytic.segmenter(), replace(test, classes_NDHW=classes))
     assert np.isnan(found["tumour"][0]) and not np.isnan(found["tumour"][1:]).any()
-    arms = tuple(Arm(name=n, real=3, synthetic=0, dice_SN={k: v[None] for k, v in found.items()}) for n in "ab")
+    arms = tuple(Arm(name=n, subjects=3, synthetic=0, dice_SN={k: v[None] for k, v in found.items()}) for n in "ab")
     result = UsefulnessTable(arms=arms, settings=Bootstrap(resamples=20), about={})
     assert result.dice(arms[0], "tumour").n == 2 and result.dice(arms[0], "brain").n == 3
     assert result.to_json()["arms"][0]["dice_by_seed_and_subject"]["tumour"][0][0] is None
@@ -177,28 +177,28 @@ def test_dice_leaves_out_subjects_without_the_label():
         ([[0.1, 0.2, 0.1], [0.1, 0.1, 0.2]], "higher"),
         ([[-0.1, -0.2, -0.1], [-0.1, -0.1, -0.2]], "lower"),
         # Seeds alone make as much; subjects disagree; one seed tells nothing of another.
-        ([[0.4, 0.5, 0.4], [0.1, 0.1, 0.1]], "not told apart"),
-        ([[0.1, -0.1, 0.1], [0.1, -0.1, 0.0]], "not told apart"),
-        ([[0.1, 0.2, 0.1]], "not told apart"),
+        ([[0.4, 0.5, 0.4], [0.1, 0.1, 0.1]], "no significant difference"),
+        ([[0.1, -0.1, 0.1], [0.1, -0.1, 0.0]], "no significant difference"),
+        ([[0.1, 0.2, 0.1]], "no significant difference"),
     ],
 )
 def test_a_verdict_needs_subjects_and_seeds(gaps, verdict):
     base = np.full(np.shape(gaps), 0.5)
     arms = (
-        Arm(name="real", real=3, synthetic=0, dice_SN={"brain": base}),
-        Arm(name="both", real=3, synthetic=3, dice_SN={"brain": base + np.array(gaps)}),
+        Arm(name="real", subjects=3, synthetic=0, dice_SN={"brain": base}),
+        Arm(name="both", subjects=3, synthetic=3, dice_SN={"brain": base + np.array(gaps)}),
     )
     result = UsefulnessTable(arms=arms, settings=Bootstrap(resamples=200), about={})
     [gain] = result.gains()
-    assert gain.verdict == verdict and verdict in gain.words()
+    assert gain.verdict == verdict and verdict in gain.text()
     assert (gain.seed_error is None) == (len(gaps) == 1)
-    assert "not told apart" not in verdict or "higher" not in result.markdown("title")
+    assert "no significant difference" not in verdict or "higher" not in result.markdown("title")
 
 
 @pytest.mark.parametrize("few", [0, 4, -1])
 def test_few_must_be_fewer(few):
     with pytest.raises(InputError, match="--few"):
-        lessons(volumes(4), volumes(4), few=few)
+        arm_data(volumes(4), volumes(4), few=few)
 
 
 def test_a_stored_choice_is_drawn_by():
@@ -206,7 +206,29 @@ def test_a_stored_choice_is_drawn_by():
     evidence = Evidence(file="steps.json", sha256="0" * 64, subjects=64, summary="")
     auto = AutoSampling(sampler="ddim", steps=2, spacing="leading", clip=False, evidence=evidence)
     stored = Model(replace(model.config, sampling=replace(model.config.sampling, auto=auto)), model.network)
-    found = draw(stored, masks, 2, stored.resolve(steps="auto"), seed=0, batch=2, say=lambda _: None)
+    found = generate_volumes(stored, masks, 2, stored.resolve(steps="auto"), seed=0, batch=2, say=lambda _: None)
     told = model.resolve(sampler="ddim", steps=2, spacing="leading", clip=False)
-    wanted = draw(model, masks, 2, told, seed=0, batch=2, say=lambda _: None)
+    wanted = generate_volumes(model, masks, 2, told, seed=0, batch=2, say=lambda _: None)
     assert torch.equal(found.volumes.images_NDHW, wanted.volumes.images_NDHW)
+
+
+@pytest.mark.parametrize(
+    ("data", "arm", "name", "counts"),
+    [
+        # Files of version 0.1 call simulated subjects real.
+        (
+            "240 packed subjects (subjects 0 to 239 of the embedded cohort, seed 0)",
+            {"real": 240},
+            "simulated",
+            "simulated",
+        ),
+        ("6 subjects of the embedded cohort, seed 0", {"real": 6}, "simulated", "simulated"),
+        ("6 subjects of the folder cohort", {"real": 6}, "real", "real"),
+        ("6 simulated subjects of the cohort, seed 0", {"simulated": 6}, "simulated", "simulated"),
+    ],
+)
+def test_results_of_version_0_1_are_read_by_todays_names(data, arm, name, counts):
+    [count] = arm.values()
+    arm = {"name": next(iter(arm)), **arm, "synthetic": 2}
+    assert arm_name({"data": data}, arm["name"]) == name
+    assert training_counts({"data": data}, arm) == {counts: count, "synthetic": 2}

@@ -1,4 +1,4 @@
-"""voxtune evaluate: how good synthetic volumes are, with intervals."""
+"""voxtune evaluate: quality metrics of synthetic volumes, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -17,25 +17,38 @@ if TYPE_CHECKING:
 
 
 def command(
-    real: Annotated[Path, typer.Argument(help="Folder of real volumes (NIfTI, BIDS or plain).")],
-    synth: Annotated[Path, typer.Argument(help="Folder of synthetic volumes; paired with the real ones by name.")],
+    real: Annotated[
+        Path,
+        typer.Argument(help="Folder of reference volumes, your scans or simulated subjects (NIfTI; BIDS or plain)."),
+    ],
+    synth: Annotated[
+        Path, typer.Argument(help="Folder of synthetic volumes; matched with the reference volumes by file name.")
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for metrics.json and metrics.md.")],
-    masks: Annotated[Path | None, typer.Option(help="Folder of the masks that were asked for.")] = None,
-    training: Annotated[
-        Path | None, typer.Option(help="Folder of the training volumes, for memorisation; else the real ones.")
+    masks: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the masks that the synthetic volumes were generated from; enables Dice."),
     ] = None,
-    image: Annotated[str | None, typer.Option(help="Which image, where there are several, as T1w.")] = None,
-    features: Annotated[Path | None, typer.Option(help="Another feature network than the shipped one.")] = None,
-    segmenter: Annotated[Path | None, typer.Option(help="Another segmenter than the shipped one.")] = None,
+    training: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the training volumes, for memorisation. Default: the reference volumes."),
+    ] = None,
+    image: Annotated[str | None, typer.Option(help="Image type, such as T1w, if folders hold several.")] = None,
+    features: Annotated[
+        Path | None, typer.Option(help="Feature network folder. Default: the one that ships with Voxtune.")
+    ] = None,
+    segmenter: Annotated[
+        Path | None, typer.Option(help="Segmenter folder. Default: the one that ships with Voxtune.")
+    ] = None,
     resamples: ResamplesOption = 1000,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
-    max_pairs: Annotated[int, typer.Option(min=1, help="Pairs of volumes compared for diversity.")] = 100,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a result that is there.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the bootstrap.")] = 0,
+    max_pairs: Annotated[int, typer.Option(min=1, help="Most pairs of volumes compared for diversity.")] = 100,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing result.")] = False,
     device: DeviceOption = "auto",
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Measure synthetic volumes against real ones: likeness, distribution, mask adherence, memorisation."""
+    """Compare synthetic volumes with reference volumes: similarity, distribution, mask adherence, memorisation."""
     from voxtune.evaluation.describe import find_sets
     from voxtune.evaluation.evaluate import evaluate, write_result
     from voxtune.quality.bootstrap import Bootstrap
@@ -44,15 +57,15 @@ def command(
     settings = Bootstrap(resamples=resamples, seed=seed)
     check_output_path(out / "metrics.json", overwrite)
     sets = find_sets(real, synth, masks, training, image)
-    describing, labelling = _networks(features, segmenter, choose_device(device))
-    output.say(f"{len(sets.real)} real, {len(sets.synth)} synthetic volumes, {len(sets.pairs)} pairs")
+    feature_network, segmenter_network = _networks(features, segmenter, choose_device(device))
+    output.say(f"{len(sets.real)} reference volumes, {len(sets.synth)} synthetic volumes, {len(sets.pairs)} pairs")
     started = time.perf_counter()
     total = len(sets.real) + len(sets.synth) + len(sets.training or []) + len(sets.pairs)
     with output.progress("reading", total) as update:
         result = evaluate(
             sets,
-            features=describing,
-            segmenter=labelling,
+            features=feature_network,
+            segmenter=segmenter_network,
             settings=settings,
             max_pairs=max_pairs,
             progress=lambda done, _total: update(done),
@@ -60,23 +73,23 @@ def command(
         )
     folders = {"real": real, "synth": synth, "masks": masks, "training": training}
     about = {"folders": {k: None if v is None else str(v) for k, v in folders.items()}, "max_pairs": max_pairs}
-    files = write_result(result, out, f"{synth.name} against {real.name}", **about)
+    files = write_result(result, out, f"{synth.name} compared with {real.name}", **about)
     _print(result, output)
     output.say(f"wrote {files[0]}, {files[1]} in {time.perf_counter() - started:.1f} s")
     output.result(result.to_json(**about))
 
 
 def _networks(features: Path | None, segmenter: Path | None, device: str) -> tuple[Segmenter | None, Segmenter | None]:
-    """(features, segmenter): those asked for, or the shipped one for both, where it ships."""
+    """(feature network, segmenter): those given, else the one that ships."""
     from voxtune.segmentation.segmenter import load_segmenter, shipped_segmenter
 
     shipped = None
     if (features is None or segmenter is None) and (shipped_segmenter() / "config.json").is_file():
         shipped = load_segmenter(shipped_segmenter(), device=device)
-    describing = shipped if features is None else load_segmenter(features, device=device)
+    network = shipped if features is None else load_segmenter(features, device=device)
     if segmenter is None:
-        return describing, shipped
-    return describing, describing if segmenter == features else load_segmenter(segmenter, device=device)
+        return network, shipped
+    return network, network if segmenter == features else load_segmenter(segmenter, device=device)
 
 
 def _print(result: Evaluation, output: Output) -> None:
@@ -96,4 +109,4 @@ def _print(result: Evaluation, output: Output) -> None:
         table.add_row(*(Text(cell) for cell in row[:-1]))
     console.print(table)
     for name, reason in result.left_out.items():
-        console.print(Text(f"left out  {name}: {reason}", style="dim"))
+        console.print(Text(f"skipped  {name}: {reason}", style="dim"))

@@ -1,4 +1,4 @@
-"""voxtune steps: how few sampling steps are enough, measured on held-out subjects."""
+"""voxtune steps: find the fewest sampling steps that are non-inferior to all steps, on held-out subjects."""
 
 from __future__ import annotations
 
@@ -26,46 +26,57 @@ def command(
     model: ModelArgument,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for steps.json and steps.md.")],
     held_out: Annotated[
-        int | None, typer.Option(help="Subjects of the embedded cohort, or of --subjects; default 64, or all.")
+        int | None,
+        typer.Option(help="Number of held-out subjects. Default: 64 of the simulated cohort, or all of --subjects."),
     ] = None,
     skip: Annotated[
         int | None,
-        typer.Option(min=0, help="Leave the first subjects out; default none, with --confirm those of that table."),
+        typer.Option(min=0, help="Skip the first held-out subjects. Default: 0; with --confirm, those of that table."),
     ] = None,
     confirm: Annotated[
         Path | None,
-        typer.Option(help="The steps.json of a search: draw what it chose, and the same in more steps, and no more."),
+        typer.Option(
+            help="steps.json of an earlier search: test only its choice, and the same settings with more steps."
+        ),
     ] = None,
     subjects: SubjectsOption = None,
     real: RealOption = None,
     masks: MasksOption = None,
-    segmenter: Annotated[Path | None, typer.Option(help="Another segmenter than the shipped one.")] = None,
+    segmenter: Annotated[
+        Path | None, typer.Option(help="Segmenter folder. Default: the one that ships with Voxtune.")
+    ] = None,
     samplers: Annotated[
         str | None, typer.Option(help="Comma-separated samplers to compare: {sampler}. Default: all.")
     ] = None,
-    steps: Annotated[str | None, typer.Option(help="Steps to compare; default: 5,8,10,15,20,25,50.")] = None,
+    steps: Annotated[
+        str | None, typer.Option(help="Comma-separated numbers of steps to compare. Default: 5,8,10,15,20,25,50.")
+    ] = None,
     spacings: Annotated[
         str | None, typer.Option(help="Comma-separated spacings to compare: {spacing}. Default: all.")
     ] = None,
     cache: Annotated[
         str | None,
-        typer.Option(help="Also try features kept between steps: a full step every 2,3; 2:0 runs the least."),
+        typer.Option(help="Also try feature caching: comma-separated INTERVAL or INTERVAL:DEPTH, such as 2,3 or 2:0."),
     ] = None,
     plan: PlanOption = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise and of the bootstrap.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Volumes computed together.")] = 8,
-    margin: Annotated[float, typer.Option(help="What is still not worse, in seed-to-seed spreads of a volume.")] = 0.5,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the noise and of the bootstrap.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size in volumes.")] = 8,
+    margin: Annotated[
+        float, typer.Option(help="Non-inferiority margin, in standard deviations of a volume between random seeds.")
+    ] = 0.5,
     resamples: ResamplesOption = 1000,
     numerics: Annotated[
-        bool, typer.Option("--numerics", help="Compare precisions, each from the same noise, in place of steps.")
+        bool, typer.Option("--numerics", help="Compare precisions, from the same noise, instead of steps.")
     ] = False,
-    store: Annotated[bool, typer.Option("--store", help="Keep the choice with the model, for --steps auto.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a table that is there.")] = False,
+    store: Annotated[
+        bool, typer.Option("--store", help="Store the choice in the model's config.json, for --steps auto.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing result.")] = False,
     device: DeviceOption = "auto",
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Find the fewest steps that are not worse than DDPM with all of them, on any figure, over held-out subjects."""
+    """Find the fewest sampling steps that are non-inferior to DDPM with all steps on every metric, over held-out subjects."""
     from voxtune.evaluation.steps import StepsRequest, run
 
     output = Output(json=json, quiet=quiet)

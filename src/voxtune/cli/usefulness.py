@@ -1,4 +1,4 @@
-"""voxtune usefulness: what synthetic volumes are worth to a segmenter that learns from them."""
+"""voxtune usefulness: what synthetic volumes are worth as training data of a segmenter."""
 
 from __future__ import annotations
 
@@ -29,35 +29,39 @@ from voxtune.cli.common import (
 def command(
     model: ModelArgument,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for usefulness.json and usefulness.md.")],
-    volumes: Annotated[int, typer.Option(help="Synthetic volumes, one for each subject's mask.")] = 240,
+    volumes: Annotated[
+        int, typer.Option(help="Number of synthetic volumes; one per mask of the training subjects.")
+    ] = 240,
     few: Annotated[
-        int | None, typer.Option(help="Also learn from this few real subjects, alone and with all synthetic volumes.")
+        int | None,
+        typer.Option(help="Add two arms: this many training subjects, alone and with all synthetic volumes."),
     ] = None,
     held_out: Annotated[
-        int | None, typer.Option(help="Subjects to test on; default 64, or all that are held out.")
+        int | None, typer.Option(help="Number of test subjects. Default: 64, or all held-out subjects of --subjects.")
     ] = None,
     subjects: SubjectsOption = None,
     real: RealOption = None,
     masks: MasksOption = None,
     segment_steps: Annotated[int, typer.Option(help="Training steps of each segmenter.")] = 2000,
-    segment_batch: Annotated[int, typer.Option(help="Volumes in each of them.")] = 8,
-    seeds: Annotated[int, typer.Option(help="How often each arm is trained.")] = 2,
+    segment_batch: Annotated[int, typer.Option(help="Batch size of segmenter training.")] = 8,
+    seeds: Annotated[int, typer.Option(help="Number of random seeds that each arm is trained with.")] = 2,
     sampler: SamplerOption = None,
     steps: Annotated[
-        str | None, typer.Option(help="Sampling steps, or auto: those stored with the model; default as in `sample`.")
+        str | None,
+        typer.Option(help="Sampling steps, or auto for those stored with the model. Default: as in voxtune sample."),
     ] = None,
     spacing: SpacingOption = None,
     clip: ClipOption = None,
     plan: PlanOption = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="First seed of noise, training and bootstrap.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Volumes drawn together.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="First random seed of noise, training and bootstrap.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size of sampling, in volumes.")] = 8,
     resamples: ResamplesOption = 1000,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a result that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing result.")] = False,
     device: DeviceOption = "auto",
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Train a segmenter on real volumes, on synthetic ones and on both; compare them on held-out subjects."""
+    """Train a segmenter on training subjects, on synthetic volumes and on both; compare Dice on held-out subjects."""
     from voxtune.evaluation.usefulness import UsefulnessRequest, run
 
     output = Output(json=json, quiet=quiet)

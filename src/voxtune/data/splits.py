@@ -125,7 +125,7 @@ def held_out_packed(contract: DataContract, path: Path, count: int | None = None
     rest = source.part(skip, len(source))
     check_packed(path, rest, contract, count)
     rest = rest.part(0, len(rest) if count is None else count)
-    return gather(rest, contract, f"{len(rest)} packed subjects{_after(skip)}")
+    return gather(rest, contract, f"{len(rest)} packed subjects{_packed(source)}{_after(skip)}")
 
 
 def split_cohort(contract: DataContract, count: int, held_out: int, seed: int = 0) -> Split:
@@ -153,9 +153,8 @@ def split_packed(contract: DataContract, path: Path, count: int, held_out: int |
     train, rest = unpack(path)
     check_packed(path, rest, contract, held_out)
     rest = rest.part(0, len(rest) if held_out is None else held_out)
-    test = gather(rest, contract, f"{len(rest)} packed subjects")
-    origin = f"packed subjects ({train.origin})" if train.origin else "packed subjects"
-    return _split(train.part(0, min(count, len(train))), test, contract, origin)
+    test = gather(rest, contract, f"{len(rest)} packed subjects{_packed(rest)}")
+    return _split(train.part(0, min(count, len(train))), test, contract, f"packed subjects{_packed(train)}")
 
 
 def check_packed(path: Path, held_out: Packed, contract: DataContract, count: int | None) -> None:
@@ -218,6 +217,10 @@ def _split(source: Any, held_out: HeldOut, contract: DataContract, origin: str) 
 def _check_count(count: int, where: str) -> None:
     if count < 2:
         raise InputError(f"{where}: at least 2 subjects are required, 64 or more for a reliable result")
+
+
+def _packed(source: Packed) -> str:
+    return f" ({source.origin})" if source.origin else ""
 
 
 def _after(skip: int) -> str:

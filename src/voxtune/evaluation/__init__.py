@@ -1,1 +1,1 @@
-"""Evaluating volumes, searching steps, usefulness and the demonstration."""
+"""The commands `evaluate`, `steps`, `usefulness` and `demo`."""

@@ -1,14 +1,13 @@
-"""Held-out subjects drawn in one way after another, and each way held against the reference.
+"""Generates the volumes of held-out subjects with one setting after another, and compares each with the reference.
 
-Every row draws the same subjects from the same noise. A volume is described as soon as it is drawn; kept are the volumes of
-the row at hand, of the reference and of the real subjects.
+Every row has the same subjects and the same noise. Volumes are measured as soon as they are generated; only those of the
+current row, of the reference and of the real subjects stay in memory.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,7 +42,7 @@ PROVIDED: frozenset[Need] = frozenset({"pairs", "real", "features", "masks", "su
 
 @dataclass(frozen=True, kw_only=True)
 class TableOptions:
-    """`seed` draws the volumes, seed + 1 the reference's second draw. `margin` is in seed-to-seed spreads of a volume."""
+    """`seed` is that of the noise; the reference is repeated with seed + 1. `margin`: see quality/paired.py."""
 
     seed: int = 0
     batch: int = 8
@@ -54,8 +53,8 @@ class TableOptions:
     def __post_init__(self) -> None:
         if not 1 <= self.batch <= 4096 or self.seed < 0 or not 0 <= self.margin <= 100 or self.max_pairs < 1:
             raise InputError(
-                f"batch {self.batch}, seed {self.seed}, margin {self.margin}, pairs {self.max_pairs}: the batch is 1 to "
-                "4096, the seed 0 or more, the margin 0 to 100, the pairs at least 1"
+                f"batch {self.batch}, seed {self.seed}, margin {self.margin}, pairs {self.max_pairs}: the batch must be "
+                "1 to 4096, the seed >= 0, the margin 0 to 100 and the pairs >= 1"
             )
 
 
@@ -70,7 +69,7 @@ class GeneratedSet:
 
 
 class Bench:
-    """Draws the subjects in one way after another and measures what comes."""
+    """Generates and measures the volumes of the held-out subjects, one setting at a time."""
 
     def __init__(self, model: Model, subjects: HeldOut, segmenter: Segmenter, options: TableOptions, say: Say):
         check_segmenter(segmenter, subjects.contract)
@@ -80,16 +79,16 @@ class Bench:
         self.pairs = choose_pairs(len(subjects), options.max_pairs, options.bootstrap.seed)
         self.real = self.measure(self.subjects.images_NDHW)
         self.done = self.total = 0
-        self.began = time.perf_counter()
+        self.started = time.perf_counter()
 
-    def draw(
+    def generate(
         self, model: Model, settings: SamplerSettings, seed: int, reference: GeneratedSet | None = None
     ) -> GeneratedSet:
-        """All subjects by one way; their volumes against the reference's, too, where it is there."""
+        """One volume for each subject; with `reference`, similarity to its volumes is measured, too."""
         parts, seconds = [], 0.0
         count, batch = len(self.subjects), min(self.options.batch, len(self.subjects))
         for first in range(0, count, batch):
-            # A last batch that is short is filled up: another shape would ask for another plan.
+            # A short last batch is padded: another shape would need another plan.
             numbers = [min(first + i, count - 1) for i in range(batch)]
             cond = self.subjects.condition(numbers)
             started = self._now()
@@ -100,19 +99,19 @@ class Bench:
         volumes = torch.cat(parts)
         broken = int((~torch.isfinite(volumes).flatten(1).all(dim=1)).sum())
         volumes = volumes.nan_to_num(0.0, 1.0, -1.0)
-        against = None if reference is None else reference.volumes_NDHW
-        measurements = self.measure(volumes, self.subjects.images_NDHW, against)
+        references = None if reference is None else reference.volumes_NDHW
+        measurements = self.measure(volumes, self.subjects.images_NDHW, references)
         return GeneratedSet(volumes_NDHW=volumes, measurements=measurements, seconds=seconds / count, broken=broken)
 
-    def warm(self, model: Model, cache: FeatureCache | None = None) -> None:
-        """A step of each kind at the batch's shape: plans and kernels are made outside of what is timed."""
+    def warm_up(self, model: Model, cache: FeatureCache | None = None) -> None:
+        """Runs each kind of step once at the batch's shape, so that plans and kernels are built before timing."""
         batch = min(self.options.batch, len(self.subjects))
         numbers = list(range(batch))
         settings = model.resolve(steps=1)
         if cache is not None:
-            few = min(3, model.available_steps)  # a full step, one between, and the last
-            settings = model.resolve(steps=few, cache=replace(cache, interval=few))
-        # Twice: the first call makes the plan, the second shows whether it runs.
+            steps = min(3, model.available_steps)  # a full step, a cached one, and the last
+            settings = model.resolve(steps=steps, cache=replace(cache, interval=steps))
+        # The first call builds the plan, the second shows whether it runs.
         for _ in range(2):
             self._sample(model, settings, self.subjects.condition(numbers), 0, numbers)
 
@@ -120,15 +119,16 @@ class Bench:
     def measure(
         self, volumes_NDHW: Tensor, partners: Tensor | None = None, references: Tensor | None = None
     ) -> SetMeasurements:
-        """What the metrics need of each volume; `partners` are the real volumes, `references` those of the reference."""
+        """The measurements of a set. `partners` are the subjects' own volumes, `references` those of the reference."""
         others: dict[Need, Tensor | None] = {"partner": partners, "reference": references}
         metrics = metrics_for(PROVIDED | {need for need, volumes in others.items() if volumes is not None})
-        with self._exactly():
+        # Metrics are computed in float32, whatever precision generated the volumes.
+        with tf32_allowed(False):
             images = [unit(volume) for volume in volumes_NDHW]
             rows = []
             for number, image in enumerate(images):
                 logits, features = self.segmenter.network.forward_both(image[None, None] * 2 - 1)
-                # Labels stay on the device: copying those of a row would take long.
+                # Labels stay on the device: copying them is slow.
                 volume = VolumeInput(
                     image=image,
                     partner=None if partners is None else unit(partners[number]),
@@ -141,90 +141,92 @@ class Bench:
                 rows.append(measure(volume, metrics))
             return collect(rows, measure_pairs(images, self.pairs, metrics))
 
+    def report(self, row: StepRow) -> None:
+        spent = time.perf_counter() - self.started
+        left = spent * (self.total - self.done) / max(1, self.done)
+        self.say(
+            f"{row.name}: {row.seconds:.4g} s per volume, {row.verdict}; {spent:.0f} s, about {max(0, left):.0f} s left"
+        )
+
     def _sample(self, model: Model, settings: SamplerSettings, cond: Tensor, seed: int, numbers: list[int]) -> Tensor:
         return model.sample(cond, settings=settings, seed=seed, indices=numbers).float()
-
-    def _exactly(self) -> AbstractContextManager[Any]:
-        """Metrics in float32 throughout, whatever the volumes were drawn with."""
-        return tf32_allowed(False)
 
     def _now(self) -> float:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         return time.perf_counter()
 
-    def tell(self, row: StepRow) -> None:
-        spent = time.perf_counter() - self.began
-        left = spent * (self.total - self.done) / max(1, self.done)
-        self.say(
-            f"{row.name}: {row.seconds:.4g} s a volume, {row.verdict}; {spent:.0f} s, about {max(0, left):.0f} s left"
-        )
-
 
 @dataclass(eq=False)
 class Judge:
-    """Holds rows against the reference, over the same resamples of subjects.
+    """Compares rows with the reference over the same resamples of subjects.
 
-    With `both` it is the mean of its two draws, whose seeds then weigh less; else the first, whose noise the rows share.
+    `average`: the reference is the mean of its two runs, which halves the weight of their seeds. Otherwise it is the first
+    run, whose noise the rows share.
     """
 
     bench: Bench
     reference: GeneratedSet
-    again: GeneratedSet
-    both: bool = False
+    repeated: GeneratedSet
+    average: bool = False
 
     def __post_init__(self) -> None:
         bench, options = self.bench, self.bench.options
-        broken = self.reference.broken + self.again.broken
+        broken = self.reference.broken + self.repeated.broken
         if broken:
             raise InputError(
-                f"{broken} volumes of the reference hold NaN or infinity, so nothing can be held against it: try "
-                "--plan baseline; if that fails too, the weights are broken"
+                f"{broken} volumes of the reference contain NaN or infinity; try --plan baseline, and if that fails "
+                "too, the weights are damaged"
             )
         parameters = shared_parameters(self.reference.measurements, bench.real)
         self.resampler = Resampler(bench.real, options.bootstrap, parameters)
         self.metrics = self.resampler.metrics(self.reference.measurements)
-        self.metrics_again = self.resampler.metrics(self.again.measurements)
-        self.margins = margins(self.metrics, self.metrics_again, options.margin)
+        self.metrics_repeated = self.resampler.metrics(self.repeated.measurements)
+        self.margins = margins(self.metrics, self.metrics_repeated, options.margin)
 
-    def reference_rows(self, name: str, how: dict[str, Any]) -> list[StepRow]:
-        """The reference, and its second draw, which says what a seed alone makes."""
+    def reference_rows(self, name: str, record: dict[str, Any]) -> list[StepRow]:
+        """The reference, and its repetition, which shows the effect of the seed alone."""
         level, seed = self.bench.options.bootstrap.level, self.bench.options.seed
-        figures = {n: m.interval(level) for n, m in self.metrics.items()}
-        how = {**how, "seed": seed}
-        reference = StepRow(name=f"{name}, reference", how=how, seconds=self.reference.seconds, figures=figures)
-        return [
-            reference,
-            self._row(
-                f"{name}, seed {seed + 1}", {**how, "seed": seed + 1}, self.again, self.metrics_again, [self.metrics]
-            ),
-        ]
+        reference = StepRow(
+            name=f"{name}, reference",
+            record={**record, "seed": seed},
+            seconds=self.reference.seconds,
+            metrics={n: m.interval(level) for n, m in self.metrics.items()},
+        )
+        repeated = self._row(
+            f"{name}, seed {seed + 1}",
+            {**record, "seed": seed + 1},
+            self.repeated,
+            self.metrics_repeated,
+            [self.metrics],
+        )
+        return [reference, repeated]
 
-    def row(self, name: str, how: dict[str, Any], drawn: GeneratedSet) -> StepRow:
-        references = [self.metrics, self.metrics_again] if self.both else [self.metrics]
-        return self._row(name, how, drawn, self.resampler.metrics(drawn.measurements), references)
+    def row(self, name: str, record: dict[str, Any], generated: GeneratedSet) -> StepRow:
+        references = [self.metrics, self.metrics_repeated] if self.average else [self.metrics]
+        return self._row(name, record, generated, self.resampler.metrics(generated.measurements), references)
 
     def _row(
         self,
         name: str,
-        how: dict[str, Any],
-        drawn: GeneratedSet,
+        record: dict[str, Any],
+        generated: GeneratedSet,
         metrics: dict[str, Resampled],
         references: list[dict[str, Resampled]],
     ) -> StepRow:
         level = self.bench.options.bootstrap.level
         return StepRow(
             name=name,
-            how=how,
-            seconds=drawn.seconds,
-            figures={n: m.interval(level) for n, m in metrics.items()},
+            record=record,
+            seconds=generated.seconds,
+            metrics={n: m.interval(level) for n, m in metrics.items()},
             compared=compare(metrics, references, self.margins, level),
-            broken=drawn.broken,
+            broken=generated.broken,
         )
 
 
 def unit(volume: Tensor) -> Tensor:
-    """To [0, 1] by its own minimum and maximum, as `voxtune evaluate` takes files; a constant volume is background."""
+    """Scales to [0, 1] by minimum and maximum, as `voxtune evaluate` does with files; a constant volume becomes 0."""
     clamped = volume.clamp(-1, 1)
     low, high = clamped.amin(), clamped.amax()
     return (clamped - low) / torch.where(high > low, high - low, torch.ones_like(high))

@@ -200,7 +200,7 @@ def _evaluate(folder: Path, model: Model, output: DemoOutput) -> Evaluation:
 def _report_metrics(evaluation: Evaluation, folder: Path, result: DemoResult, output: DemoOutput) -> None:
     title = f"{result.subject}, generated volume and simulated subject"
     result.files["metrics"] = write_result(evaluation, folder, title, folders={})[0]
-    values = {m.name: m.value for m in evaluation.figures if m.value is not None}
+    values = {m.name: m.value for m in evaluation.metrics if m.value is not None}
     result.metrics = {name: round(values[name], 4) for name in METRICS if name in values}
     for number, (name, value) in enumerate(result.metrics.items()):
         output.say(f"{'metrics' if number == 0 else '':8} {value:7.3f}  {METRICS[name]}")

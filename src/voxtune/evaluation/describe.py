@@ -1,4 +1,4 @@
-"""The volumes of an evaluation: found by name, read once onto one grid, and described as the metrics take them."""
+"""The volumes of an evaluation: matched by name, read once onto a common grid, and measured."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from voxtune.quality.metrics import (
 )
 from voxtune.segmentation.segmenter import Segmenter
 
-# Where no network says otherwise: 192 mm in 64 voxels a side.
+# Without a feature network: 192 mm in 64 voxels per dimension.
 GRID = cohort_contract((64, 64, 64))
 
 Progress = Callable[[int, int], None]
@@ -43,7 +43,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSets:
-    """The files of an evaluation, by name. `training` None: the real volumes stand in for it."""
+    """The files of an evaluation. Without `training`, the real volumes take its place."""
 
     real: list[VolumeFile]
     synth: list[VolumeFile]
@@ -67,23 +67,29 @@ class SetReadings:
 def find_sets(
     real: Path, synth: Path, masks: Path | None = None, training: Path | None = None, image: str | None = None
 ) -> EvaluationSets:
-    """What the folders hold; refuses what cannot be judged before anything is read."""
-    reals, synths = find_images(real, image), find_images(synth, image, synthetic=True)
-    trained = None if training is None else find_images(training, image)
-    check_modalities([reals, synths, trained or []])
-    found = None if masks is None else find_masks(masks)
-    if found is not None and not any(f.subject in found for f in synths):
-        raise InputError(f"{masks}: no mask has the name of a synthetic volume, such as {synths[0].path.name}")
-    return EvaluationSets(real=reals, synth=synths, training=trained, masks=found, pairs=pair_by_subject(reals, synths))
+    """Finds and checks the files by name, before any is read."""
+    real_files, synth_files = find_images(real, image), find_images(synth, image, synthetic=True)
+    training_files = None if training is None else find_images(training, image)
+    check_modalities([real_files, synth_files, training_files or []])
+    mask_files = None if masks is None else find_masks(masks)
+    if mask_files is not None and not any(f.subject in mask_files for f in synth_files):
+        raise InputError(f"{masks}: no mask matches a synthetic volume by name, such as {synth_files[0].path.name}")
+    return EvaluationSets(
+        real=real_files,
+        synth=synth_files,
+        training=training_files,
+        masks=mask_files,
+        pairs=pair_by_subject(real_files, synth_files),
+    )
 
 
 def grid_of(features: Segmenter | None) -> DataContract:
-    """The common grid of an evaluation with this feature network."""
+    """The common grid: that of the feature network."""
     return GRID if features is None else features.config.data
 
 
 class Reader:
-    """Reads volumes one at a time and takes the measurements of `metrics`; collects what is wrong with files."""
+    """Reads volumes one at a time, takes the measurements that `metrics` need, and collects errors of files."""
 
     def __init__(
         self,
@@ -94,40 +100,40 @@ class Reader:
         progress: Progress | None,
     ):
         self.masks = sets.masks or {}
-        # All sets are placed alike: around their labels where every volume has some, else around their middles.
+        # All sets are cropped alike: around the labels if every volume has a mask, else around the centre.
         self.by_mask = sets.training is None and all(f.subject in self.masks for f in (*sets.real, *sets.synth))
         self.features, self.segmenter, self.progress = features, segmenter, progress
         self.pair_metrics = [m for m in metrics if "partner" in m.needs]
         self.set_metrics = [m for m in metrics if "partner" not in m.needs]
-        self.faults = FileErrors()
+        self.errors = FileErrors()
         self.constant: list[Path] = []
         self.done = 0
         self.total = sum(len(part or []) for part in (sets.real, sets.synth, sets.training, sets.pairs))
 
     def read(self, files: list[VolumeFile], *, neighbours_only: bool = False) -> SetReadings:
-        """Of training volumes (`neighbours_only`) neither images nor masks are needed."""
+        """With `neighbours_only` (training volumes), only what nearest neighbours need is measured."""
         contract = grid_of(self.features)
         readings = SetReadings(files=files)
         for file, mask in zip(files, masks_of(files, {} if neighbours_only else self.masks), strict=True):
             try:
-                # Labels are checked against the contract of the network whose labels they are compared with.
+                # Labels must be those of the network that they are compared with.
                 strict = self.segmenter is not None and self.features is self.segmenter
                 placed = read_placed(file, mask, contract, strict=strict, by_mask=self.by_mask)
                 self._measure(placed, mask, readings, neighbours_only)
             except InputError as error:
-                self.faults.add(error)
+                self.errors.add(error)
             self._step()
         return readings
 
     def read_pairs(self, pairs: list[tuple[VolumeFile, VolumeFile]]) -> dict[Path, dict[str, float]]:
-        """Synthetic file -> measurements against its real partner, on the grid of the files."""
+        """Synthetic file -> measurements with its real partner, on the grid of the files."""
         rows = {}
         for real, synth in pairs:
             try:
                 partner, image = (torch.from_numpy(array) for array in read_pair(real, synth))
                 rows[synth.path] = measure(VolumeInput(image=image, partner=partner), self.pair_metrics)
             except InputError as error:
-                self.faults.add(InputError(str(error) if str(synth.path) in str(error) else f"{synth.path}: {error}"))
+                self.errors.add(InputError(str(error) if str(synth.path) in str(error) else f"{synth.path}: {error}"))
             self._step()
         return rows
 
@@ -148,13 +154,13 @@ class Reader:
         readings.rows.append(measure(VolumeInput(image=image, features=features, **adherence), metrics))
 
     def _labels(self, placed: Placed, mask: Path | None, labels_DHW: Tensor | None) -> dict[str, Any]:
-        """The mask and the segmenter's labels, on the segmenter's grid; neither where there is no mask."""
+        """The mask and the predicted labels on the segmenter's grid; neither without a mask."""
         assert self.segmenter is not None
         contract = self.segmenter.config.data
         values = {label.name: label.value for label in contract.labels}
         if mask is None:
             return {"classes": values}
-        if self.segmenter is not self.features or not self.by_mask:  # as sampling places it: around its labels
+        if self.segmenter is not self.features or not self.by_mask:  # around the labels, as in sampling
             placed = read_placed(placed.file, mask, contract)
             labels_DHW = self.segmenter.describe(torch.from_numpy(placed.image_DHW)[None, None])[0][0]
         assert placed.labels_DHW is not None and labels_DHW is not None

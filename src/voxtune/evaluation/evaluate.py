@@ -1,6 +1,6 @@
-"""Between folders of volumes and the metrics: `voxtune evaluate`.
+"""`voxtune evaluate`: the metrics of folders of volumes.
 
-Everything but pairs is measured on one common grid, that of the feature network; pairs on their own.
+Pairs are compared on their own grid; everything else is measured on a common grid, that of the feature network.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def evaluate(
     notes = Notes(warn)
     for network in (features, segmenter):
         if network is not None and len(network.config.data.images) != 1:
-            raise InputError(f"{network.path}: takes {len(network.config.data.images)} images; an evaluation has one")
+            raise InputError(
+                f"{network.path}: expects {len(network.config.data.images)} images; evaluate supports networks of one image"
+            )
     missing = _missing(sets, features, segmenter)
     metrics = sorted(metrics_for(POSSIBLE), key=report_order)
     computed = [metric for metric in metrics if not metric.needs & missing.keys()]
@@ -60,7 +62,7 @@ def evaluate(
     synth, real = reader.read(sets.synth), reader.read(sets.real)
     training = None if sets.training is None else reader.read(sets.training, neighbours_only=True)
     partners = reader.read_pairs(sets.pairs)
-    reader.faults.raise_all()
+    reader.errors.raise_all()
     for path in reader.constant:
         notes.warn(f"{path}: every voxel has the same value")
     generated, baseline = (
@@ -72,7 +74,7 @@ def evaluate(
         generated=generated,
         real=baseline,
         labels={} if segmenter is None else {label.name: label.value for label in segmenter.config.data.labels},
-        neighbour="nearest real volume (no --training)" if training is None else "nearest training volume",
+        neighbour="nearest reference volume (no --training)" if training is None else "nearest training volume",
         settings=settings,
         notes=notes,
     )
@@ -86,10 +88,10 @@ def evaluate(
         unmasked = [f.path.name for f in sets.synth if f.subject not in sets.masks]
         if unmasked:
             notes.warn(
-                f"{len(unmasked)} synthetic volumes have no mask and do not count in dice, such as {unmasked[0]}"
+                f"{len(unmasked)} synthetic volumes have no mask and are not part of dice, such as {unmasked[0]}"
             )
     return Evaluation(
-        figures=tuple(notes.figures),
+        metrics=tuple(notes.metrics),
         left_out=dict(notes.left_out),
         warnings=tuple(notes.warnings),
         counts={
@@ -110,16 +112,16 @@ def report_order(metric: Metric) -> int:
 
 
 def _missing(sets: EvaluationSets, features: Segmenter | None, segmenter: Segmenter | None) -> dict[Need, str]:
-    """What these sets and networks lack, with the reason that the result gives."""
+    """What these sets and networks do not provide, and why."""
     missing: dict[Need, str] = {}
     if not sets.pairs:
-        missing["partner"] = "no synthetic volume has the name of a real one"
+        missing["partner"] = "no synthetic volume matches a reference volume by name"
     if features is None:
-        missing["features"] = "no feature network: give one with --features"
+        missing["features"] = "no feature network; pass one with --features"
     if sets.masks is None:
-        missing["masks"] = "no masks: give their folder with --masks"
+        missing["masks"] = "no masks; pass their folder with --masks"
     elif segmenter is None:
-        missing["masks"] = "no segmenter: give one with --segmenter"
+        missing["masks"] = "no segmenter; pass one with --segmenter"
     return missing
 
 
@@ -156,7 +158,7 @@ class _Report:
         note = note.format(parameter=parameter, neighbour=self.neighbour, **_pair_counts(values))
         caution = "" if metric.caution is None else metric.caution(values, real)
         if caution and metric.warn:
-            self.notes.warn(f"{name}: {caution}; compare only results of the same counts")
+            self.notes.warn(f"{name}: {caution}; compare only results with the same counts")
         resamples = min(self.settings.resamples, metric.max_resamples or self.settings.resamples)
         sizes = [_count(part) for part in (values, real)[: metric.sets]]
         better = {None: "", "closer": "closer to yardstick"}.get(metric.better, metric.better)
@@ -178,13 +180,13 @@ class _Report:
     def _reason(self, metric: Metric, label: str, values: Any, real: Any) -> str | None:
         """Why the metric cannot be computed from these values; None if it can."""
         if values is None and metric.per_label:
-            return f"no mask of these volumes holds label {self.labels[label]} ({label}) on this grid"
+            return f"no mask of these volumes contains label {self.labels[label]} ({label}) on this grid"
         if values is None:
-            return "one real volume has no neighbour but itself"
+            return "a single reference volume has no other neighbour"
         if metric.sets == 2 and min(_count(values), _count(real)) < metric.min_volumes:
-            return "needs two volumes of each set"
+            return "requires at least two volumes in each set"
         if _count(values) < metric.min_volumes:
-            return "needs at least two volumes"
+            return "requires at least two volumes"
         if metric.undefined and np.isnan(values).any():
             return metric.undefined
         return None
@@ -234,7 +236,7 @@ def _rows(
     partners: dict[Path, dict[str, float]],
     nearest_files: Sequence[VolumeFile],
 ) -> list[dict[str, Any]]:
-    """What is known of each synthetic volume alone."""
+    """The measurements of each synthetic volume."""
     rows = []
     for number, file in enumerate(sets.synth):
         row: dict[str, Any] = {"file": str(file.path), "subject": file.subject}
@@ -248,7 +250,7 @@ def _rows(
 
 
 def write_result(result: Evaluation, folder: Path, title: str, **about: Any) -> tuple[Path, Path]:
-    """metrics.json and metrics.md in `folder`; `about` is what the caller knows besides: folders, options."""
+    """Writes metrics.json and metrics.md to `folder`; `about`: further entries, such as folders and options."""
     files = folder / "metrics.json", folder / "metrics.md"
     data = json.dumps(result.to_json(**about), indent=2, allow_nan=False) + "\n"
     write_atomic(files[0], data.encode())

@@ -1,4 +1,4 @@
-"""`voxtune steps` from a request to its files. Packed subjects need no NIfTI reader: it runs where little but PyTorch is."""
+"""`voxtune steps`, from its request to the files that it writes. With packed subjects it needs the core packages only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from voxtune.errors import InputError
 from voxtune.evaluation.step_search import TableOptions, confirm_table, numerics_table, step_table
 from voxtune.files import check_output_path, write_atomic
 from voxtune.quality.bootstrap import Bootstrap
-from voxtune.quality.step_table import FORMAT, StepRow, StepTable
+from voxtune.quality.step_table import FORMAT, NON_INFERIOR, StepTable
 from voxtune.runtime.model import Model
 from voxtune.runtime.planned import by_plan, optimize
 from voxtune.runtime.sampling import AutoSampling, Evidence, FeatureCache, SamplerSettings
@@ -35,8 +35,11 @@ from voxtune.workloads import split
 
 
 @dataclass(frozen=True, kw_only=True)
-class Earlier:
-    """`ways` are the row it chose and what is not worse in more of the same steps. `seen` subjects came before its last."""
+class EarlierTable:
+    """A table to confirm. `candidates`: its choice, and non-inferior rows with more of the same steps.
+
+    `seen` is the number of subjects up to the last one of that table.
+    """
 
     file: str
     sha256: str
@@ -44,50 +47,50 @@ class Earlier:
     margin: float
     subjects: int
     seen: int
-    ways: tuple[SamplerSettings, ...]
+    candidates: tuple[SamplerSettings, ...]
 
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("file", "sha256", "chosen", "margin", "subjects")}
 
 
-def read_earlier(path: Path, model: Model, model_sha256: str | None) -> Earlier:
-    """The table in `path`; refuses one of another model, or one that chose nothing."""
-    found = read_json(path)
-    if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("table") != "steps":
-        raise InputError(f"{path}: not a table that voxtune steps wrote; give its steps.json")
-    if found.get("model_sha256") != model_sha256:
-        raise InputError(f"{path}: was made with other weights than this model's; make the table anew")
-    if found.get("chosen") is None:
-        raise InputError(f"{path}: chose nothing, so there is nothing to confirm")
+def read_earlier(path: Path, model: Model, model_sha256: str | None) -> EarlierTable:
+    """Reads the table at `path`; raises InputError if it is of another model or has no choice."""
+    data = read_json(path)
+    if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("table") != "steps":
+        raise InputError(f"{path}: not a steps.json file of voxtune steps")
+    if data.get("model_sha256") != model_sha256:
+        raise InputError(f"{path}: was made with other weights than this model's; run the search again")
+    if data.get("chosen") is None:
+        raise InputError(f"{path}: has no chosen setting, so there is nothing to confirm")
     try:
-        chosen = next(row for row in found["rows"] if row["name"] == found["chosen"])
-        alike = [row for row in found["rows"] if _more_of(chosen, row)]
-        ways = tuple(_way(model, row, path) for row in [chosen, *sorted(alike, key=lambda row: int(row["steps"]))])
-        numbers = {name: int(found[name]) for name in ("subjects", "skip")}
-        margin = float(found["margin"])
-    except (KeyError, TypeError, ValueError, StopIteration) as error:
-        raise InputError(f"{path}: damaged ({type(error).__name__}: {error}); make the table anew") from None
-    if min(numbers.values()) < 0:
-        raise InputError(f"{path}: damaged: {numbers}; make the table anew")
-    return Earlier(
+        chosen = next(row for row in data["rows"] if row["name"] == data["chosen"])
+        similar = sorted((row for row in data["rows"] if _confirmable(chosen, row)), key=lambda row: int(row["steps"]))
+        candidates = tuple(_settings(model, row, path) for row in [chosen, *similar])
+        counts = {name: int(data[name]) for name in ("subjects", "skip")}
+        margin = float(data["margin"])
+    except (KeyError, TypeError, ValueError, OverflowError, StopIteration) as error:
+        raise InputError(f"{path}: damaged ({type(error).__name__}: {error}); run the search again") from None
+    if min(counts.values()) < 0:
+        raise InputError(f"{path}: damaged: {counts}; run the search again")
+    return EarlierTable(
         file=path.name,
         sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
         chosen=str(chosen["name"]),
         margin=margin,
-        subjects=numbers["subjects"],
-        seen=numbers["skip"] + numbers["subjects"],
-        ways=ways,
+        subjects=counts["subjects"],
+        seen=counts["skip"] + counts["subjects"],
+        candidates=candidates,
     )
 
 
-def _more_of(chosen: dict[str, Any], row: dict[str, Any]) -> bool:
-    """Whether a row is not worse and the chosen one in more steps; or in any, without the features that it keeps."""
+def _confirmable(chosen: dict[str, Any], row: dict[str, Any]) -> bool:
+    """Whether a row is non-inferior and equals the chosen one but for more steps, or for feature caching."""
     same = all(row[name] == chosen[name] for name in ("sampler", "spacing", "clip"))
-    passed = row["verdict"] == "not worse" and row["seed"] == chosen["seed"] and "cache" not in row
+    passed = row["verdict"] in NON_INFERIOR and row["seed"] == chosen["seed"] and "cache" not in row
     return same and passed and ("cache" in chosen or row["steps"] > chosen["steps"])
 
 
-def _way(model: Model, row: dict[str, Any], path: Path) -> SamplerSettings:
+def _settings(model: Model, row: dict[str, Any], path: Path) -> SamplerSettings:
     settings = SamplerSettings.from_json(row, f"{path}: damaged: row {row['name']}")
     return model.resolve(**vars(settings))
 
@@ -99,7 +102,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class StepsRequest:
-    """What `voxtune steps` was asked for. Subjects come from one of `subjects`, `real` with `masks`, or the cohort."""
+    """The options of `voxtune steps`. Subjects come from `subjects`, from `real` with `masks`, or from the cohort."""
 
     model: Path
     out: Path
@@ -126,27 +129,24 @@ class StepsRequest:
 
     def __post_init__(self) -> None:
         if (self.real is None) != (self.masks is None):
-            raise InputError("--real and --masks belong together: folders of volumes and of their masks")
+            raise InputError("--real and --masks must be given together")
         if self.real is not None and (self.subjects is not None or self.held_out is not None):
-            raise InputError("--real: leave --subjects and --held-out away, subjects come from one place")
+            raise InputError("--real cannot be combined with --subjects or --held-out")
         if self.store and self.numerics:
-            raise InputError("--store keeps the choice of steps: leave --numerics away")
+            raise InputError("--store cannot be combined with --numerics")
         if (self.cache is not None or self.spacings is not None) and self.numerics:
-            raise InputError("--cache and --spacings are for the table of steps: leave --numerics away")
-        chosen = (self.samplers, self.steps, self.spacings, self.cache)
-        if self.confirm is not None and (self.numerics or any(asked is not None for asked in chosen)):
-            raise InputError(
-                "--confirm draws what the earlier table passed: leave --samplers, --steps, --spacings, --cache and "
-                "--numerics away"
-            )
+            raise InputError("--cache and --spacings cannot be combined with --numerics")
+        searched = (self.samplers, self.steps, self.spacings, self.cache)
+        if self.confirm is not None and (self.numerics or any(option is not None for option in searched)):
+            raise InputError("--confirm cannot be combined with --samplers, --steps, --spacings, --cache or --numerics")
         if self.skip is not None and self.skip < 0:
-            raise InputError(f"--skip {self.skip}: give how many subjects to leave out, 0 or more")
+            raise InputError(f"--skip {self.skip}: must be >= 0")
         if self.store:
             config_file(self.model)
         check_output_path(self.result, self.overwrite)
         if self.numerics and self.plan not in ("auto", "baseline") and torch.device(self.device).type != "cuda":
             raise InputError(
-                f"--plan {self.plan}: on a CPU --numerics compares FP32 and BF16 autocast; leave --plan away"
+                f"--plan {self.plan} cannot be combined with --numerics on a CPU, which compares FP32 and BF16 autocast"
             )
 
     @property
@@ -155,7 +155,7 @@ class StepsRequest:
 
     @property
     def unfinished(self) -> Path:
-        """Where the rows lie while others are being measured, and stay if the run does not end."""
+        """Holds the rows so far while the command runs, and after an interrupted run."""
         return self.out / "steps-unfinished.json"
 
     def options(self) -> TableOptions:
@@ -164,10 +164,10 @@ class StepsRequest:
 
 
 def run(request: StepsRequest, say: Say) -> StepTable:
-    """Measures, writes the table, stores the choice where that was asked for."""
+    """Runs the search, writes the table and, with `store`, the choice."""
     options = request.options()
-    samplers, spacings = names_of(request.samplers, "--samplers"), names_of(request.spacings, "--spacings")
-    numbers, caches = numbers_of(request.steps), caches_of(request.cache)
+    samplers, spacings = parse_names(request.samplers, "--samplers"), parse_names(request.spacings, "--spacings")
+    numbers, caches = parse_steps(request.steps), parse_caches(request.cache)
     model = load(request.model, device=request.device)
     segmenter = _segmenter(request.segmenter)
     contract = single_image_contract(model.config.data)
@@ -179,33 +179,35 @@ def run(request: StepsRequest, say: Say) -> StepTable:
     subjects = _subjects(request, contract, skip)
     about |= {"skip": skip} | ({} if earlier is None else {"confirms": earlier.to_json()})
 
-    def traced(table: StepTable) -> StepTable:
+    def complete(table: StepTable) -> StepTable:
         return replace(table, about={**table.about, **about})
 
-    def keep(so_far: StepTable) -> None:
-        write(traced(so_far), request.unfinished, request.model.name)
+    def save_unfinished(table: StepTable) -> None:
+        write(complete(table), request.unfinished, request.model.name)
 
     if request.numerics:
-        how = {"sampler": _one(samplers, "--samplers"), "steps": _one(numbers, "--steps") or "auto"}
+        settings = {"sampler": _one(samplers, "--samplers"), "steps": _one(numbers, "--steps") or "auto"}
         table = numerics_table(
-            precisions(model, request.plan, say), subjects, segmenter, options=options, say=say, **how
+            precisions(model, request.plan, say), subjects, segmenter, options=options, say=say, **settings
         )
     elif earlier is not None:
         planned = by_plan(model, request.plan, say)
-        table = confirm_table(planned, subjects, segmenter, earlier.ways, options=options, say=say, keep=keep)
+        table = confirm_table(
+            planned, subjects, segmenter, earlier.candidates, options=options, say=say, on_update=save_unfinished
+        )
     else:
         if numbers is not None and "auto" in numbers:
-            raise InputError("--steps auto is what this command finds: give numbers, or leave it away")
+            raise InputError("--steps auto cannot be used here: give the numbers of steps to compare, such as 5,10,20")
         choices: dict[str, Any] = {"steps": numbers, "caches": caches}
         choices |= {} if samplers is None else {"samplers": samplers}
         choices |= {} if spacings is None else {"spacings": spacings}
         planned = by_plan(model, request.plan, say)
-        table = step_table(planned, subjects, segmenter, options=options, say=say, keep=keep, **choices)
-    table = traced(table)
+        table = step_table(planned, subjects, segmenter, options=options, say=say, on_update=save_unfinished, **choices)
+    table = complete(table)
     digest = write(table, request.result, request.model.name)
     if not request.numerics:
-        for left in (request.unfinished, request.unfinished.with_suffix(".md")):
-            left.unlink(missing_ok=True)
+        for file in (request.unfinished, request.unfinished.with_suffix(".md")):
+            file.unlink(missing_ok=True)
     for line in table.text():
         say(line)
     say(table.conclusion())
@@ -218,56 +220,56 @@ def run(request: StepsRequest, say: Say) -> StepTable:
 
 
 def write(table: StepTable, path: Path, title: str) -> str:
-    """The table as JSON at `path` and as Markdown beside it; gives the hash of the JSON."""
+    """Writes the table as JSON to `path` and as Markdown next to it; returns the hash of the JSON."""
     data = (json.dumps(table.to_json(), indent=2, allow_nan=False) + "\n").encode()
     write_atomic(path, data)
     write_atomic(path.with_suffix(".md"), table.markdown(f"{title}: {table.about['table']}").encode())
     return hashlib.sha256(data).hexdigest()
 
 
-def numbers_of(text: str | None) -> list[Any] | None:
-    """--steps: numbers with commas between; or auto."""
+def parse_steps(text: str | None) -> list[Any] | None:
+    """Comma-separated numbers, or auto."""
     if text is None:
         return None
     parts = [p.strip() for p in text.split(",")]
     if not all(p == "auto" or (p.isascii() and p.isdigit() and len(p) <= 9) for p in parts):
-        raise InputError(f"--steps {text[:40]}: give whole numbers, such as 5,10,20")
+        raise InputError(f"--steps {text[:40]}: expected comma-separated whole numbers, such as 5,10,20")
     return list(dict.fromkeys(p if p == "auto" else int(p) for p in parts))
 
 
-def names_of(text: str | None, option: str) -> list[str] | None:
-    """--samplers, --spacings: names with commas between."""
+def parse_names(text: str | None, option: str) -> list[str] | None:
+    """Comma-separated names."""
     if text is None:
         return None
     names = [name.strip() for name in text.split(",")]
     if not all(names):
-        raise InputError(f"{option} {text[:40]}: give names with one comma between")
+        raise InputError(f"{option} {text[:40]}: expected comma-separated names")
     return list(dict.fromkeys(names))
 
 
-def caches_of(text: str | None) -> list[FeatureCache]:
-    """--cache: intervals with commas between, each with its depth after a colon or without."""
+def parse_caches(text: str | None) -> list[FeatureCache]:
+    """Comma-separated INTERVAL or INTERVAL:DEPTH."""
     parts = [] if text is None else [FeatureCache.parse(part.strip()) for part in text.split(",")]
     return [cache for cache in parts if cache is not None]
 
 
 def precisions(model: Model, plan: str, say: Say = lambda _line: None) -> list[tuple[str, Model]]:
-    """The model in float32 first, then in the other ways that this device has."""
+    """The model in float32 first, then in the other precisions that this device supports."""
     from voxtune.plan import Plan
     from voxtune.plan.hazards import slow_half
 
     if model.device.type != "cuda":
         slow = slow_half(model.device.type)
         if slow is not None:
-            say(f"BF16 autocast: left out: {slow}")
+            say(f"BF16 autocast: skipped: {slow}")
             return [("FP32", model)]
         return [("FP32", model), ("BF16 autocast", Model(model.config, AutocastNetwork(model.network)))]
-    ways: list[tuple[str, Any]] = [("FP32", "baseline"), ("TF32", Plan.of("tf32")), ("BF16 plan", plan)]
-    return [(name, optimize(model, plan=way, search=False, say=say)) for name, way in ways]
+    plans: list[tuple[str, Any]] = [("FP32", "baseline"), ("TF32", Plan.of("tf32")), ("BF16 plan", plan)]
+    return [(name, optimize(model, plan=chosen, search=False, say=say)) for name, chosen in plans]
 
 
 class AutocastNetwork(nn.Module):
-    """A network computed in BF16 where autocast does so; its answer in float32."""
+    """A network under BF16 autocast, with outputs in float32."""
 
     def __init__(self, network: nn.Module):
         super().__init__()
@@ -276,8 +278,8 @@ class AutocastNetwork(nn.Module):
 
     def forward(self, x: Tensor, *others: Any) -> Any:
         with torch.autocast(x.device.type, dtype=torch.bfloat16):
-            found = self.network(x, *others)
-        return tree_map_only(Tensor, Tensor.float, found)
+            outputs = self.network(x, *others)
+        return tree_map_only(Tensor, Tensor.float, outputs)
 
     def split(self, depth: int) -> tuple[AutocastNetwork, AutocastNetwork]:
         full, shallow = split(self.network, depth)
@@ -287,7 +289,7 @@ class AutocastNetwork(nn.Module):
 def _segmenter(path: Path | None) -> Segmenter:
     chosen = shipped_segmenter() if path is None else path
     if path is None and not (chosen / "config.json").is_file():
-        raise InputError("no segmenter: give one with --segmenter; voxtune train --workload segment makes it")
+        raise InputError("no segmenter: train one with voxtune train --workload segment and pass it with --segmenter")
     return load_segmenter(chosen)
 
 
@@ -301,15 +303,15 @@ def _subjects(request: StepsRequest, contract: DataContract, skip: int) -> HeldO
 
 def _one(values: Sequence[Any] | None, option: str) -> Any:
     if values is not None and len(values) != 1:
-        raise InputError(f"{option}: --numerics draws in one way; give one")
+        raise InputError(f"{option}: --numerics compares one setting; give a single value")
     return None if values is None else values[0]
 
 
 def _store(request: StepsRequest, table: StepTable, digest: str, say: Say) -> None:
-    row: StepRow | None = table.choice
+    row = table.choice
     if row is None:
         say(f"nothing stored: {table.conclusion()}")
         return
     evidence = Evidence(file=request.result.name, sha256=digest, subjects=table.subjects, summary=table.conclusion())
-    settings = SamplerSettings.from_json(row.how, row.name)
+    settings = SamplerSettings.from_json(row.record, row.name)
     say(f"stored in {store_auto(request.model, AutoSampling(**vars(settings), evidence=evidence))}")

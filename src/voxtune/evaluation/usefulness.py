@@ -1,4 +1,4 @@
-"""`voxtune usefulness` from a request to its files. Packed subjects need no NIfTI reader: it runs where little but PyTorch is."""
+"""`voxtune usefulness`, from its request to the files that it writes. With packed subjects it needs the core packages only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from voxtune.files import check_output_path, write_atomic
 from voxtune.precision import tf32_allowed
 from voxtune.quality.bootstrap import Bootstrap
 from voxtune.quality.per_volume import dice_by_label
-from voxtune.quality.usefulness_table import REFERENCE, Arm, UsefulnessTable
+from voxtune.quality.result import is_simulated
+from voxtune.quality.usefulness_table import Arm, SubjectKind, UsefulnessTable
 from voxtune.runtime.model import Model
 from voxtune.runtime.planned import by_plan
 from voxtune.runtime.sampling import SamplerOptions, SamplerSettings
@@ -42,17 +43,17 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Lesson:
-    """One arm's volumes, and how many of them are real; the rest is synthetic."""
+class ArmData:
+    """The training set of an arm: the first `subjects` volumes are those of subjects, the others are synthetic."""
 
     name: str
     volumes: Volumes
-    real: int
+    subjects: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SyntheticSet:
-    """Synthetic volumes with the masks they were drawn for. Those with NaN or infinity are left out and counted."""
+    """Synthetic volumes with their masks. `broken` counts those with NaN or infinity, which are excluded."""
 
     volumes: Volumes
     seconds: float
@@ -60,122 +61,128 @@ class SyntheticSet:
 
 
 def scaled(images_NDHW: Tensor) -> Tensor:
-    """To [-1, 1] by each volume's own extremes: real and synthetic volumes alike, as `voxtune evaluate` takes them."""
+    """Scales each volume to [-1, 1] by its minimum and maximum, as `voxtune evaluate` does."""
     return torch.stack([unit(volume) * 2 - 1 for volume in images_NDHW])
 
 
-def draw(
+def generate_volumes(
     model: Model, masks: Volumes, count: int, settings: SamplerSettings, *, seed: int, batch: int, say: Say
 ) -> SyntheticSet:
-    """`count` volumes, number i for mask i; beyond the last mask the first comes again, with other noise."""
+    """`count` volumes, one per mask; after the last mask, masks are reused with other noise."""
     batch = min(batch, count)
-    parts, started, told = [], time.perf_counter(), time.perf_counter()
+    parts, started, reported = [], time.perf_counter(), time.perf_counter()
     for first in range(0, count, batch):
-        # A last batch that is short is filled up: another shape would ask for another plan.
+        # A short last batch is padded: another shape would need another plan.
         numbers = [min(first + i, count - 1) for i in range(batch)]
         cond = masks.condition([n % len(masks) for n in numbers])
         x = model.sample(cond, settings=settings, seed=seed, indices=numbers)
         parts.append(x[: min(batch, count - first), 0].float().cpu())
-        if time.perf_counter() - told > 10 or first == 0:
-            told = time.perf_counter()
-            say(f"drawn: {first + len(parts[-1])} of {count}, {told - started:.0f} s")
+        if time.perf_counter() - reported > 10 or first == 0:
+            reported = time.perf_counter()
+            say(f"generated {first + len(parts[-1])} of {count} volumes, {reported - started:.0f} s")
     volumes = torch.cat(parts)
-    fine = torch.isfinite(volumes).flatten(1).all(dim=1)
-    if not bool(fine.any()):
-        raise InputError("every synthetic volume holds NaN or infinity: this model draws nothing to learn from")
+    finite = torch.isfinite(volumes).flatten(1).all(dim=1)
+    if not bool(finite.any()):
+        raise InputError(
+            "every synthetic volume contains NaN or infinity; check the model's weights, or try --plan baseline"
+        )
     classes = masks.classes_NDHW[torch.arange(count) % len(masks)]
-    kept = Volumes(contract=masks.contract, images_NDHW=scaled(volumes[fine]), classes_NDHW=classes[fine])
-    return SyntheticSet(volumes=kept, seconds=time.perf_counter() - started, broken=int((~fine).sum()))
+    valid = Volumes(contract=masks.contract, images_NDHW=scaled(volumes[finite]), classes_NDHW=classes[finite])
+    return SyntheticSet(volumes=valid, seconds=time.perf_counter() - started, broken=int((~finite).sum()))
 
 
-def lessons(real: Volumes, synthetic: Volumes, few: int | None = None) -> list[Lesson]:
-    """The arms, the reference first; `few` adds one with that many real subjects, alone and with all synthetic volumes."""
-    check_few(few, len(real))
-    made = [
-        Lesson(name=REFERENCE, volumes=real, real=len(real)),
-        Lesson(name="synthetic", volumes=synthetic, real=0),
-        Lesson(name="both", volumes=real + synthetic, real=len(real)),
+def arm_data(
+    subjects: Volumes, synthetic: Volumes, few: int | None = None, kind: SubjectKind = "real"
+) -> list[ArmData]:
+    """The arms, the reference first; `few` adds that many subjects, alone and with all synthetic volumes."""
+    check_few(few, len(subjects))
+    arms = [
+        ArmData(name=kind, volumes=subjects, subjects=len(subjects)),
+        ArmData(name="synthetic", volumes=synthetic, subjects=0),
+        ArmData(name="both", volumes=subjects + synthetic, subjects=len(subjects)),
     ]
     if few is not None:
-        part = real.first(few)
-        made.append(Lesson(name="few", volumes=part, real=few))
-        made.append(Lesson(name="few_and_synthetic", volumes=part + synthetic, real=few))
-    return made
+        part = subjects.first(few)
+        arms.append(ArmData(name="few", volumes=part, subjects=few))
+        arms.append(ArmData(name="few_and_synthetic", volumes=part + synthetic, subjects=few))
+    return arms
 
 
-def check_few(few: int | None, real: int) -> None:
-    if few is not None and not 0 < few < real:
-        raise InputError(f"--few {few}: there are {real} real subjects to learn from; give fewer, and at least 1")
+def check_few(few: int | None, subjects: int) -> None:
+    if few is not None and not 0 < few < subjects:
+        raise InputError(f"--few {few}: must be at least 1 and less than the {subjects} training subjects")
 
 
 def segmenter_config(volumes: Volumes, base: int) -> SegmenterConfig:
-    """The one network of all arms; raises where volumes of this size do not fit it."""
+    """The network of every arm; raises InputError if volumes of this size do not fit it."""
     network = SegmentConfig(in_channels=1, classes=len(volumes.contract.labels) + 1, base=base)
     return SegmenterConfig(network=network, data=volumes.contract)
 
 
-def teach(
-    made: list[Lesson],
+def train_arms(
+    data: list[ArmData],
     test: HeldOut,
     training: SegmentTraining,
     seeds: int,
     *,
+    kind: SubjectKind = "real",
     base: int = 16,
     device: str = "cpu",
     say: Say = lambda _line: None,
 ) -> Iterator[tuple[Arm, ...]]:
-    """Trains every arm with one seed, then with the next; gives all arms so far after each seed."""
-    config = segmenter_config(made[0].volumes, base)
+    """Trains every arm with one seed, then with the next; yields the results so far after each seed."""
+    config = segmenter_config(data[0].volumes, base)
     test = replace(test, images_NDHW=scaled(test.images_NDHW))
-    found: dict[str, list[dict[str, np.ndarray]]] = {lesson.name: [] for lesson in made}
-    seconds = dict.fromkeys(found, 0.0)
-    began = time.perf_counter()
+    scores: dict[str, list[dict[str, np.ndarray]]] = {arm.name: [] for arm in data}
+    seconds = dict.fromkeys(scores, 0.0)
+    run_started = time.perf_counter()
     for number in range(seeds):
-        for lesson in made:
+        for arm in data:
             started = time.perf_counter()
-            own = replace(training, seed=training.seed + number)
-            segmenter = train_segmenter(lesson.volumes, own, network=config.network, device=device)
-            found[lesson.name].append(measure(segmenter, test))
-            seconds[lesson.name] += time.perf_counter() - started
-            done, spent = sum(map(len, found.values())), time.perf_counter() - began
-            left = spent * (seeds * len(made) - done) / done
-            scores = ", ".join(f"{label} {np.nanmean(v):.4f}" for label, v in found[lesson.name][-1].items())
-            say(f"seed {own.seed}, {lesson.name}: Dice {scores}; {spent:.0f} s, about {left:.0f} s left")
-        yield tuple(_arm(lesson, found[lesson.name], seconds[lesson.name]) for lesson in made)
+            seeded = replace(training, seed=training.seed + number)
+            segmenter = train_segmenter(arm.volumes, seeded, network=config.network, device=device)
+            scores[arm.name].append(measure_dice(segmenter, test))
+            seconds[arm.name] += time.perf_counter() - started
+            done, spent = sum(map(len, scores.values())), time.perf_counter() - run_started
+            left = spent * (seeds * len(data) - done) / done
+            means = ", ".join(f"{label} {np.nanmean(v):.4f}" for label, v in scores[arm.name][-1].items())
+            say(f"seed {seeded.seed}, {arm.name}: Dice {means}; {spent:.0f} s, about {left:.0f} s left")
+        yield tuple(_arm(arm, kind, scores[arm.name], seconds[arm.name]) for arm in data)
 
 
 @torch.inference_mode()
-def measure(segmenter: Segmenter, test: HeldOut) -> dict[str, np.ndarray]:
-    """Dice by label, one value a subject; NaN where its mask lacks the label. Labels that no mask has are left out."""
+def measure_dice(segmenter: Segmenter, test: HeldOut) -> dict[str, np.ndarray]:
+    """Dice by label, one value per subject; NaN if its mask lacks the label. Labels that no mask has are omitted."""
 
     def pairs() -> Iterator[tuple[Tensor, Tensor]]:
         for image, classes in zip(test.images_NDHW, test.classes_NDHW, strict=True):
-            found = segmenter.network(image[None, None].to(segmenter.device)).argmax(dim=1)[0]
-            yield classes.to(segmenter.device), found
+            predicted = segmenter.network(image[None, None].to(segmenter.device)).argmax(dim=1)[0]
+            yield classes.to(segmenter.device), predicted
 
     with tf32_allowed(False):
         return dice_by_label(pairs(), test.contract.classes)
 
 
-def _arm(lesson: Lesson, rows: list[dict[str, np.ndarray]], seconds: float) -> Arm:
+def _arm(data: ArmData, kind: SubjectKind, scores: list[dict[str, np.ndarray]], seconds: float) -> Arm:
     return Arm(
-        name=lesson.name,
-        real=lesson.real,
-        synthetic=len(lesson.volumes) - lesson.real,
-        dice_SN={label: np.stack([row[label] for row in rows]) for label in rows[0]},
+        name=data.name,
+        kind=kind,
+        subjects=data.subjects,
+        synthetic=len(data.volumes) - data.subjects,
+        dice_SN={label: np.stack([row[label] for row in scores]) for label in scores[0]},
         seconds=seconds,
     )
 
 
 HELD_OUT = 64
-# Fewer subjects make a table, but not a result.
+# Results over fewer subjects carry a warning.
 ENOUGH = 64
 MOST_SEEDS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class UsefulnessRequest:
-    """What `voxtune usefulness` was asked for. Subjects come from one of `subjects`, `real` with `masks`, or the cohort."""
+    """The options of `voxtune usefulness`. Subjects come from `subjects`, from `real` with `masks`, or from the cohort."""
 
     model: Path
     out: Path
@@ -199,16 +206,18 @@ class UsefulnessRequest:
 
     def __post_init__(self) -> None:
         if (self.real is None) != (self.masks is None):
-            raise InputError("--real and --masks belong together: folders of volumes and of their masks")
+            raise InputError("--real and --masks must be given together")
         if self.real is not None and self.subjects is not None:
-            raise InputError("--real: leave --subjects away, subjects come from one place")
+            raise InputError("--real cannot be combined with --subjects")
         if self.volumes < 2 or self.batch < 1 or not 1 <= self.seeds <= MOST_SEEDS:
             raise InputError(
-                f"volumes {self.volumes}, batch {self.batch}, seeds {self.seeds}: at least 2 volumes, a batch from 1 up, "
-                f"and 1 to {MOST_SEEDS} seeds"
+                f"volumes {self.volumes}, batch {self.batch}, seeds {self.seeds}: volumes must be >= 2, the batch >= 1 "
+                f"and seeds 1 to {MOST_SEEDS}"
             )
         if self.held_out is not None and self.held_out < 2:
-            raise InputError(f"--held-out {self.held_out}: at least 2 subjects are needed, and {ENOUGH} for a result")
+            raise InputError(
+                f"--held-out {self.held_out}: at least 2 subjects are required, {ENOUGH} or more for a reliable result"
+            )
         check_output_path(self.result, self.overwrite)
 
     @property
@@ -216,30 +225,40 @@ class UsefulnessRequest:
         return self.out / "usefulness.json"
 
     def training(self) -> SegmentTraining:
-        low: Any = "bf16" if torch.device(self.device).type == "cuda" else "none"
-        return SegmentTraining(steps=self.segment_steps, batch=self.segment_batch, seed=self.seed, autocast=low)
+        autocast: Any = "bf16" if torch.device(self.device).type == "cuda" else "none"
+        return SegmentTraining(steps=self.segment_steps, batch=self.segment_batch, seed=self.seed, autocast=autocast)
 
 
 def run(request: UsefulnessRequest, say: Say) -> UsefulnessTable:
-    """Draws, trains every arm, measures; the files are written after each seed, so that a run cut short leaves a result."""
+    """Generates volumes, then trains and measures every arm; the files are written after each seed."""
     bootstrap = Bootstrap(resamples=request.resamples, seed=request.seed)
     model = load(request.model, device=request.device)
     training = request.training()
     check_seed(request.seed)
     settings = model.resolve(warn=say, **(request.sampling or {"steps": "auto"}))
     subjects = _checked(_split(request, model), request)
-    say(f"learn from {subjects.origin}; tested on {subjects.held_out.origin}")
-    say(f"{request.volumes} volumes by {settings.sampler} in {settings.steps} steps on {model.device}")
+    say(f"training subjects: {subjects.origin}; test subjects: {subjects.held_out.origin}")
+    say(f"{request.volumes} volumes with {settings.sampler}, {settings.steps} steps, on {model.device}")
     model = by_plan(model, request.plan, say)
-    drawn = draw(model, subjects.learn, request.volumes, settings, seed=request.seed, batch=request.batch, say=say)
-    say(f"drawn in {drawn.seconds:.0f} s, plan included")
-    about = {**_about(request, model, subjects, settings, drawn), "training": asdict(training)}
-    real = replace(subjects.learn, images_NDHW=scaled(subjects.learn.images_NDHW))
-    made = lessons(real, drawn.volumes, request.few)
-    notes = _notes(subjects, drawn, request)
+    synthetic = generate_volumes(
+        model, subjects.learn, request.volumes, settings, seed=request.seed, batch=request.batch, say=say
+    )
+    say(f"generated in {synthetic.seconds:.0f} s, including the plan")
+    about = {**_about(request, model, subjects, settings, synthetic), "training": asdict(training)}
+    kind: SubjectKind = "simulated" if is_simulated(subjects.origin) else "real"
+    scaled_subjects = replace(subjects.learn, images_NDHW=scaled(subjects.learn.images_NDHW))
+    data = arm_data(scaled_subjects, synthetic.volumes, request.few, kind)
+    notes = _notes(subjects, synthetic, request)
     result = None
-    for arms in teach(
-        made, subjects.held_out, training, request.seeds, base=request.base, device=request.device, say=say
+    for arms in train_arms(
+        data,
+        subjects.held_out,
+        training,
+        request.seeds,
+        kind=kind,
+        base=request.base,
+        device=request.device,
+        say=say,
     ):
         result = UsefulnessTable(arms=arms, settings=bootstrap, about=about, notes=notes)
         write(result, request.result, request.model.name)
@@ -250,7 +269,7 @@ def run(request: UsefulnessRequest, say: Say) -> UsefulnessTable:
 
 
 def write(result: UsefulnessTable, path: Path, title: str) -> None:
-    """As JSON at `path`, and as Markdown beside it."""
+    """Writes the result as JSON to `path` and as Markdown next to it."""
     write_atomic(path, (json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n").encode())
     write_atomic(path.with_suffix(".md"), result.markdown(f"{title}: usefulness").encode())
 
@@ -266,16 +285,16 @@ def _split(request: UsefulnessRequest, model: Model) -> Split:
 
 
 def _checked(subjects: Split, request: UsefulnessRequest) -> Split:
-    """Raises for what would fail only after the drawing."""
+    """Raises InputError for what would otherwise fail after sampling."""
     segmenter_config(subjects.learn, request.base)
     check_few(request.few, len(subjects.learn))
     if not bool((subjects.held_out.classes_NDHW > 0).any()):
-        raise InputError(f"{subjects.held_out.origin}: their masks hold no label, so nothing can be measured on them")
+        raise InputError(f"{subjects.held_out.origin}: the masks contain no label, so Dice cannot be computed")
     return subjects
 
 
 def _about(
-    request: UsefulnessRequest, model: Model, subjects: Split, settings: SamplerSettings, drawn: SyntheticSet
+    request: UsefulnessRequest, model: Model, subjects: Split, settings: SamplerSettings, synthetic: SyntheticSet
 ) -> dict[str, Any]:
     return {
         "model_sha256": weights_sha256(request.model),
@@ -288,8 +307,8 @@ def _about(
             "plan": request.plan,
             "passes": list(getattr(model.network, "passes", ())),
             "volumes": request.volumes,
-            "broken": drawn.broken,
-            "seconds": round(drawn.seconds, 1),
+            "broken": synthetic.broken,
+            "seconds": round(synthetic.seconds, 1),
         },
         "seeds_asked": request.seeds,
         "network_base": request.base,
@@ -297,12 +316,12 @@ def _about(
     }
 
 
-def _notes(subjects: Split, drawn: SyntheticSet, request: UsefulnessRequest) -> tuple[str, ...]:
+def _notes(subjects: Split, synthetic: SyntheticSet, request: UsefulnessRequest) -> tuple[str, ...]:
     count, notes = len(subjects.held_out), []
     if count < ENOUGH:
-        notes.append(f"{count} held-out subjects: a result needs {ENOUGH}")
+        notes.append(f"{count} held-out subjects: at least {ENOUGH} are required for a reliable result")
     if request.seeds < 2:
-        notes.append("one seed: nothing is known of how another would turn out")
-    if drawn.broken:
-        notes.append(f"{drawn.broken} synthetic volumes held NaN or infinity and were left out")
+        notes.append("one seed: the effect of the random seed is unknown")
+    if synthetic.broken:
+        notes.append(f"{synthetic.broken} synthetic volumes contained NaN or infinity and were excluded")
     return tuple(notes)

@@ -1,1 +1,1 @@
-"""Metrics, and the verdict "same as the reference?"."""
+"""Quality metrics on tensors, bootstrap intervals and the non-inferiority table; reads and writes no files."""

@@ -1,6 +1,6 @@
-"""How far a set of volumes lies from another: Frechet distance, maximum mean discrepancy, intensity histograms.
+"""Distances between two sets of volumes: Frechet distance, maximum mean discrepancy, intensity histograms.
 
-Legend: N volumes of one set, F features, B bins. `counts` say how often each volume is taken (see bootstrap.py).
+Legend: N volumes of one set, F features, B bins. `counts`: how often each volume is taken (bootstrap.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Statistic = Callable[[np.ndarray, np.ndarray], float]
 def frechet_distance(mean_a: Tensor, cov_a: Tensor, mean_b: Tensor, cov_b: Tensor) -> float:
     """|mean_a - mean_b|^2 + tr(A + B - 2 (A B)^(1/2)) of two normal distributions, in float64.
 
-    tr (A B)^(1/2) is the sum of the roots of the eigenvalues of A^(1/2) B A^(1/2), which is symmetric: no complex root
-    appears, and rounding below zero is cut off, where a root of the product A B itself fails for singular covariances.
+    tr (A B)^(1/2) is the sum of the square roots of the eigenvalues of A^(1/2) B A^(1/2). That matrix is symmetric, so its
+    eigenvalues are real, and negative rounding errors can be set to 0. The matrix root of A B fails for singular covariances.
     """
     mean_a, cov_a, mean_b, cov_b = (t.double() for t in (mean_a, cov_a, mean_b, cov_b))
     values, vectors = torch.linalg.eigh(cov_a)
@@ -56,7 +56,7 @@ def _moments(features_NF: Tensor, counts: np.ndarray) -> tuple[Tensor, Tensor]:
 
 
 def median_distance(a_NF: Tensor, b_NF: Tensor) -> float:
-    """The median distance between two different volumes of both sets together: the kernel's width."""
+    """The median distance between two volumes of the union of both sets: the width of the kernel."""
     both = torch.cat([a_NF, b_NF]).double()
     return float(torch.pdist(both).median())
 
@@ -64,8 +64,8 @@ def median_distance(a_NF: Tensor, b_NF: Tensor) -> float:
 def mmd_statistic(a_NF: Tensor, b_NF: Tensor, width: float) -> Statistic:
     """(counts, counts) -> squared MMD under the Gaussian kernel exp(-d^2 / (2 width^2)), the unbiased estimate.
 
-    Gretton et al. 2012, lemma 6: mean k(a, a') + mean k(b, b') - 2 mean k(a, b) over different volumes; it may fall below
-    0 where the sets are alike.
+    Gretton et al. 2012, lemma 6: mean k(a, a') + mean k(b, b') - 2 mean k(a, b) over different volumes. It may be
+    negative for similar sets.
     """
     _check_features(a_NF, b_NF, least=2)
     kernels = [_gaussian(x.double(), y.double(), width).numpy() for x, y in ((a_NF, a_NF), (b_NF, b_NF), (a_NF, b_NF))]
@@ -73,7 +73,7 @@ def mmd_statistic(a_NF: Tensor, b_NF: Tensor, width: float) -> Statistic:
 
 
 def mmd_of_kernels(within_a: np.ndarray, within_b: np.ndarray, between: np.ndarray) -> Statistic:
-    """The unbiased squared MMD of given kernel values, whatever the kernel."""
+    """The unbiased squared MMD from the values of any kernel."""
 
     def statistic(counts_a: np.ndarray, counts_b: np.ndarray) -> float:
         mixed = counts_a @ between @ counts_b / (counts_a.sum() * counts_b.sum())
@@ -83,7 +83,7 @@ def mmd_of_kernels(within_a: np.ndarray, within_b: np.ndarray, between: np.ndarr
 
 
 def mean_over_pairs(values_NN: np.ndarray, counts: np.ndarray, known_NN: np.ndarray | None = None) -> float:
-    """The mean over pairs of different volumes, of those that are `known`; NaN where there is no such pair."""
+    """The mean over `known` pairs of different volumes; NaN if there are none."""
     weights = np.outer(counts, counts)
     np.fill_diagonal(weights, 0.0)
     if known_NN is not None:
@@ -93,26 +93,26 @@ def mean_over_pairs(values_NN: np.ndarray, counts: np.ndarray, known_NN: np.ndar
 
 
 def mmd(a_NF: Tensor, b_NF: Tensor, width: float | None = None) -> float:
-    """The unbiased squared MMD; without a width, the median distance is it."""
+    """The unbiased squared MMD; the default width is the median distance."""
     width = median_distance(a_NF, b_NF) if width is None else width
     return mmd_statistic(a_NF, b_NF, width)(np.ones(len(a_NF)), np.ones(len(b_NF)))
 
 
 def _gaussian(x_NF: Tensor, y_NF: Tensor, width: float) -> Tensor:
-    # Volumes that are all alike have no width; any kernel then says the same.
+    # Identical volumes have width 0; any other value gives the same result.
     return torch.exp(
         -torch.cdist(x_NF, y_NF, compute_mode="donot_use_mm_for_euclid_dist").square() / (2 * (width or 1) ** 2)
     )
 
 
 def histogram(volume: Tensor, low: float = 0.0, high: float = 1.0) -> np.ndarray:
-    """The share of voxels in each of 256 equal bins; what lies outside counts in the end bins."""
+    """The share of voxels in each of 256 equal bins; values outside count in the first and last bin."""
     counts = torch.histc(volume.float().clamp(low, high), BINS, low, high).double().numpy()
     return np.asarray(counts / counts.sum())
 
 
 def wasserstein_statistic(a_NB: np.ndarray, b_NB: np.ndarray, span: float = 1.0) -> Statistic:
-    """(counts, counts) -> Wasserstein-1 distance of the pooled intensities: the area between the two running sums."""
+    """(counts, counts) -> Wasserstein-1 distance of the pooled intensities: the area between the cumulative distributions."""
 
     def statistic(counts_a: np.ndarray, counts_b: np.ndarray) -> float:
         gap = counts_a @ a_NB / counts_a.sum() - counts_b @ b_NB / counts_b.sum()
@@ -122,7 +122,7 @@ def wasserstein_statistic(a_NB: np.ndarray, b_NB: np.ndarray, span: float = 1.0)
 
 
 def jensen_shannon_statistic(a_NB: np.ndarray, b_NB: np.ndarray) -> Statistic:
-    """(counts, counts) -> Jensen-Shannon divergence of the pooled intensities in bits: 0 equal, 1 nothing in common."""
+    """(counts, counts) -> Jensen-Shannon divergence of the pooled intensities in bits: 0 equal, 1 disjoint."""
 
     def statistic(counts_a: np.ndarray, counts_b: np.ndarray) -> float:
         p, q = counts_a @ a_NB / counts_a.sum(), counts_b @ b_NB / counts_b.sum()
@@ -133,12 +133,12 @@ def jensen_shannon_statistic(a_NB: np.ndarray, b_NB: np.ndarray) -> Statistic:
 
 
 def _relative_entropy(p: np.ndarray, q: np.ndarray) -> float:
-    there = p > 0
-    return float((p[there] * np.log2(p[there] / q[there])).sum())
+    positive = p > 0
+    return float((p[positive] * np.log2(p[positive] / q[positive])).sum())
 
 
 def _check_features(a_NF: Tensor, b_NF: Tensor, least: int) -> None:
     if a_NF.dim() != 2 or b_NF.dim() != 2 or a_NF.shape[1] != b_NF.shape[1]:
-        raise InputError(f"features of shape {tuple(a_NF.shape)} and {tuple(b_NF.shape)}: need (N, F) with one F")
+        raise InputError(f"features of shape {tuple(a_NF.shape)} and {tuple(b_NF.shape)}: expected (N, F) with equal F")
     if min(len(a_NF), len(b_NF)) < least:
-        raise InputError(f"sets of {len(a_NF)} and {len(b_NF)} volumes: at least {least} of each are needed")
+        raise InputError(f"sets of {len(a_NF)} and {len(b_NF)} volumes: at least {least} of each are required")

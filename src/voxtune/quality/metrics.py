@@ -113,7 +113,7 @@ class Metric:
     parameter: Callable[[Any, Any], float] | None = None
     # Another form of the statistic for paired resampling, equal up to rounding.
     paired_statistic: Callable[..., Statistic] | None = None
-    # Copies of volumes shift a distance between sets. "paired": by so much that intervals are centred in `steps` alone.
+    # Whether intervals are centred, because copies in a resample shift a distance; "paired": in `steps` only.
     centred: Literal["never", "paired", "always"] = "never"
     max_resamples: int | None = None
     minimum: float = -math.inf
@@ -123,7 +123,7 @@ class Metric:
     note: str = ""
     real_note: str | None = None  # not None: also reported for the real volumes, as NAME_real
     caution: Callable[[Any, Any], str] | None = None  # replaces the note unless it is empty
-    warn: bool = False  # whether a caution is a warning, too
+    warn: bool = False  # whether the caution is also a warning
     undefined: str = ""  # why a volume may have no value; without it such volumes are ignored
 
     def __post_init__(self) -> None:
@@ -197,7 +197,7 @@ def _mean_of_listed_pairs(pairs: PairValues, _real: Any) -> Statistic:
 
 
 def _equal_volumes(values_N: Any, _real: Any) -> str:
-    return "" if np.isfinite(values_N).all() else "infinite: a synthetic volume equals its real partner"
+    return "" if np.isfinite(values_N).all() else "infinite: a synthetic volume equals its reference volume"
 
 
 def _singular_covariance(a_NF: Tensor, b_NF: Tensor) -> str:
@@ -208,7 +208,7 @@ def _singular_covariance(a_NF: Tensor, b_NF: Tensor) -> str:
 
 
 def _neighbours(kind: str, quantity: str, needs: Iterable[Need]) -> tuple[Metric, ...]:
-    """Memorisation: how near generated volumes lie to training volumes, and how near real ones do."""
+    """Memorisation: the distance of generated volumes to training volumes, and that of real volumes."""
     name, required = f"nearest_{kind}", frozenset[Need](needs)
     return (
         Metric(
@@ -218,7 +218,7 @@ def _neighbours(kind: str, quantity: str, needs: Iterable[Need]) -> tuple[Metric
             needs=required,
             better="closer",
             note=f"RMS difference of {quantity}, {{neighbour}}",
-            real_note="the same for real volumes, left out",
+            real_note="the same for the reference volumes, each without itself",
         ),
         Metric(
             name=f"{name}_ratio",
@@ -226,7 +226,7 @@ def _neighbours(kind: str, quantity: str, needs: Iterable[Need]) -> tuple[Metric
             statistic=_ratio_of_means,
             needs=required,
             sets=2,
-            note="synthetic over real; well below 1 means copies",
+            note="synthetic divided by reference; well below 1 indicates copies",
         ),
         Metric(
             name=f"{name}_copies",
@@ -235,7 +235,7 @@ def _neighbours(kind: str, quantity: str, needs: Iterable[Need]) -> tuple[Metric
             needs=required,
             uses_real=True,
             better="lower",
-            note="share nearer than half the least distance of a real volume",
+            note="share closer than half the smallest distance of a reference volume",
         ),
     )
 
@@ -249,7 +249,7 @@ METRICS: tuple[Metric, ...] = (
         better="higher",
         min_difference=0.01,
         per_label=True,
-        real_note="the segmenter's own limit, on real volumes",
+        real_note="the segmenter's own limit, on the reference volumes",
     ),
     Metric(
         name="fid",
@@ -316,7 +316,7 @@ METRICS: tuple[Metric, ...] = (
         needs=frozenset({"partner"}),
         better="higher",
         min_difference=0.01,
-        undefined=f"a pair has a side of fewer than {WINDOW} voxels, which its windows need",
+        undefined=f"a pair has a dimension of fewer than {WINDOW} voxels, the size of its window",
     ),
     Metric(
         name="psnr_reference",

@@ -1,4 +1,4 @@
-"""Mask adherence: how well what was drawn lies where it was asked for."""
+"""Measurements of single volumes: Dice of labels, detail, and the nearest training volume."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch
 from torch import Tensor
 
 
-def dice(asked: Tensor, found: Tensor, value: int) -> float | None:
-    """2 |A and B| / (|A| + |B|) of one label; None where it was not asked for, which says nothing of adherence."""
-    a, b = asked == value, found == value
-    wanted = int(a.sum())
-    return 2 * int((a & b).sum()) / (wanted + int(b.sum())) if wanted else None
+def dice(mask: Tensor, predicted: Tensor, value: int) -> float | None:
+    """2 |A and B| / (|A| + |B|) of one label; None if the mask does not contain it."""
+    a, b = mask == value, predicted == value
+    size = int(a.sum())
+    return 2 * int((a & b).sum()) / (size + int(b.sum())) if size else None
 
 
 def dice_by_label(pairs: Iterable[tuple[Tensor, Tensor]], values: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """Dice of each named label over (asked, found) pairs: NaN where it was not asked for; left out where it never was."""
+    """Dice by label name over (mask, predicted) pairs; NaN if a mask lacks the label. Labels that no mask has are omitted."""
     scores: dict[str, list[float]] = {name: [] for name in values}
-    for asked, found in pairs:
+    for mask, predicted in pairs:
         for name, value in values.items():
-            score = dice(asked, found, value)
+            score = dice(mask, predicted, value)
             scores[name].append(np.nan if score is None else score)
-    return {name: np.array(of) for name, of in scores.items() if not np.isnan(of).all()}
+    return {name: np.array(column) for name, column in scores.items() if not np.isnan(column).all()}
 
 
 def detail(volume: Tensor, inside: Tensor) -> float:
-    """The mean |difference| of neighbouring voxels that both lie inside; 0 where none do."""
+    """The mean absolute difference of neighbouring voxels that are both inside; 0 if there are none."""
     total, count = volume.new_zeros((), dtype=torch.float64), 0
     for axis, side in enumerate(volume.shape):
         both = inside.narrow(axis, 1, side - 1) & inside.narrow(axis, 0, side - 1)
@@ -39,16 +39,16 @@ def detail(volume: Tensor, inside: Tensor) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Nearest:
-    """For each volume asked about: the nearest training volume's number and its distance."""
+    """For each volume, the index of the nearest training volume and its distance."""
 
     index: tuple[int, ...]
     distance: tuple[float, ...]
 
 
-def nearest(asked_NF: Tensor, training_MF: Tensor, *, skip: Sequence[int | None] | None = None) -> Nearest:
-    """By RMS difference over F. `skip[i]` names the training volume that is volume i itself, where there is one."""
+def nearest(volumes_NF: Tensor, training_MF: Tensor, *, skip: Sequence[int | None] | None = None) -> Nearest:
+    """By RMS difference over F. `skip[i]` is the index of volume i in the training set, or None."""
     indices, distances = [], []
-    for row, vector in enumerate(asked_NF):
+    for row, vector in enumerate(volumes_NF):
         gap = (training_MF - vector).square().mean(dim=1, dtype=torch.float64).sqrt()
         itself = None if skip is None else skip[row]
         if itself is not None:
@@ -59,5 +59,5 @@ def nearest(asked_NF: Tensor, training_MF: Tensor, *, skip: Sequence[int | None]
 
 
 def copies(distances: Sequence[float], yardstick: Sequence[float]) -> list[float]:
-    """1 for each distance below half the least of the yardstick, else 0: far nearer to training than any unseen volume."""
+    """1 for each distance below half the smallest distance of an unseen volume (`yardstick`), else 0."""
     return [float(distance < min(yardstick) / 2) for distance in distances]

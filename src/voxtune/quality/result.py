@@ -1,4 +1,4 @@
-"""The result of an evaluation: figures with intervals, what was left out and why, as JSON and as a page of Markdown."""
+"""The result of an evaluation: metrics with confidence intervals and skipped metrics, as JSON and as Markdown."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from voxtune.quality.bootstrap import MetricValue
 from voxtune.versions import commit
 
 FORMAT = "voxtune-metrics/1"
-HEADER = ("figure", "value", "interval", "n", "better", "note")
+HEADER = ("metric", "value", "interval", "n", "better", "note")
 
 
 @dataclass
 class Notes:
-    """Gathers figures, and what there is to say beside them, while an evaluation runs."""
+    """Collects metrics, skipped metrics and warnings while an evaluation runs."""
 
-    tell: Callable[[str], None]
-    figures: list[MetricValue] = field(default_factory=list)
+    on_warning: Callable[[str], None]
+    metrics: list[MetricValue] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
-    def add(self, figure: MetricValue) -> None:
-        self.figures.append(figure)
+    def add(self, metric: MetricValue) -> None:
+        self.metrics.append(metric)
 
     def leave_out(self, name: str, reason: str) -> None:
         self.left_out[name] = reason
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)
-        self.tell(text)
+        self.on_warning(text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """`left_out` names figures that could not be had, with the reason. `volumes` holds a row a synthetic volume."""
+    """`left_out` gives the reason for each skipped metric. `volumes` has one row per synthetic volume."""
 
-    figures: tuple[MetricValue, ...]
+    metrics: tuple[MetricValue, ...]
     left_out: dict[str, str]
     warnings: tuple[str, ...]
     counts: dict[str, int | None]
@@ -51,15 +51,15 @@ class Evaluation:
     segmenter: dict[str, Any] | None
 
     def __getitem__(self, name: str) -> MetricValue:
-        return next(f for f in self.figures if f.name == name)
+        return next(metric for metric in self.metrics if metric.name == name)
 
     def to_json(self, **about: Any) -> dict[str, Any]:
-        """`about` is what the caller knows besides: folders, options."""
+        """`about`: further entries from the caller, such as folders and options."""
         return {
             "format": FORMAT,
             **about,
             "counts": self.counts,
-            "figures": [f.to_json() for f in self.figures],
+            "figures": [metric.to_json() for metric in self.metrics],
             "left_out": self.left_out,
             "warnings": list(self.warnings),
             "features": self.features,
@@ -69,26 +69,34 @@ class Evaluation:
         }
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The figures as text, in the order of HEADER."""
-        return [(f.name, _value(f.value, f.unit), _interval(f), str(f.n), f.better, f.note) for f in self.figures]
+        """The metrics as text, in the order of HEADER."""
+        return [(m.name, _value(m.value, m.unit), _interval(m), str(m.n), m.better, m.note) for m in self.metrics]
 
     def markdown(self, title: str) -> str:
         lines = [f"# {title}", "", _line(HEADER), "|---|---:|---:|---:|---|---|"]
         lines += [_line(row) for row in self.rows()]
-        first = self.figures[0]
+        first = self.metrics[0]
         lines += [
             "",
-            f"Intervals of {first.level:.0%}: percentile bootstrap over volumes, seed {first.seed}. "
-            "What each figure means stands in docs/quality.md.",
+            f"{first.level:.0%} confidence intervals: percentile bootstrap over volumes, seed {first.seed}. "
+            "The metrics are defined in docs/reference/metrics.md. "
+            "The suffix `_real` marks the reference volumes: your scans or simulated subjects.",
         ]
-        for what, network in (("Features", self.features), ("Segmenter", self.segmenter)):
+        for role, network in (("Features", self.features), ("Segmenter", self.segmenter)):
             if network is not None:
-                lines += ["", f"{what}: `{network['file']}`, SHA-256 `{network['sha256']}`."]
+                lines += ["", f"{role}: `{network['file']}`, SHA-256 `{network['sha256']}`."]
         if self.left_out:
-            lines += ["", "Left out:", *(f"- {name}: {reason}" for name, reason in self.left_out.items())]
+            lines += ["", "Skipped:", *(f"- {name}: {reason}" for name, reason in self.left_out.items())]
         if self.warnings:
             lines += ["", "Warnings:", *(f"- {text}" for text in self.warnings)]
         return "\n".join(lines) + "\n"
+
+
+def is_simulated(origin: str) -> bool:
+    """Whether the description of subjects in a result (`data`) means simulated subjects, also as version 0.1 wrote it."""
+    if "folder" in origin:
+        return False
+    return "simulated" in origin or "embedded cohort" in origin or origin.startswith("cohort ")
 
 
 def versions() -> dict[str, str]:
@@ -109,12 +117,12 @@ def _value(value: float, unit: str = "") -> str:
     return f"{value:.4g}{' ' + unit if unit else ''}"
 
 
-def _interval(figure: MetricValue) -> str:
-    if figure.low is None or figure.high is None:
+def _interval(metric: MetricValue) -> str:
+    if metric.low is None or metric.high is None:
         return "none"
-    return f"{figure.low:.4g} to {figure.high:.4g}"
+    return f"{metric.low:.4g} to {metric.high:.4g}"
 
 
 def _line(cells: tuple[str, ...]) -> str:
-    # A file's name may hold a bar, which would end the cell.
+    # A file name may contain a bar, which would end the cell.
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

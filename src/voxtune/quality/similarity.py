@@ -1,6 +1,6 @@
-"""How alike two volumes are, voxel by voxel: PSNR and multi-scale SSIM in three dimensions.
+"""Similarity of two volumes: PSNR and multi-scale SSIM in three dimensions.
 
-Legend: volumes (D, H, W) or batches of them (..., D, H, W), in one range of intensities `span` wide.
+Legend: volumes (D, H, W) or batches of them (..., D, H, W), with an intensity range of `span`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def ms_ssim(a: Tensor, b: Tensor, span: float = 1.0) -> float:
     """1 for equal volumes, about 0 for unrelated ones.
 
     The product over scales of the mean contrast-structure term, to the power of the scale's weight, with the luminance
-    term at the last scale. Windows lie wholly inside the volume. A volume too small for five scales has as many as fit
-    the window, their weights scaled to sum to 1.
+    term at the last scale. Windows lie inside the volume. A volume too small for five scales uses as many as the window
+    fits, with weights normalised to sum to 1.
     """
     _check(a, b)
     weights = scale_weights(min(a.shape[-3:]))
@@ -47,11 +47,11 @@ def ms_ssim(a: Tensor, b: Tensor, span: float = 1.0) -> float:
     return result
 
 
-def scale_weights(side: int) -> tuple[float, ...]:
-    """The weights of the scales that a volume whose smallest side is `side` has room for."""
-    if side < WINDOW:
-        raise InputError(f"MS-SSIM needs sides of at least {WINDOW} voxels, found {side}")
-    scales = min(len(WEIGHTS), 1 + int(math.log2(side / WINDOW)))
+def scale_weights(size: int) -> tuple[float, ...]:
+    """The weights of the scales that fit a volume whose smallest dimension is `size`."""
+    if size < WINDOW:
+        raise InputError(f"MS-SSIM requires at least {WINDOW} voxels in each dimension, got {size}")
+    scales = min(len(WEIGHTS), 1 + int(math.log2(size / WINDOW)))
     total = sum(WEIGHTS[:scales])
     return tuple(w / total for w in WEIGHTS[:scales])
 
@@ -66,7 +66,7 @@ def _ssim_terms(x: Tensor, y: Tensor, span: float) -> tuple[Tensor, Tensor]:
 
 
 def _windowed(maps_NDHW: Tensor) -> Tensor:
-    """Gaussian means of every window inside the volume, an axis at a time, as products with banded matrices."""
+    """Gaussian means of every window inside the volume, one axis at a time, as products with banded matrices."""
     for axis in (1, 2, 3):
         band = _band(maps_NDHW.shape[axis]).to(maps_NDHW)
         maps_NDHW = torch.tensordot(maps_NDHW, band, dims=([axis], [1])).movedim(-1, axis)
@@ -74,12 +74,12 @@ def _windowed(maps_NDHW: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=32)
-def _band(side: int) -> Tensor:
-    """(side - 10, side): row i holds the window that begins at voxel i."""
+def _band(size: int) -> Tensor:
+    """(size - 10, size): row i holds the window that starts at voxel i."""
     offsets = torch.arange(WINDOW, dtype=torch.float64) - (WINDOW - 1) / 2
     window = torch.exp(-offsets.square() / (2 * SIGMA**2))
     window /= window.sum()
-    band = torch.zeros(side - WINDOW + 1, side, dtype=torch.float64)
+    band = torch.zeros(size - WINDOW + 1, size, dtype=torch.float64)
     for row in range(len(band)):
         band[row, row : row + WINDOW] = window
     return band
@@ -87,4 +87,6 @@ def _band(side: int) -> Tensor:
 
 def _check(a: Tensor, b: Tensor) -> None:
     if a.shape != b.shape or a.dim() != 3:
-        raise InputError(f"volumes of shape {tuple(a.shape)} and {tuple(b.shape)}: need two (D, H, W) of one shape")
+        raise InputError(
+            f"volumes of shape {tuple(a.shape)} and {tuple(b.shape)}: expected two volumes (D, H, W) of equal shape"
+        )
