@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.factories.nifti import write_mask
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -24,6 +26,14 @@ def test_wheel_installs_and_runs(tmp_path):
     run(sys.executable, "-m", "venv", tmp_path / "env")
     binaries = tmp_path / "env" / "bin"
     run(binaries / "python", "-m", "pip", "install", "--quiet", "torch==2.13.0", wheel)
+    # The core alone samples.
+    mask = write_mask(tmp_path / "sub-1_dseg.nii.gz")
+    find = "from voxtune.runtime.storage import demo_model; print(demo_model())"
+    model = run(binaries / "python", "-c", find).strip()
+    run(binaries / "voxtune", "sample", model, "--mask", mask, "-o", tmp_path / "core", "--steps", "1")
+    assert list((tmp_path / "core").glob("*.nii.gz"))
+    assert (Path(model).parent.parent / "py.typed").is_file()
+    run(binaries / "python", "-m", "pip", "install", "--quiet", f"{wheel}[all]")
     assert run(binaries / "voxtune", "--version").startswith("voxtune ")
     assert run(binaries / "python", "-m", "voxtune", "--version").startswith("voxtune ")
     assert json.loads(run(binaries / "voxtune", "doctor", "--json"))["verdict"] == "ok"

@@ -112,7 +112,7 @@ def test_invalid_arguments(bad):
 
 def test_missing_nilearn_names_the_package_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match="pip install nilearn"):
+    with pytest.raises(InputError, match=r'pip install "voxtune\[cohort\]"'):
         anatomy.template.__wrapped__()
 
 

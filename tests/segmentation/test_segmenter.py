@@ -15,7 +15,6 @@ from voxtune.data import subjects
 from voxtune.data.contract import generic_contract
 from voxtune.data.dataset import CohortSource
 from voxtune.errors import InputError
-from voxtune.runtime import storage
 from voxtune.segmentation import train as segmenttrain
 from voxtune.segmentation.segmenter import Segmenter, SegmenterConfig, load_segmenter, save_segmenter, shipped_segmenter
 from voxtune.segmentation.train import run_segment, summary
@@ -154,14 +153,6 @@ def test_training_from_packed_subjects_with_only_the_core_dependencies(tmp_path,
     for more in (["--cohort", "3"], ["--set", "data.cohort_seed=1"]):
         assert main([*command[:-6], *more, "-o", str(tmp_path / "other")]) == 2
         assert "--subjects cannot be combined" in capsys.readouterr().err
-
-
-def test_weights_written_without_safetensors_are_read_by_it(tmp_path):
-    tensors = {"a": torch.randn(3, 2), "b": torch.arange(5), "c": torch.randn(4).bfloat16(), "d": torch.zeros(0)}
-    storage._write_without_library(tmp_path / "x.safetensors", tensors, {"k": "v"})
-    stored, metadata = storage.read_safetensors(tmp_path / "x.safetensors")
-    assert metadata == {"k": "v"}
-    assert all(torch.equal(stored[k], tensors[k]) for k in tensors)
 
 
 def test_augmentation_changes_intensities_only():

@@ -16,6 +16,7 @@ import numpy as np
 
 from voxtune.data.nifti import read_volume
 from voxtune.errors import InputError
+from voxtune.extras import missing, optional_import
 
 TEMPLATE = "mni_icbm152_{}_tal_nlin_sym_09a_converted.nii.gz"
 # Centre of the brain's bounding box in MNI space, in mm.
@@ -35,7 +36,8 @@ class Anatomy:
 
     def at(self, name: str, points_mm: np.ndarray) -> np.ndarray:
         """One map at MNI points (3, ...), by linear interpolation; 0 outside the map."""
-        from scipy.ndimage import map_coordinates
+        with optional_import("the simulated cohort"):
+            from scipy.ndimage import map_coordinates
 
         voxels = points_mm - self.origin.astype(np.float32).reshape(3, *[1] * (points_mm.ndim - 1))
         return map_coordinates(getattr(self, name), voxels, order=1, mode="constant", prefilter=False)
@@ -64,7 +66,8 @@ def template() -> Anatomy:
 @lru_cache(maxsize=4)
 def anatomy(spacing_mm: float) -> Anatomy:
     """The maps smoothed for sampling at `spacing_mm`, to avoid aliasing on coarse grids."""
-    from scipy.ndimage import gaussian_filter
+    with optional_import("the simulated cohort"):
+        from scipy.ndimage import gaussian_filter
 
     full = template()
     sigma = 0.35 * max(spacing_mm**2 - 1.0, 0.0) ** 0.5
@@ -78,7 +81,8 @@ def anatomy(spacing_mm: float) -> Anatomy:
 @lru_cache(maxsize=1)
 def lesion_sites() -> np.ndarray:
     """MNI points (n, 3) in deep white matter, at least 12 mm inside the brain and above the brainstem."""
-    from scipy.ndimage import distance_transform_edt
+    with optional_import("the simulated cohort"):
+        from scipy.ndimage import distance_transform_edt
 
     full = template()
     step = 3
@@ -128,5 +132,5 @@ class SmoothField:
 def _template_folder() -> Path:
     spec = importlib.util.find_spec("nilearn")
     if spec is None or spec.origin is None:
-        raise InputError("the simulated cohort requires the MNI152 templates of nilearn: pip install nilearn")
+        raise missing("nilearn", "the simulated cohort")
     return Path(spec.origin).parent / "datasets" / "data"

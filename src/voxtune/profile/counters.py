@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
+from voxtune.extras import optional_import
 from voxtune.profile.align import Key, align, launch_key
 from voxtune.profile.ncu import CountedLaunch, read_raw, read_rules
 from voxtune.profile.session import Session, frame
+
+with optional_import("profiling"):
+    import pandas as pd
 
 Identity = tuple[str, str, str]
 # Times within this factor, or this many microseconds, count as equal. Wider than in `align`: an isolated operator finds

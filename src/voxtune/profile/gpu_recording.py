@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
+from voxtune.extras import optional_import
 from voxtune.profile import schema
 from voxtune.profile.align import (
     SHARES,
@@ -43,6 +42,9 @@ from voxtune.profile.ncu import SECTIONS, Ncu, NcuError, choose_metrics, explain
 from voxtune.profile.record import RecordOptions, RecordResult, SessionJob
 from voxtune.profile.session import Session, load_session
 from voxtune.profile.worker_pool import GRACE_S, ProfileWorker, WorkerOutcome, WorkerPool, worker_program
+
+with optional_import("profiling"):
+    import pandas as pd
 
 CENSUS_LIMIT_S = 900.0
 # If the operators of this share of kernel time have numbers, they run in isolation. Otherwise a filter by function is used.

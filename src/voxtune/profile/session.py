@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from voxtune.errors import InputError
+from voxtune.extras import optional_import
 from voxtune.files import reporting_os_errors
 from voxtune.profile import schema
 
@@ -42,7 +43,8 @@ class Session:
         return str(self.meta["name"])
 
     def save(self, folder: str | Path) -> Path:
-        import pyarrow.parquet as pq
+        with optional_import("a session"):
+            import pyarrow.parquet as pq
 
         folder = Path(folder)
         with reporting_os_errors(folder):
@@ -57,7 +59,8 @@ class Session:
 
 def frame(rows: list[dict[str, Any]], table: str) -> pd.DataFrame:
     """The rows as a frame of that table. Missing keys become null; unknown keys are an internal error."""
-    import pandas as pd
+    with optional_import("a session"):
+        import pandas as pd
 
     names = [c.name for c in schema.TABLES[table]]
     unknown = {k for row in rows for k in row} - set(names)
@@ -114,8 +117,10 @@ def _read_meta(path: Path) -> dict[str, Any]:
 def _read_table(path: Path, table: str) -> pd.DataFrame:
     if not path.exists() and table != "launches":
         return empty(table)
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    with optional_import("a session"):
+        import pandas  # noqa: F401  a table becomes a frame
+        import pyarrow as pa
+        import pyarrow.parquet as pq
 
     with _reporting(path, (OSError, pa.ArrowException)):
         file = pq.ParquetFile(path)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional as F
 
+from voxtune.extras import install_command
 from voxtune.versions import conv3d_without_cudnn, cudnn_parts, wrong_half_conv3d
 
 Level = Literal["ok", "note", "warning", "error"]
@@ -58,7 +59,7 @@ def _software() -> Iterator[Check]:
                 name=package,
                 level="note",
                 value="not installed",
-                consequence=f"needed for {use}: pip install {package}",
+                consequence=f"needed for {use}: {install_command(package)}",
             )
 
 

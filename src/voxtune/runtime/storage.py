@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -136,10 +135,8 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """(tensors, metadata) of a safetensors file."""
     if not path.is_file():
         raise InputError(f"{path}: not found; a model folder contains {WEIGHTS} and {CONFIG}")
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        return read_without_library(path)
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
@@ -149,72 +146,15 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Writes atomically: after a crash or on a full disk, an existing file is unchanged."""
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-    except ImportError:
-        # A GPU machine without internet access may have PyTorch only; models trained there use the same format.
-        return _write_without_library(path, tensors, metadata)
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
     with replacing(path) as part:
         try:
             save_file(tensors, part, metadata=metadata)
         except SafetensorError as error:
             # The library wraps the operating system's error; the callers expect OSError.
             raise OSError(one_line(error)) from error
-
-
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-}
-
-
-def _write_without_library(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Writes the safetensors format: the header's length in 8 bytes, a JSON header, then the bytes of every tensor."""
-    header: dict[str, Any] = {"__metadata__": metadata}
-    blocks, end = [], 0
-    # Wide types first, as the library does, so that every tensor is aligned to its element size.
-    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
-        block = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        offsets = [end, end + len(block)]
-        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        blocks.append(block)
-        end += len(block)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with replacing(path) as part:
-        part.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(blocks))
-
-
-def read_without_library(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Reads the safetensors format without its library, for machines that have PyTorch only."""
-    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-    with reporting_os_errors(path):
-        data = path.read_bytes()
-    try:
-        length = int.from_bytes(data[:8], "little")
-        if len(data) < 8 or length > len(data) - 8:
-            raise ValueError("truncated header")
-        header, body = json.loads(data[8 : 8 + length]), memoryview(data)[8 + length :]
-        metadata = header.pop("__metadata__", {})
-        tensors = {}
-        for name, entry in header.items():
-            dtype, shape, (begin, end) = dtypes[entry["dtype"]], entry["shape"], entry["data_offsets"]
-            if not 0 <= begin <= end <= len(body) or math.prod(shape) * dtype.itemsize != end - begin:
-                raise ValueError(f"the offsets of tensor {name!r} do not match its shape or the file")
-            # A copy: the bytes of the file are read-only and may not be aligned.
-            flat = (
-                torch.frombuffer(bytearray(body[begin:end]), dtype=dtype) if begin < end else torch.empty(0).to(dtype)
-            )
-            tensors[name] = flat.reshape(shape)
-        return tensors, dict(metadata)
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
-        raise InputError(f"{path}: damaged or truncated safetensors file ({one_line(error)})") from None
 
 
 def weights_sha256(path: Path) -> str | None:

@@ -18,6 +18,7 @@ from voxtune.data.orientation import check_orientation
 from voxtune.diffusion import get_sampler
 from voxtune.diffusion.noise import check_seed
 from voxtune.errors import InputError
+from voxtune.extras import install_command, optional_import
 from voxtune.files import reporting_os_errors
 from voxtune.workloads import DEFAULT_WORKLOAD, WORKLOADS
 from voxtune.workloads import workload as find_workload
@@ -30,10 +31,8 @@ NUMBER = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
 
 def parse_yaml(text: str) -> Any:
     """The YAML document in `text`. Raises InputError, or ValueError for an invalid number or date."""
-    try:
+    with optional_import("a YAML config (unlike .json)"):
         import yaml
-    except ImportError:
-        raise InputError("YAML files require PyYAML: pip install pyyaml, or write the config as .json") from None
     try:
         return yaml.load(text, Loader=_loader())
     except yaml.YAMLError as error:
@@ -51,7 +50,7 @@ def parse_value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         if set(text) & set("[]{}\"'"):
-            raise InputError(f"{text[:80]}: not valid JSON, and YAML requires PyYAML (pip install pyyaml)") from None
+            raise InputError(f"{text[:80]}: not valid JSON, and YAML requires: {install_command('yaml')}") from None
         return text
 
 

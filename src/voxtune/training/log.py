@@ -15,6 +15,7 @@ import numpy as np
 from voxtune.data.contract import DataContract
 from voxtune.data.orientation import flipped, reorder
 from voxtune.data.pixels import sheet, to_pixels
+from voxtune.extras import install_command
 from voxtune.files import replacing
 
 METRICS, TENSORBOARD, SAMPLES = "metrics.jsonl", "tensorboard", "samples"
@@ -81,7 +82,8 @@ def _summary_writer(folder: Path, step: int, warn: Callable[[str], None]) -> Any
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         warn(
-            "TensorBoard is not installed (pip install tensorboard): no curves are written; the values are in metrics.jsonl"
+            f"TensorBoard is not installed ({install_command('tensorboard')}): no curves are written; "
+            "the values are in metrics.jsonl"
         )
         return None
     return SummaryWriter(str(folder), purge_step=step + 1 if step else None)

@@ -1,0 +1,44 @@
+"""The core dependencies are enough to sample; a command that needs an extra names the `pip install`."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from tests.factories.core_only import voxtune_core
+from tests.factories.nifti import write_mask
+from voxtune.extras import EXTRAS
+from voxtune.runtime.storage import demo_model
+
+PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+CORE = {"torch", "numpy", "nibabel", "pillow", "rich", "safetensors", "typer"}
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[<>=\[]", requirement)[0] for requirement in requirements}
+
+
+def test_the_extras_are_those_of_the_package():
+    assert names(PROJECT["dependencies"]) == CORE
+    optional = PROJECT["optional-dependencies"]
+    for library, extra in EXTRAS.items():
+        assert {"yaml": "pyyaml"}.get(library, library) in names(optional[extra])
+    assert optional["all"] == [f"voxtune[{','.join(sorted(set(optional) - {'all'}))}]"]
+
+
+def test_with_the_core_alone(tmp_path):
+    mask = write_mask(tmp_path / "sub-1_dseg.nii.gz")
+    (tmp_path / "train.yaml").write_text("steps: 1\n")
+    needs_extra = {
+        "cohort": ["cohort", "1", "-o", tmp_path / "cohort", "--size", "16,16,16"],
+        "report": ["report", "--recorded", "-o", tmp_path / "report.html"],
+        "train": ["train", "--config", tmp_path / "train.yaml", "-o", tmp_path / "run"],
+    }
+    sample = ["sample", demo_model(), "--mask", mask, "-o", tmp_path / "out", "--steps", "1", "--device", "cpu"]
+    sampled, *failed = voxtune_core([sample, *needs_extra.values()])
+    assert sampled["code"] == 0, sampled["err"]
+    assert list((tmp_path / "out").glob("*.nii.gz"))
+    for extra, result in zip(needs_extra, failed, strict=True):
+        assert result["code"] == 2, (extra, result)
+        assert f'pip install "voxtune[{extra}]"' in result["err"] and result["err"].count("\n") == 1, result["err"]
