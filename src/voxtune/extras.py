@@ -24,7 +24,8 @@ def install_command(library: str) -> str:
 
 
 def missing(library: str, purpose: str) -> InputError:
-    return InputError(f"{purpose} requires {library}, which is not installed: {install_command(library)}")
+    title = "PyYAML" if library == "yaml" else library
+    return InputError(f"{purpose} requires {title}, which is not installed: {install_command(library)}")
 
 
 @contextmanager

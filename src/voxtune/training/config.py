@@ -31,7 +31,7 @@ NUMBER = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
 
 def parse_yaml(text: str) -> Any:
     """The YAML document in `text`. Raises InputError, or ValueError for an invalid number or date."""
-    with optional_import("a YAML config (unlike .json)"):
+    with optional_import("a config in YAML instead of JSON"):
         import yaml
     try:
         return yaml.load(text, Loader=_loader())
@@ -50,7 +50,7 @@ def parse_value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         if set(text) & set("[]{}\"'"):
-            raise InputError(f"{text[:80]}: not valid JSON, and YAML requires: {install_command('yaml')}") from None
+            raise InputError(f"{text[:80]}: not valid JSON, and YAML requires PyYAML: {install_command('yaml')}") from None
         return text
 
 
