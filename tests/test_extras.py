@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.factories.core_only import voxtune_core
 from tests.factories.nifti import write_mask
-from voxtune.extras import EXTRAS
+from voxtune.errors import EXTRAS
 from voxtune.runtime.storage import demo_model
 
 PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]

@@ -1,6 +1,19 @@
-"""The exception for errors that the user can fix."""
+"""Errors that the user can fix: invalid input, and optional dependencies that are not installed."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# Optional dependencies: import name -> extra in pyproject.toml.
+EXTRAS = {
+    "nilearn": "cohort",
+    "scipy": "cohort",
+    "pandas": "report",
+    "pyarrow": "report",
+    "tensorboard": "train",
+    "yaml": "train",
+}
 
 
 class InputError(ValueError):
@@ -8,3 +21,25 @@ class InputError(ValueError):
 
     The command line prints the message and exits with code 2.
     """
+
+
+def install_command(library: str) -> str:
+    """The `pip install` that brings `library`."""
+    return f'pip install "voxtune[{EXTRAS[library]}]"' if library in EXTRAS else f"pip install {library}"
+
+
+def missing_dependency(library: str, purpose: str) -> InputError:
+    title = "PyYAML" if library == "yaml" else library
+    return InputError(f"{purpose} requires {title}, which is not installed: {install_command(library)}")
+
+
+@contextmanager
+def optional_import(purpose: str) -> Iterator[None]:
+    """Around the import of an optional library: if it is not installed, an InputError with the command that installs it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        if library not in EXTRAS:
+            raise
+        raise missing_dependency(library, purpose) from None

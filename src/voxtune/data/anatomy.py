@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from voxtune.data.nifti import read_volume
-from voxtune.errors import InputError
-from voxtune.extras import missing, optional_import
+from voxtune.errors import InputError, missing_dependency, optional_import
 
 TEMPLATE = "mni_icbm152_{}_tal_nlin_sym_09a_converted.nii.gz"
 # Centre of the brain's bounding box in MNI space, in mm.
@@ -132,5 +131,5 @@ class SmoothField:
 def _template_folder() -> Path:
     spec = importlib.util.find_spec("nilearn")
     if spec is None or spec.origin is None:
-        raise missing("nilearn", "the simulated cohort")
+        raise missing_dependency("nilearn", "the simulated cohort")
     return Path(spec.origin).parent / "datasets" / "data"

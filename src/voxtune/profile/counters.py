@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from voxtune.extras import optional_import
+from voxtune.errors import optional_import
 from voxtune.profile.align import Key, align, launch_key
 from voxtune.profile.ncu import CountedLaunch, read_raw, read_rules
 from voxtune.profile.session import Session, frame

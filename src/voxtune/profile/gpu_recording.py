@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from voxtune.extras import optional_import
+from voxtune.errors import optional_import
 from voxtune.profile import schema
 from voxtune.profile.align import (
     SHARES,

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from voxtune.errors import InputError
-from voxtune.extras import optional_import
+from voxtune.errors import InputError, optional_import
 from voxtune.files import reporting_os_errors
 from voxtune.profile import schema
 

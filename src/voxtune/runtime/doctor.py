@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional as F
 
-from voxtune.extras import install_command
+from voxtune.errors import install_command
 from voxtune.versions import conv3d_without_cudnn, cudnn_parts, wrong_half_conv3d
 
 Level = Literal["ok", "note", "warning", "error"]

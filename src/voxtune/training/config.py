@@ -17,8 +17,7 @@ from voxtune.data.contract import Label
 from voxtune.data.orientation import check_orientation
 from voxtune.diffusion import get_sampler
 from voxtune.diffusion.noise import check_seed
-from voxtune.errors import InputError
-from voxtune.extras import install_command, optional_import
+from voxtune.errors import InputError, install_command, optional_import
 from voxtune.files import reporting_os_errors
 from voxtune.workloads import DEFAULT_WORKLOAD, WORKLOADS
 from voxtune.workloads import workload as find_workload
@@ -50,7 +49,9 @@ def parse_value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         if set(text) & set("[]{}\"'"):
-            raise InputError(f"{text[:80]}: not valid JSON, and YAML requires PyYAML: {install_command('yaml')}") from None
+            raise InputError(
+                f"{text[:80]}: not valid JSON, and YAML requires PyYAML: {install_command('yaml')}"
+            ) from None
         return text
 
 

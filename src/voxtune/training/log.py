@@ -15,7 +15,7 @@ import numpy as np
 from voxtune.data.contract import DataContract
 from voxtune.data.orientation import flipped, reorder
 from voxtune.data.pixels import sheet, to_pixels
-from voxtune.extras import install_command
+from voxtune.errors import install_command
 from voxtune.files import replacing
 
 METRICS, TENSORBOARD, SAMPLES = "metrics.jsonl", "tensorboard", "samples"
