@@ -18,27 +18,17 @@ import pytest
 import typer
 
 import voxtune
-from tests.factories import GOLDENS
+from tests.factories.cli import CHECKPOINT, run
 from tests.factories.nifti import write_mask
 from voxtune.cli.choices import OLD_OPTIONS, REGISTRIES
 from voxtune.cli.common import EXIT_CODES
-from voxtune.cli.main import COMMANDS, app, main
+from voxtune.cli.main import COMMANDS, app
 from voxtune.diffusion import SAMPLERS
 
-CHECKPOINT = str(GOLDENS / "med_ddpm_tiny.pt")
 
-
-def run(capsys, *arguments):
-    code = main([str(a) for a in arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    assert main(["import", CHECKPOINT, "-o", str(folder), "--size", "16,16,16", "--quiet"]) == 0
-    return folder
+@pytest.fixture
+def model(imported_model):
+    return imported_model
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])

@@ -10,11 +10,16 @@ import nibabel as nib
 import numpy as np
 import pytest
 
-from tests.cli.test_commands import CHECKPOINT, model, run  # noqa: F401  `model` is a fixture
+from tests.factories.cli import CHECKPOINT, run
 from tests.factories.nifti import write_mask
 from voxtune.plan import tuner
 from voxtune.runtime.sampling import AutoSampling, Evidence, FeatureCache
 from voxtune.runtime.storage import store_auto
+
+
+@pytest.fixture
+def model(imported_model):
+    return imported_model
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +44,7 @@ def volume_of(out: Path) -> np.ndarray:
     return nib.load(next(out.glob("*.nii.gz"))).get_fdata()
 
 
-def test_tune_prints_the_waterfall_and_sample_uses_it(capsys, model, tmp_path):  # noqa: F811
+def test_tune_prints_the_waterfall_and_sample_uses_it(capsys, model, tmp_path):
     plan, mask = tmp_path / "plan.json", write_mask(tmp_path / "sub-9_dseg.nii.gz")
     code, out, err = run(capsys, "tune", model, "--shape", "16,16,16", "-o", plan)
     assert code == 0, err
@@ -58,7 +63,7 @@ def test_tune_prints_the_waterfall_and_sample_uses_it(capsys, model, tmp_path): 
 
 
 @pytest.mark.slow
-def test_a_model_that_keeps_features_is_tuned_as_it_is_sampled(capsys, model, tmp_path, monkeypatch):  # noqa: F811
+def test_a_model_that_keeps_features_is_tuned_as_it_is_sampled(capsys, model, tmp_path, monkeypatch):
     evidence = Evidence(file="steps.json", sha256="0" * 64, subjects=64, summary="made up")
     folder = shutil.copytree(model, tmp_path / "model")
     store_auto(
@@ -77,7 +82,7 @@ def test_a_model_that_keeps_features_is_tuned_as_it_is_sampled(capsys, model, tm
     assert "channels_last" in sidecar["passes"] and sidecar["cache"] == {"interval": 2, "depth": 0}
 
 
-def test_sampling_without_a_tuned_plan_says_how_to_get_one(capsys, model, tmp_path):  # noqa: F811
+def test_sampling_without_a_tuned_plan_says_how_to_get_one(capsys, model, tmp_path):
     mask = write_mask(tmp_path / "sub-9_dseg.nii.gz")
     code, out, err = run(capsys, "sample", model, "--mask", mask, "-o", tmp_path / "out", "--steps", "1")
     assert code == 0, err
@@ -97,7 +102,7 @@ def test_wrong_tuning_is_one_line_and_exit_2(capsys, arguments, word):
     assert code == 2 and word in err and err.count("\n") == 1
 
 
-def test_a_plan_from_elsewhere_that_fails_is_exit_2(capsys, model, tmp_path):  # noqa: F811
+def test_a_plan_from_elsewhere_that_fails_is_exit_2(capsys, model, tmp_path):
     mask = write_mask(tmp_path / "sub-9_dseg.nii.gz")
     plan = tmp_path / "plan.json"
     plan.write_text('{"format": "voxtune-plan/1", "passes": ["speed"]}')

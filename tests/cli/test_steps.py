@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests.factories import analytic
+from tests.factories.cli import run
 from tests.factories.core_only import voxtune_bare
 from tests.factories.nifti import write_mask
-from voxtune.cli.main import main
 from voxtune.data.bids import write_cohort
 from voxtune.data.cohort import cohort_contract
 from voxtune.data.subjects import cohort_sources, pack, unpack
@@ -44,12 +44,6 @@ def folders(tmp_path_factory):
     save_segmenter(analytic.segmenter(), root / "segmenter", card="")
     train, held_out = cohort_sources(analytic.CONTRACT, 0, 1, 3)
     return root / "model", root / "segmenter", pack(train, held_out, root / "subjects.npz")
-
-
-def run(capsys, *arguments):
-    code = main([str(a) for a in arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def copied(model, tmp_path):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.factories import analytic
+from tests.factories.cli import run
 from tests.factories.core_only import voxtune_bare
-from voxtune.cli.main import main
 from voxtune.data.bids import write_cohort
 from voxtune.data.cohort import cohort_contract
 from voxtune.data.subjects import cohort_sources, pack, unpack
@@ -34,12 +34,6 @@ def folders(tmp_path_factory):
     save(model, root / "model", card="")
     learn, held_out = cohort_sources(analytic.CONTRACT, 0, 4, 3)
     return root / "model", pack(learn, held_out, root / "subjects.npz", origin="made for tests")
-
-
-def run(capsys, *arguments):
-    code = main([str(a) for a in arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def test_a_bare_machine_learns_from_packed_subjects(folders, tmp_path):

@@ -8,7 +8,7 @@ import nibabel as nib
 import numpy as np
 from hypothesis import strategies as st
 
-from voxtune.data.nifti import Volume
+from voxtune.data.nifti import Volume, write_volume
 
 # The 48 ways to lay a volume along the patient's axes.
 ORIENTATIONS = [
@@ -67,3 +67,8 @@ def write_mask(path, shape=(14, 17, 11), affine=None, values=(0, 1, 2)):
     image.set_qform(affine, 1)
     nib.save(image, path)
     return path
+
+
+def write_array(path: Path, array: np.ndarray, affine: np.ndarray | None = None) -> Path:
+    """Writes a volume with voxels of 2 x 2 x 3 mm unless `affine` is given."""
+    return write_volume(path, array, Volume(array=array, affine=np.diag([2.0, 2, 3, 1]) if affine is None else affine))

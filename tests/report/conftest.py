@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.factories.chromium import NO_BROWSER, chromium
-from voxtune.data.nifti import Volume, write_volume
+from tests.factories.nifti import write_array
 
 FLAGS = [
     "--no-sandbox",
@@ -134,17 +134,13 @@ def large_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _page(tmp_path_factory.mktemp("large"), [make(launches=5000)])
 
 
-def put(path: Path, array: np.ndarray, affine: np.ndarray | None = None) -> Path:
-    return write_volume(path, array, Volume(array=array, affine=np.diag([2.0, 2, 3, 1]) if affine is None else affine))
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A generated volume, its original and its mask, with a label beyond the palette."""
     rng = np.random.default_rng(0)
     mask = np.zeros((6, 7, 8), np.int32)
     mask[2:5, 2:5, 2:5], mask[3, 3, 3] = 1, 4000
-    put(tmp_path / "in" / "sub-1_desc-synth01_T1w.nii.gz", rng.random((6, 7, 8), dtype=np.float32))
-    put(tmp_path / "in" / "sub-1_T1w.nii.gz", rng.integers(0, 1000, (6, 7, 8)))
-    put(tmp_path / "in" / "sub-1_dseg.nii.gz", mask)
+    write_array(tmp_path / "in" / "sub-1_desc-synth01_T1w.nii.gz", rng.random((6, 7, 8), dtype=np.float32))
+    write_array(tmp_path / "in" / "sub-1_T1w.nii.gz", rng.integers(0, 1000, (6, 7, 8)))
+    write_array(tmp_path / "in" / "sub-1_dseg.nii.gz", mask)
     return tmp_path / "in"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.report.conftest import put
+from tests.factories.nifti import write_array
 from voxtune.cli.main import main
 from voxtune.cli.sample import _picture
 from voxtune.data.contract import generic_contract
@@ -85,7 +85,7 @@ def test_labels_have_the_colours_of_the_page(tmp_path):
 
 
 def test_mask_reference_and_synthetic_volume(folder, tmp_path, capsys):
-    put(folder / "sub-2_desc-synth01_T1w.nii.gz", np.zeros((6, 7, 8), np.float32))
+    write_array(folder / "sub-2_desc-synth01_T1w.nii.gz", np.zeros((6, 7, 8), np.float32))
     path = tmp_path / "sheet.png"
     assert main(["view", str(folder), "-o", str(tmp_path / "view.html"), "--sheet", str(path)]) == 0
     output = capsys.readouterr()
@@ -105,7 +105,7 @@ def test_mask_reference_and_synthetic_volume(folder, tmp_path, capsys):
 def test_nan_gives_one_warning(folder, tmp_path, capsys):
     array = np.random.default_rng(1).random((6, 7, 8), dtype=np.float32)
     array[3, 3, 3], array[3, 4, 3] = np.nan, np.inf
-    put(folder / "sub-1_desc-synth01_T1w.nii.gz", array)
+    write_array(folder / "sub-1_desc-synth01_T1w.nii.gz", array)
     path = tmp_path / "sheet.png"
     assert main(["view", str(folder), "-o", str(tmp_path / "v.html"), "--sheet", str(path), "--json"]) == 0
     output = capsys.readouterr()
@@ -133,7 +133,7 @@ def test_partners_on_another_grid_are_omitted_with_a_warning(folder, tmp_path, c
     # With a second case, which keeps the row.
     for file in ("desc-synth01_T1w", "T1w", "dseg"):
         (folder / f"sub-2_{file}.nii.gz").write_bytes((folder / f"sub-1_{file}.nii.gz").read_bytes())
-    put(folder / f"sub-1_{name}.nii.gz", np.arange(np.prod(shape)).reshape(shape) % 5, affine)
+    write_array(folder / f"sub-1_{name}.nii.gz", np.arange(np.prod(shape)).reshape(shape) % 5, affine)
     path = tmp_path / "sheet.png"
     assert main(["view", str(folder), "-o", str(tmp_path / "v.html"), "--sheet", str(path), "--json"]) == 0
     [warning] = json.loads(capsys.readouterr().out)["warnings"]
@@ -146,16 +146,16 @@ def test_partners_on_another_grid_are_omitted_with_a_warning(folder, tmp_path, c
 def test_a_file_with_reordered_axes_is_on_the_same_grid(folder, tmp_path):
     path = folder / "sub-1_T1w.nii.gz"
     real = np.arange(6 * 7 * 8).reshape(6, 7, 8)
-    put(path, real)
+    write_array(path, real)
     assert not case_sheet(folder, tmp_path / "a.png").warnings
     affine = np.array([[0, -2.0, 0, 10], [0, 0, 2, 0], [3, 0, 0, 0], [0, 0, 0, 1]])
-    put(path, real[::-1].transpose(2, 0, 1), affine)
+    write_array(path, real[::-1].transpose(2, 0, 1), affine)
     assert not case_sheet(folder, tmp_path / "b.png").warnings
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
 def test_titles_of_volumes_of_one_subject_differ(folder, tmp_path):
-    put(folder / "sub-1_desc-synth02_T1w.nii.gz", np.zeros((6, 7, 8), np.float32))
+    write_array(folder / "sub-1_desc-synth02_T1w.nii.gz", np.zeros((6, 7, 8), np.float32))
     contact_sheet = case_sheet(folder, tmp_path / "sheet.png")
     assert contact_sheet.cases == ("sub-1 synth01 T1w", "sub-1 synth02 T1w")
     captions = np.asarray(Image.open(contact_sheet.path))[:CAPTION, CAPTION:]
@@ -165,8 +165,8 @@ def test_titles_of_volumes_of_one_subject_differ(folder, tmp_path):
 
 def test_long_titles_stay_in_their_column(folder, tmp_path):
     long = "sub-" + "W" * 80
-    put(folder / f"{long}_desc-synth01_T1w.nii.gz", np.zeros((6, 7, 8), np.float32))
-    put(folder / f"{long}_desc-synth02_T1w.nii.gz", np.zeros((6, 7, 8), np.float32))
+    write_array(folder / f"{long}_desc-synth01_T1w.nii.gz", np.zeros((6, 7, 8), np.float32))
+    write_array(folder / f"{long}_desc-synth02_T1w.nii.gz", np.zeros((6, 7, 8), np.float32))
     captions = np.asarray(Image.open(case_sheet(folder, tmp_path / "sheet.png").path))[:CAPTION, CAPTION:]
     columns = [captions[:, i * STEP : (i + 1) * STEP] for i in range(3)]
     assert all(len(colours(column[:, SIDE + 1 :])) == 1 for column in columns)
@@ -175,7 +175,7 @@ def test_long_titles_stay_in_their_column(folder, tmp_path):
 
 def test_the_number_of_cases_is_limited(folder, tmp_path, capsys):
     for i in range(2, MAX_CASES + 4):
-        put(folder / f"sub-{i}_desc-synth01_T1w.nii.gz", np.zeros((2, 2, 2), np.float32))
+        write_array(folder / f"sub-{i}_desc-synth01_T1w.nii.gz", np.zeros((2, 2, 2), np.float32))
     command = ["view", str(folder), "-o", str(tmp_path / "v.html"), "--sheet", str(tmp_path / "s.png"), "--overwrite"]
     assert main(command) == 0
     output = capsys.readouterr()

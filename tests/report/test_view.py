@@ -13,7 +13,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 
-from tests.report.conftest import put
+from tests.factories.nifti import write_array
 from voxtune.cli.main import main
 from voxtune.data.bids import mark_simulated
 from voxtune.data.cases import LabelName
@@ -112,7 +112,7 @@ def test_a_large_page_gives_a_warning_and_a_larger_one_an_error(folder, tmp_path
 def test_nan_is_shown_as_the_minimum_with_a_warning(tmp_path):
     array = np.ones((3, 3, 3), np.float32)
     array[1, 1, 1] = np.nan
-    put(tmp_path / "in" / "x.nii", array)
+    write_array(tmp_path / "in" / "x.nii", array)
     warnings = view_page(tmp_path / "in", tmp_path / "v.html").warnings
     assert any("1 of 27 voxels are NaN" in w for w in warnings)
 

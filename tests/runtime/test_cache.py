@@ -10,6 +10,7 @@ import torch
 
 import voxtune
 from tests.factories import GOLDENS
+from tests.factories.cli import run
 from tests.factories.nifti import write_mask
 from voxtune.cli.main import main
 from voxtune.diffusion import SAMPLERS, full_steps
@@ -162,12 +163,6 @@ def test_stored_settings_include_the_cache(tmp_path, cond):
 def test_records_name_the_cache_only_if_there_is_one(model):
     assert "cache" not in model.resolve(steps=3).record()
     assert model.resolve(steps=3, cache="2:0").record()["cache"] == {"interval": 2, "depth": 0}
-
-
-def run(capsys, *arguments):
-    code = main([str(a) for a in arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def test_command_line(capsys, tmp_path):
