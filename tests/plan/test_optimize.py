@@ -254,7 +254,7 @@ def test_wrong_requests():
         voxtune.optimize(net)
     with pytest.raises(InputError, match="no tensor"):
         voxtune.optimize(net, (1, 2))
-    with pytest.raises(InputError, match="found str"):
+    with pytest.raises(InputError, match="got str"):
         voxtune.optimize("med-ddpm", torch.zeros(1))
     with pytest.raises(InputError, match="cannot be read"):
         voxtune.optimize(net, torch.zeros(1), "no/such/plan.json")
