@@ -1,4 +1,4 @@
-"""tune, and sample with a plan, as a person runs them."""
+"""voxtune tune, and voxtune sample with a plan."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_tune_prints_the_waterfall_and_sample_uses_it(capsys, model, tmp_path):
     code, out, err = run(capsys, "tune", model, "--shape", "16,16,16", "-o", plan)
     assert code == 0, err
     assert "baseline" in out and "channels_last" in out and "kept" in out and "error" in out
-    told = json.loads(plan.read_text())
-    assert [p["pass"] for p in told["passes"]] == ["strict", "cleanup", "sdpa", "time", "channels_last"]
+    plan_json = json.loads(plan.read_text())
+    assert [p["pass"] for p in plan_json["passes"]] == ["strict", "cleanup", "sdpa", "time", "channels_last"]
     sample = ("sample", model, "--mask", mask, "--size", "16,16,16", "--steps", "2")
     for name, choice in (("auto", "auto"), ("given", plan), ("base", "baseline")):
         code, out, err = run(capsys, *sample, "-o", tmp_path / name, "--plan", choice)
@@ -63,7 +63,7 @@ def test_tune_prints_the_waterfall_and_sample_uses_it(capsys, model, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_that_keeps_features_is_tuned_as_it_is_sampled(capsys, model, tmp_path, monkeypatch):
+def test_a_model_with_a_feature_cache_is_tuned_in_both_parts(capsys, model, tmp_path, monkeypatch):
     evidence = Evidence(file="steps.json", sha256="0" * 64, subjects=64, summary="made up")
     folder = shutil.copytree(model, tmp_path / "model")
     store_auto(

@@ -1,4 +1,4 @@
-"""`voxtune.optimize` from the user's side: plans found, cached, given, refused; and what is called with anything else."""
+"""`voxtune.optimize`: plans tuned, cached, given and refused; and calls with other inputs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Few rungs, short measurements: what is tested is what becomes of them."""
+    """Few rungs and short measurements."""
     monkeypatch.setattr(tuning, "CPU_LADDER", QUICK)
     real = tuning.measure
     monkeypatch.setattr(tuning, "measure", lambda call, device, **_: real(call, device, repeats=3, seconds=0.1))
@@ -54,9 +54,9 @@ def test_auto_tunes_once_and_remembers(quick, tmp_path, monkeypatch):
     with torch.no_grad():
         assert float((fast(*args) - net(*args)).norm() / net(*args).norm()) < 2e-2
     assert len(lines) == 1 + len(QUICK) and all("ms" in line for line in lines)
-    kept = list((tmp_path / "cache" / "plans").glob("*.json"))
-    assert len(kept) == 1
-    evidence = json.loads(kept[0].read_text())["evidence"]
+    plans = list((tmp_path / "cache" / "plans").glob("*.json"))
+    assert len(plans) == 1
+    evidence = json.loads(plans[0].read_text())["evidence"]
     assert [r["name"] for r in evidence["waterfall"]] == ["baseline", *(r.name for r in QUICK)]
     assert evidence["gate"]["relative"] <= evidence["gate"]["limit"]
 
@@ -86,7 +86,7 @@ def test_other_weights_are_another_model(one_rung, monkeypatch):
     assert seen == [1]
 
 
-def test_a_broken_cache_is_passed_over(one_rung, tmp_path, caplog):
+def test_a_damaged_cache_is_ignored(one_rung, tmp_path, caplog):
     net, args = make("convnext")
     voxtune.optimize(net, args)
     for path in (tmp_path / "cache" / "plans").glob("*.json"):
@@ -96,13 +96,13 @@ def test_a_broken_cache_is_passed_over(one_rung, tmp_path, caplog):
     assert "ignoring a cached plan" in caplog.text
 
 
-def test_the_tuner_drops_what_is_slower_and_refuses_what_errs(monkeypatch):
+def test_rungs_that_are_not_faster_are_dropped(monkeypatch):
     net, args = make("convnext")
 
     monkeypatch.setattr(tuning, "measure", lambda *_, **__: tuning.Timing(1.0, 1.0, 1.0, 0.1, None))
-    found = tuning.tune(net, args, ladder=QUICK)
-    assert found.plan.names == ("strict",), "equal times win nothing"
-    assert all("not faster" in r.why for r in found.rows[1:])
+    tuned = tuning.tune(net, args, ladder=QUICK)
+    assert tuned.plan.names == ("strict",), "equal times win nothing"
+    assert all("not faster" in r.why for r in tuned.rows[1:])
 
 
 def test_the_table_agrees_with_its_verdicts(monkeypatch):
@@ -161,14 +161,14 @@ def test_a_rung_that_cannot_win_is_timed_briefly():
     assert len(calls) == 3 + 1 + 4
 
 
-def test_the_tuner_begins_nothing_when_its_time_is_up(quick):
+def test_the_tuner_starts_no_rung_after_its_time_limit(quick):
     net, args = make("convnext")
-    told = []
-    found = tuning.tune(net, args, seconds=0.0, say=told.append)
-    assert found.plan.names == ("strict",)
-    assert [r.why for r in found.rows[1:]] == ["not tried: the time limit was reached"] * len(QUICK)
-    assert len(told) == 1 + len(QUICK)
-    assert found.plan.evidence["gate"]["relative"] < 1e-4
+    lines = []
+    tuned = tuning.tune(net, args, seconds=0.0, say=lines.append)
+    assert tuned.plan.names == ("strict",)
+    assert [r.why for r in tuned.rows[1:]] == ["not tried: the time limit was reached"] * len(QUICK)
+    assert len(lines) == 1 + len(QUICK)
+    assert tuned.plan.evidence["gate"]["relative"] < 1e-4
 
 
 def test_a_given_plan_is_gated_and_one_that_fails_is_refused(tmp_path, monkeypatch):
@@ -198,7 +198,7 @@ def test_a_given_plan_is_gated_and_one_that_fails_is_refused(tmp_path, monkeypat
         voxtune.optimize(net, args, real)
 
 
-def test_other_shapes_run_the_network_itself(caplog):
+def test_other_shapes_run_the_original_network(caplog):
     net, args = make("med_ddpm")
     fast = voxtune.optimize(net, args, Plan.of("cleanup", "channels_last"))
     other = (torch.randn(3, 1, 8, 8, 8), torch.tensor([3, 4, 5]), torch.randn(3, 2, 8, 8, 8))
@@ -209,7 +209,7 @@ def test_other_shapes_run_the_network_itself(caplog):
     assert "[3, 1, 8, 8, 8]" in caplog.text
 
 
-def test_training_mode_runs_the_network_itself():
+def test_training_mode_runs_the_original_network():
     net, args = make("med_ddpm")
     fast = voxtune.optimize(net, args, Plan.of("cleanup"))
     fast.train()
@@ -221,7 +221,7 @@ def test_training_mode_runs_the_network_itself():
 
 
 class Branching(nn.Module):
-    """No static graph: what it computes depends on values."""
+    """A network without a static graph: control flow depends on values."""
 
     def __init__(self):
         super().__init__()
@@ -288,7 +288,7 @@ def test_the_signature_is_computed_once_a_step(monkeypatch):
     assert len(calls) == 1
 
 
-def test_torch_compile_knows_us_by_name():
+def test_torch_compile_backend():
     net, args = make("med_ddpm")
     torch._dynamo.reset()
     fast = torch.compile(net, backend="voxtune", dynamic=False)
@@ -300,7 +300,7 @@ def test_torch_compile_knows_us_by_name():
     assert next(net.parameters()).grad is not None
 
 
-def test_torch_compile_sees_that_weights_have_changed(caplog):
+def test_torch_compile_backend_notices_changed_weights(caplog):
     net, args = make("med_ddpm")
     torch._dynamo.reset()
     fast = torch.compile(net, backend="voxtune", dynamic=False)
@@ -319,34 +319,34 @@ def test_a_processor_that_is_slow_in_half_precision_does_not_try_it(monkeypatch,
     net, args = make("convnext")
     bf16 = tuning.TunerRung("bf16", ("bf16",), apart=True)
     monkeypatch.setattr(tuning, "_faster", lambda *_: False)
-    found = tuning.tune(net, args, ladder=(bf16,))
-    ways = [name for name, _ in precisions(analytic.model(4), "auto")]
+    tuned = tuning.tune(net, args, ladder=(bf16,))
+    precision_names = [name for name, _ in precisions(analytic.model(4), "auto")]
     slow_half.cache_clear()
     if slow:
-        assert found.rows[1].why == "BF16 convolutions take 19 times as long as float32 on this CPU"
-        assert found.rows[1].timing is None
-        assert ways == ["FP32"]
+        assert tuned.rows[1].why == "BF16 convolutions take 19 times as long as float32 on this CPU"
+        assert tuned.rows[1].timing is None
+        assert precision_names == ["FP32"]
     else:
-        assert found.rows[1].timing is not None
-        assert ways == ["FP32", "BF16 autocast"]
+        assert tuned.rows[1].timing is not None
+        assert precision_names == ["FP32", "BF16 autocast"]
 
 
-def test_hazards_are_looked_at_first(monkeypatch):
+def test_hazards_are_checked_first(monkeypatch):
     assert refuses_half(torch.device("cpu")) is None
     hazards.cache_clear()
     monkeypatch.setattr("voxtune.plan.hazards._wrong_convolution", lambda _type: 0.3)
     assert "BF16 conv3d is wrong" in refuses_half(torch.device("cpu"))
     net, args = make("convnext")
-    found = tuning.tune(net, args, ladder=(tuning.TunerRung("bf16", ("bf16",), apart=True),))
-    assert "half precision is refused" in found.rows[1].why
+    tuned = tuning.tune(net, args, ladder=(tuning.TunerRung("bf16", ("bf16",), apart=True),))
+    assert "half precision is refused" in tuned.rows[1].why
     with pytest.raises(InputError, match="half precision is refused"):
         voxtune.optimize(net, args, Plan.of("bf16"))
     hazards.cache_clear()
 
 
-def test_no_compiler_is_a_reason(monkeypatch):
+def test_a_missing_compiler_is_reported(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda _name: None)
     assert "C++ compiler" in why_no_compiler(torch.device("cpu"))
     net, args = make("convnext")
-    found = tuning.tune(net, args, ladder=(tuning.TunerRung("compile", ("compile",), apart=True),))
-    assert "C++ compiler" in found.rows[1].why
+    tuned = tuning.tune(net, args, ladder=(tuning.TunerRung("compile", ("compile",), apart=True),))
+    assert "C++ compiler" in tuned.rows[1].why

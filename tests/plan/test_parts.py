@@ -1,4 +1,4 @@
-"""The two parts of a network whose features are kept between steps: captured, rewritten, gated and kept like any other."""
+"""The two parts of a network with a feature cache: captured, rewritten, gated and saved like any network."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def parts():
 
 def outputs(network, inputs):
     with torch.no_grad():
-        found = network(*inputs)
-    return found if isinstance(found, tuple) else (found,)
+        output = network(*inputs)
+    return output if isinstance(output, tuple) else (output,)
 
 
 @pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -60,7 +60,7 @@ def test_the_gate_admits_half_precision(parts, which):
     assert verdict.figures["relative"] > 1e-4 and "trajectory" in verdict.figures
 
 
-def test_the_gate_looks_at_the_deep_feature_too(parts):
+def test_the_gate_checks_the_deep_feature(parts):
     full, inputs = parts[0]
     gate = gate_for(PlanTarget(full, (inputs, {})))
 
@@ -74,7 +74,7 @@ def test_the_gate_looks_at_the_deep_feature_too(parts):
 
 
 @pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_given_plan_is_gated_and_its_graph_comes_back(parts, which, tmp_path):
+def test_a_given_plan_is_gated_and_its_graph_is_saved(parts, which, tmp_path):
     part, inputs = parts[which]
     fast = optimize(part, inputs, CPU_READY[0])
     assert fast.plan.evidence["gate"]["structure"] < 1e-5

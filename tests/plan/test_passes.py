@@ -1,4 +1,4 @@
-"""Every rewriting keeps what is computed, on our networks and on others', pass by pass."""
+"""Every pass keeps what is computed, on the workloads and on networks of other libraries."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from voxtune.plan.plan import Plan
 from voxtune.plan.tuner import BASELINE, CPU_LADDER, GPU_LADDER
 from voxtune.precision import tf32_allowed
 
-# How often each pass finds its pattern; a change of these is a change of what the passes see.
-FOUND = {
+# How often each pass matches.
+MATCHES = {
     "med_ddpm": {"sdpa": 4, "fuse_norm": 21, "edges": 2, "conv3d": 17, "pointwise": 5, "upsample": 1},
     "monai_3d": {"sdpa": 4, "fuse_norm": 21, "edges": 2, "conv3d": 17, "pointwise": 5, "upsample": 1},
     "monai_2d": {"sdpa": 4, "fuse_norm": 25, "edges": 2, "epilogue": 15, "pointwise": 5, "upsample": 2},
@@ -52,7 +52,7 @@ def test_all_rewritings_keep_the_network(name):
     truth = truth_of(net, args)
     fast = build(net, args, None, Plan.of(*REWRITING), twin=True)
     assert error(volume_of(fast(*args)), truth) < 5e-6
-    for passed, count in FOUND[name].items():
+    for passed, count in MATCHES[name].items():
         assert fast.notes[passed].startswith(f"applied {count} x"), (passed, fast.notes[passed])
 
 

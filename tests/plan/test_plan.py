@@ -1,4 +1,4 @@
-"""A plan's file: read, edited by hand, broken."""
+"""Plan files: read, written by hand, malformed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def test_round_trip(tmp_path):
     assert Plan.load(tmp_path / "plan.json") == plan
 
 
-def test_a_person_may_write_names_alone(tmp_path):
+def test_a_plan_may_list_names_only(tmp_path):
     (tmp_path / "p.json").write_text(json.dumps({"format": FORMAT, "passes": ["tf32", {"pass": "cleanup"}]}))
     assert Plan.load(tmp_path / "p.json").names == ("tf32", "cleanup")
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ("{", "is not valid JSON"),
         ("[1]", "expected a plan of format"),
@@ -40,10 +40,10 @@ def test_a_person_may_write_names_alone(tmp_path):
         (f'{{"format": "{FORMAT}", "passes": [], "evidence": 3}}', "evidence must be an object"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path, content, told):
+def test_errors_of_malformed_files(tmp_path, content, message):
     path = tmp_path / "plan.json"
     path.write_text(content)
-    with pytest.raises(InputError, match=told) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         Plan.load(path)
     assert str(path) in str(caught.value)
 
