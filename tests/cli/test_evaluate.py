@@ -1,4 +1,4 @@
-"""voxtune evaluate as a person runs it: on good folders, on folders that lack something, and on hostile ones."""
+"""voxtune evaluate on valid, incomplete and damaged folders."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def networks(network):
     return ("--features", network, "--segmenter", network, "--resamples", 50)
 
 
-def test_every_figure_has_its_interval_count_seed_and_hash(capsys, folders, tmp_path):
+def test_every_metric_has_its_interval_count_seed_and_hash(capsys, folders, tmp_path):
     real, synth, masks, network = folders
     training = real.parent / "training"
     options = ("--masks", masks, "--training", training, "--seed", 7, *networks(network))
@@ -63,17 +63,17 @@ def test_every_figure_has_its_interval_count_seed_and_hash(capsys, folders, tmp_
     assert stored["counts"] == {"real": 4, "synth": 4, "training": 3, "pairs": 4}
     assert stored["features"]["sha256"] == stored["segmenter"]["sha256"]
     assert len(stored["features"]["sha256"]) == 64
-    found = figures(out)
-    wanted = (
+    metrics = figures(out)
+    expected = (
         "psnr ms_ssim diversity diversity_real histogram_w1 histogram_js fid mmd dice_brain dice_tumour dice_brain_real"
     )
-    assert set(wanted.split()) <= set(found)
-    assert {"nearest_voxel_ratio", "nearest_feature_copies"} <= set(found)
+    assert set(expected.split()) <= set(metrics)
+    assert {"nearest_voxel_ratio", "nearest_feature_copies"} <= set(metrics)
     assert stored["left_out"] == {}
-    for figure in found.values():
+    for figure in metrics.values():
         assert figure["seed"] == 7 and figure["n"] >= 3 and figure["resamples"] >= 25, figure
         assert figure["low"] <= figure["high"], figure
-    assert found["ms_ssim"]["low"] <= found["ms_ssim"]["value"] <= found["ms_ssim"]["high"]
+    assert metrics["ms_ssim"]["low"] <= metrics["ms_ssim"]["value"] <= metrics["ms_ssim"]["high"]
     assert "| fid |" in (tmp_path / "out" / "metrics.md").read_text()
     [row, *_] = stored["volumes"]
     assert row["nearest"].startswith(str(training)) and 0 < row["ms_ssim"] < 1
@@ -83,16 +83,16 @@ def test_the_same_volumes_are_perfect_copies(capsys, folders, tmp_path):
     real, _, masks, network = folders
     code, out, err = run(capsys, real, real, "-o", tmp_path, "--json", "--masks", masks, *networks(network))
     assert code == 0, err
-    found = figures(out)
-    assert found["psnr"]["value"] is None and "equals" in found["psnr"]["note"]
-    assert found["ms_ssim"]["value"] == pytest.approx(1.0, abs=1e-6)
-    assert found["fid"]["value"] == pytest.approx(0.0, abs=1e-6)
-    assert found["histogram_w1"]["value"] == found["histogram_js"]["value"] == 0
-    assert found["nearest_voxel_copies"]["value"] == 1.0
-    assert found["dice_brain"]["value"] == found["dice_brain_real"]["value"]
+    metrics = figures(out)
+    assert metrics["psnr"]["value"] is None and "equals" in metrics["psnr"]["note"]
+    assert metrics["ms_ssim"]["value"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["fid"]["value"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["histogram_w1"]["value"] == metrics["histogram_js"]["value"] == 0
+    assert metrics["nearest_voxel_copies"]["value"] == 1.0
+    assert metrics["dice_brain"]["value"] == metrics["dice_brain_real"]["value"]
 
 
-def test_what_is_missing_is_left_out_with_the_reason(capsys, folders, tmp_path):
+def test_metrics_with_missing_inputs_are_skipped_with_the_reason(capsys, folders, tmp_path):
     real, synth, _, network = folders
     shutil.copytree(synth, tmp_path / "s")
     for number, path in enumerate(sorted((tmp_path / "s").iterdir())):
@@ -104,7 +104,7 @@ def test_what_is_missing_is_left_out_with_the_reason(capsys, folders, tmp_path):
     assert "fid" in out
 
 
-def test_a_result_is_not_replaced_unasked(capsys, folders, tmp_path):
+def test_a_result_is_not_replaced_without_overwrite(capsys, folders, tmp_path):
     real, synth, _, network = folders
     arguments = (real, synth, "-o", tmp_path, "-q", *networks(network))
     assert run(capsys, *arguments)[0] == 0
@@ -132,7 +132,7 @@ def damage(path, kind):
 
 
 @pytest.mark.parametrize("kind", ["cut", "nan", "size", "affine", "four"])
-def test_hostile_volumes_end_with_one_line_that_names_them(capsys, folders, tmp_path, kind):
+def test_damaged_volumes_end_with_one_line_that_names_them(capsys, folders, tmp_path, kind):
     real, synth, _, network = folders
     shutil.copytree(synth, tmp_path / "s")
     bad = sorted((tmp_path / "s").iterdir())[1]
@@ -207,15 +207,15 @@ def test_copies_are_found_where_only_some_volumes_have_masks(capsys, folders, tm
     options = ("--masks", tmp_path / "masks", "--training", tmp_path / "training", "--json", *networks(network))
     code, out, err = run(capsys, tmp_path / "real", tmp_path / "synth", "-o", tmp_path / "out", *options)
     assert code == 0, err
-    found = figures(out)
-    assert found["nearest_voxel"]["value"] == 0 and found["nearest_voxel_copies"]["value"] == 1
+    metrics = figures(out)
+    assert metrics["nearest_voxel"]["value"] == 0 and metrics["nearest_voxel_copies"]["value"] == 1
 
 
 @pytest.mark.parametrize(("change", "word"), [("shape", "shape"), ("label", "unknown label 7")])
 def test_masks_of_real_volumes_are_checked_too(capsys, folders, tmp_path, change, word):
     real, synth, masks, network = folders
     shutil.copytree(masks, tmp_path / "masks")
-    # Drawn for the first subjects only: the last mask belongs to a real volume alone.
+    # Generated for the first subjects only: the last mask belongs to a real volume alone.
     shutil.copytree(synth, tmp_path / "synth")
     next((tmp_path / "synth").glob("sub-0003*")).unlink()
     path = next((tmp_path / "masks").rglob("sub-0003_dseg.nii.gz"))

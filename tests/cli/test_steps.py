@@ -1,4 +1,4 @@
-"""voxtune steps as a person runs it; the choice it stores, and sampling with that; the same on a bare machine."""
+"""voxtune steps: the search, its confirmation, stored settings, and the core packages alone."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ def test_a_choice_is_stored_with_its_evidence_and_sampled_with(capsys, folders, 
 
 
 def test_the_first_subjects_are_left_out(capsys, folders, tmp_path):
-    """Of a file, of the cohort and of folders alike; what is left must do."""
+    """Of a file, of the cohort and of folders."""
     model, segmenter, subjects = folders
-    asked = (
+    requested = (
         "steps",
         model,
         "--segmenter",
@@ -112,26 +112,26 @@ def test_the_first_subjects_are_left_out(capsys, folders, tmp_path):
     folder = ("--real", tmp_path / "real", "--masks", tmp_path / "real" / "derivatives" / "masks")
     figures = []
     for name, source in {"file": ("--subjects", subjects), "cohort": ("--held-out", 2), "folder": folder}.items():
-        code, out, err = run(capsys, *asked, *source, "--skip", 1, "-o", tmp_path / name, "--json")
+        code, out, err = run(capsys, *requested, *source, "--skip", 1, "-o", tmp_path / name, "--json")
         assert code == 0, err
         table = json.loads(out)
         assert table["subjects"] == 2
         figures.append(table["rows"][0]["figures"]["psnr"]["value"])
     assert figures == pytest.approx([figures[0]] * 3, abs=0.01)
-    code, _, err = run(capsys, *asked, "--subjects", subjects, "--skip", 2, "-o", tmp_path / "few")
+    code, _, err = run(capsys, *requested, "--subjects", subjects, "--skip", 2, "-o", tmp_path / "few")
     assert code == 2 and "at least 2" in err
 
 
 def test_other_subjects_confirm_what_a_search_passed(capsys, folders, tmp_path):
     model, segmenter = copied(folders[0], tmp_path), folders[1]
-    asked = ("steps", model, "--segmenter", segmenter, "--held-out", 3, "--margin", 100, *QUICK)
-    found = []
-    ways = ("--samplers", "ddim", "--steps", "1,2,3", "--spacings", "trailing")
-    for name, how in {"a": ways, "b": ("--confirm", tmp_path / "a" / "steps.json", "--store")}.items():
-        code, out, err = run(capsys, *asked, *how, "-o", tmp_path / name, "--json")
+    requested = ("steps", model, "--segmenter", segmenter, "--held-out", 3, "--margin", 100, *QUICK)
+    result = []
+    candidates = ("--samplers", "ddim", "--steps", "1,2,3", "--spacings", "trailing")
+    for name, options in {"a": candidates, "b": ("--confirm", tmp_path / "a" / "steps.json", "--store")}.items():
+        code, out, err = run(capsys, *requested, *options, "-o", tmp_path / name, "--json")
         assert code == 0, err
-        found.append(json.loads(out))
-    search, table = found
+        result.append(json.loads(out))
+    search, table = result
     chosen = next(row for row in search["rows"] if row["name"] == search["chosen"])
     # The choice, the same in more steps, nothing else; on subjects that the search did not see.
     more = [n for n in (1, 2, 3) if n > chosen["steps"]]
@@ -150,7 +150,7 @@ def test_other_subjects_confirm_what_a_search_passed(capsys, folders, tmp_path):
     assert "over 3 simulated subjects and 3 others" in auto.evidence.summary
     # A third table leaves the subjects of both out.
     third = ("--confirm", tmp_path / "b" / "steps.json", "-o", tmp_path / "c")
-    assert run(capsys, *asked, *third)[0] == 0
+    assert run(capsys, *requested, *third)[0] == 0
     assert json.loads((tmp_path / "c" / "steps.json").read_text())["skip"] == 6
 
 
@@ -180,20 +180,31 @@ def test_a_table_that_cannot_be_confirmed_is_refused(capsys, folders, tmp_path, 
     good = {"format": "voxtune-steps/1", "table": "steps", "model_sha256": weights_sha256(model), "chosen": "x"}
     good |= {"rows": [PASSED], "subjects": 1, "skip": 0, "margin": 0.5}
     (tmp_path / "steps.json").write_text(json.dumps(good | change))
-    asked = ("steps", model, "--subjects", subjects, "--segmenter", segmenter, *QUICK)
-    asked = (*asked, "--confirm", tmp_path / "steps.json", "-o", tmp_path / "out")
-    code, _, err = run(capsys, *asked, *options)
+    requested = ("steps", model, "--subjects", subjects, "--segmenter", segmenter, *QUICK)
+    requested = (*requested, "--confirm", tmp_path / "steps.json", "-o", tmp_path / "out")
+    code, _, err = run(capsys, *requested, *options)
     if word is None:
         assert code == 0, err
     else:
         assert code == 2 and word in err and len(err.strip().splitlines()) == 1
 
 
-def test_a_run_that_does_not_end_leaves_its_rows(capsys, folders, tmp_path, monkeypatch):
-    """And its folder takes the next run."""
+def test_an_interrupted_run_leaves_its_rows(capsys, folders, tmp_path, monkeypatch):
+    """And a later run can use the same folder."""
     model, segmenter, subjects = folders
-    asked = ("steps", model, "--subjects", subjects, "--segmenter", segmenter, "--samplers", "ddim", "--steps", "1,2")
-    asked = (*asked, "-o", tmp_path, *QUICK)
+    requested = (
+        "steps",
+        model,
+        "--subjects",
+        subjects,
+        "--segmenter",
+        segmenter,
+        "--samplers",
+        "ddim",
+        "--steps",
+        "1,2",
+    )
+    requested = (*requested, "-o", tmp_path, *QUICK)
     steps = []
 
     def generate(bench, model, settings, *others):
@@ -205,12 +216,12 @@ def test_a_run_that_does_not_end_leaves_its_rows(capsys, folders, tmp_path, monk
     original = Bench.generate
     with monkeypatch.context() as patch:
         patch.setattr(Bench, "generate", generate)
-        assert run(capsys, *asked)[0] != 0
-    kept = json.loads((tmp_path / "steps-unfinished.json").read_text())
-    assert [row["name"] for row in kept["rows"]] == ["ddpm 4, reference", "ddpm 4, seed 1", "ddim 1"]
-    assert "unfinished: the rows so far" in kept["notes"] and len(kept["model_sha256"]) == 64
+        assert run(capsys, *requested)[0] != 0
+    saved = json.loads((tmp_path / "steps-unfinished.json").read_text())
+    assert [row["name"] for row in saved["rows"]] == ["ddpm 4, reference", "ddpm 4, seed 1", "ddim 1"]
+    assert "unfinished: the rows so far" in saved["notes"] and len(saved["model_sha256"]) == 64
     assert not (tmp_path / "steps.json").exists()
-    code, _, err = run(capsys, *asked)
+    code, _, err = run(capsys, *requested)
     assert code == 0, err
     assert sorted(f.name for f in tmp_path.iterdir()) == ["steps.json", "steps.md"]
 
@@ -223,17 +234,17 @@ def test_a_run_that_does_not_end_leaves_its_rows(capsys, folders, tmp_path, monk
         (["--numerics", "--plan", "nosuch.json"], "cannot be combined with --numerics"),
     ],
 )
-def test_what_would_be_taken_otherwise_than_meant_is_refused(capsys, folders, tmp_path, options, word):
+def test_ambiguous_options_are_rejected(capsys, folders, tmp_path, options, word):
     model, segmenter, subjects = folders
-    asked = ("steps", model, "--subjects", subjects, "--segmenter", segmenter, "-o", tmp_path / "out")
-    code, _, err = run(capsys, *asked, *QUICK, *options)
+    requested = ("steps", model, "--subjects", subjects, "--segmenter", segmenter, "-o", tmp_path / "out")
+    code, _, err = run(capsys, *requested, *QUICK, *options)
     assert code == 2 and word in err
     (tmp_path / "file").write_text("x")
-    code, _, err = run(capsys, *asked[:-1], tmp_path / "file", *QUICK)
+    code, _, err = run(capsys, *requested[:-1], tmp_path / "file", *QUICK)
     assert code == 2 and "is a file" in err
 
 
-def test_a_lesion_that_the_grid_loses_is_told(folders, tmp_path, caplog):
+def test_a_lesion_lost_in_resampling_is_reported(folders, tmp_path, caplog):
     """By whatever command takes the folders."""
     from voxtune.data.splits import held_out_folders
 
@@ -252,20 +263,20 @@ def by_arithmetic(monkeypatch, cached):
     monkeypatch.setattr(Bench, "clock", 0.0, raising=False)
     sample = Bench._sample
 
-    def timed(bench, model, how, *rest):
-        bench.clock += how.steps if how.cache is None else cached * how.steps
-        return sample(bench, model, how, *rest)
+    def timed(bench, model, settings, *rest):
+        bench.clock += settings.steps if settings.cache is None else cached * settings.steps
+        return sample(bench, model, settings, *rest)
 
     monkeypatch.setattr(Bench, "_sample", timed)
 
 
-def test_features_kept_between_steps_are_measured_and_stored(capsys, folders, tmp_path, monkeypatch):
+def test_feature_caching_is_measured_and_stored(capsys, folders, tmp_path, monkeypatch):
     """With a margin so wide that any row passes, and times that say what the arithmetic says."""
     by_arithmetic(monkeypatch, cached=0.5)
     model = copied(folders[0], tmp_path)
     options = ("--segmenter", folders[1], "--held-out", 3, "--samplers", "ddim", "--steps", "4", "--margin", 100)
-    made = ("steps", model, *options, *QUICK, "--cache", "3:0,2", "--store")
-    code, out, err = run(capsys, *made, "-o", tmp_path / "out", "--json")
+    command = ("steps", model, *options, *QUICK, "--cache", "3:0,2", "--store")
+    code, out, err = run(capsys, *command, "-o", tmp_path / "out", "--json")
     assert code == 0, err
     table = json.loads(out)
     names = [row["name"] for row in table["rows"]]
@@ -280,19 +291,19 @@ def test_features_kept_between_steps_are_measured_and_stored(capsys, folders, tm
     assert record["cache"] == vars(auto.cache) and record["steps_auto"]["sha256"] == auto.evidence.sha256
 
 
-def test_a_refused_cache_is_said_and_not_stored(capsys, folders, tmp_path, monkeypatch):
-    """Any row passes, and keeping features takes longer."""
+def test_a_rejected_cache_is_reported_and_not_stored(capsys, folders, tmp_path, monkeypatch):
+    """Any row passes, and caching is slower."""
     by_arithmetic(monkeypatch, cached=1.5)
     model = copied(folders[0], tmp_path)
     options = ("--segmenter", folders[1], "--held-out", 3, "--samplers", "ddpm", "--steps", "4", "--margin", 100)
-    made = ("steps", model, *options, *QUICK, "--cache", "4:0", "--store", "-o", tmp_path / "out")
-    code, out, err = run(capsys, *made)
+    command = ("steps", model, *options, *QUICK, "--cache", "4:0", "--store", "-o", tmp_path / "out")
+    code, out, err = run(capsys, *command)
     assert code == 0, err
     assert "Feature caching was not chosen: ddpm 4" in out and "cache 4:0 is non-inferior, but not faster" in out
     assert load(model).config.sampling.auto.cache is None
 
 
-def test_without_a_stored_choice_sampling_says_so(capsys, folders, tmp_path):
+def test_sampling_warns_without_stored_settings(capsys, folders, tmp_path):
     mask = write_mask(tmp_path / "a_dseg.nii.gz")
     options = ("--mask", mask, "-o", tmp_path / "drawn", "--steps", "auto", "--device", "cpu")
     code, out, err = run(capsys, "sample", folders[0], *options)
@@ -385,8 +396,8 @@ def test_subjects_and_segmenters_of_another_grid_are_refused(capsys, folders, tm
     # Packed for the model, they fit.
     packed = ("pack", "--cohort", 1, "--held-out", 2, "--model", tmp_path / "other", "-o", tmp_path / "fit.npz", "-q")
     assert run(capsys, *packed)[0] == 0
-    found = unpack(tmp_path / "fit.npz")[1]
-    assert (found.contract.size, found.contract.spacing) == (contract.size, contract.spacing)
+    result = unpack(tmp_path / "fit.npz")[1]
+    assert (result.contract.size, result.contract.spacing) == (contract.size, contract.spacing)
     code, _, err = run(capsys, *packed, "--overwrite", "--size", "16,16,16")
     assert code == 2 and "--model cannot be combined with --size" in err
     code, _, err = run(capsys, "steps", tmp_path / "other", "--held-out", 2, *options)

@@ -1,4 +1,4 @@
-"""voxtune usefulness as a person runs it, and on a bare machine; what it refuses."""
+"""voxtune usefulness: subjects of every origin, the core packages alone, and invalid requests."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_a_bare_machine_learns_from_packed_subjects(folders, tmp_path):
     done = voxtune_bare("usefulness", model, "-o", tmp_path, *options, *QUICK)
     assert done.returncode == 0, done.stderr
     assert "s left" in done.stdout and "few_and_synthetic" in done.stdout
-    found = json.loads((tmp_path / "usefulness.json").read_text())
-    arms = {arm["name"]: (arm["real"], arm["synthetic"]) for arm in found["arms"]}
+    result = json.loads((tmp_path / "usefulness.json").read_text())
+    arms = {arm["name"]: (arm["real"], arm["synthetic"]) for arm in result["arms"]}
     assert arms == {
         "real": (4, 0),
         "synthetic": (0, 4),
@@ -51,11 +51,11 @@ def test_a_bare_machine_learns_from_packed_subjects(folders, tmp_path):
         "few": (2, 0),
         "few_and_synthetic": (2, 4),
     }
-    assert (found["subjects"], found["seeds"], found["data"]) == (3, 2, "4 packed subjects (made for tests)")
-    assert len(found["model_sha256"]) == 64
-    assert (found["drawing"]["sampler"], found["drawing"]["steps"], found["drawing"]["broken"]) == ("ddim", 2, 0)
-    assert (found["training"]["steps"], found["training"]["batch"]) == (2, 2)
-    assert any("at least 64 are required" in note for note in found["notes"])
+    assert (result["subjects"], result["seeds"], result["data"]) == (3, 2, "4 packed subjects (made for tests)")
+    assert len(result["model_sha256"]) == 64
+    assert (result["drawing"]["sampler"], result["drawing"]["steps"], result["drawing"]["broken"]) == ("ddim", 2, 0)
+    assert (result["training"]["steps"], result["training"]["batch"]) == (2, 2)
+    assert any("at least 64 are required" in note for note in result["notes"])
     assert "| both | 4 real + 4 synthetic |" in (tmp_path / "usefulness.md").read_text()
 
 
@@ -63,18 +63,18 @@ def test_the_cohort_and_more_volumes_than_subjects(capsys, folders, tmp_path):
     options = ("--volumes", 2, "--held-out", 2, "--seeds", 1, "--json", *QUICK)
     code, out, err = run(capsys, "usefulness", folders[0], "-o", tmp_path, *options)
     assert code == 0, err
-    found = json.loads(out)
-    assert found == json.loads((tmp_path / "usefulness.json").read_text())
-    assert found["held_out"] == "simulated cohort, seed 0, subjects 100000 to 100001"
-    assert [(a["name"], a["simulated"], a["synthetic"]) for a in found["arms"]] == [
+    result = json.loads(out)
+    assert result == json.loads((tmp_path / "usefulness.json").read_text())
+    assert result["held_out"] == "simulated cohort, seed 0, subjects 100000 to 100001"
+    assert [(a["name"], a["simulated"], a["synthetic"]) for a in result["arms"]] == [
         ("simulated", 2, 0),
         ("synthetic", 0, 2),
         ("both", 2, 2),
     ]
-    assert {gain["against"] for arm in found["arms"] for gain in arm["gains"]} == {"simulated"}
+    assert {gain["against"] for arm in result["arms"] for gain in arm["gains"]} == {"simulated"}
     page = (tmp_path / "usefulness.md").read_text()
     assert "| both | 2 simulated + 2 synthetic |" in page and "real" not in page
-    assert found["drawing"]["steps"] == 4 and "no settings are stored" in err and "one seed" in err
+    assert result["drawing"]["steps"] == 4 and "no settings are stored" in err and "one seed" in err
     code, _, err = run(capsys, "usefulness", folders[0], "-o", tmp_path, *options)
     assert code == 2 and "--overwrite" in err
     (tmp_path / "file").write_text("x")
@@ -83,9 +83,9 @@ def test_the_cohort_and_more_volumes_than_subjects(capsys, folders, tmp_path):
     more = ("--subjects", folders[1], "--volumes", 6, "--seeds", 1, "--steps", 1, "--overwrite", "--json", *QUICK)
     code, out, err = run(capsys, "usefulness", folders[0], "-o", tmp_path, *more, "--spacing", "logsnr", "--no-clip")
     assert code == 0, err
-    found = json.loads(out)
-    assert [(a["real"], a["synthetic"]) for a in found["arms"]] == [(4, 0), (0, 6), (4, 6)]
-    assert [found["drawing"][k] for k in ("sampler", "steps", "spacing", "clip")] == ["ddpm", 1, "logsnr", False]
+    result = json.loads(out)
+    assert [(a["real"], a["synthetic"]) for a in result["arms"]] == [(4, 0), (0, 6), (4, 6)]
+    assert [result["drawing"][k] for k in ("sampler", "steps", "spacing", "clip")] == ["ddpm", 1, "logsnr", False]
 
 
 def test_folders_hold_out_their_last_subjects(capsys, folders, tmp_path):
@@ -94,8 +94,8 @@ def test_folders_hold_out_their_last_subjects(capsys, folders, tmp_path):
     options = (*data, "--volumes", 8, "--seeds", 1, "--steps", 1, "--json", *QUICK)
     code, out, err = run(capsys, "usefulness", folders[0], "-o", tmp_path / "out", *options)
     assert code == 0, err
-    found = json.loads(out)
-    assert found["subjects"] == 2 and [(a["real"], a["synthetic"]) for a in found["arms"]] == [(3, 0), (0, 8), (3, 8)]
+    result = json.loads(out)
+    assert result["subjects"] == 2 and [(a["real"], a["synthetic"]) for a in result["arms"]] == [(3, 0), (0, 8), (3, 8)]
     code, _, err = run(capsys, "usefulness", folders[0], "-o", tmp_path / "b", *data, "--held-out", 4, *QUICK)
     assert code == 2 and "too few to train on some" in err
 

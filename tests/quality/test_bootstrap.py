@@ -1,4 +1,4 @@
-"""Intervals: they cover, they repeat, and they are absent where nothing can be said."""
+"""Bootstrap intervals: coverage, repeatability, and when there is none."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from voxtune.quality.result import Evaluation
 
 def test_the_interval_of_a_mean_is_that_of_theory():
     values = np.random.default_rng(0).normal(3.0, 2.0, 400)
-    made = mean_value("x", values, Bootstrap(resamples=4000))
+    metric = mean_value("x", values, Bootstrap(resamples=4000))
     half = 1.96 * values.std() / 20
-    assert made.value == pytest.approx(values.mean())
-    assert made.low == pytest.approx(values.mean() - half, abs=0.03)
-    assert made.high == pytest.approx(values.mean() + half, abs=0.03)
-    assert (made.n, made.resamples, made.seed, made.level) == (400, 4000, 0, 0.95)
+    assert metric.value == pytest.approx(values.mean())
+    assert metric.low == pytest.approx(values.mean() - half, abs=0.03)
+    assert metric.high == pytest.approx(values.mean() + half, abs=0.03)
+    assert (metric.n, metric.resamples, metric.seed, metric.level) == (400, 4000, 0, 0.95)
 
 
 def test_intervals_cover_the_truth_about_as_often_as_they_say():
     rng = np.random.default_rng(1)
-    made = [mean_value("x", rng.normal(size=40), Bootstrap(resamples=200)) for _ in range(200)]
-    covered = sum(f.low <= 0 <= f.high for f in made)
+    metric = [mean_value("x", rng.normal(size=40), Bootstrap(resamples=200)) for _ in range(200)]
+    covered = sum(f.low <= 0 <= f.high for f in metric)
     assert 175 <= covered <= 199
 
 
@@ -39,7 +39,7 @@ def test_the_seed_fixes_the_interval():
     assert one.low != other.low
 
 
-def test_a_centred_interval_holds_the_figure_that_resampling_inflates():
+def test_a_centred_interval_contains_a_value_that_resampling_inflates():
     a, b = (torch.randn(24, 16, generator=torch.Generator().manual_seed(s)).double() for s in (0, 1))
     settings = Bootstrap(resamples=100)
     plain = metric_value("fid", fid_statistic(a, b), [24, 24], settings)
@@ -66,11 +66,11 @@ def test_settings_are_checked():
             Bootstrap(**wrong)
 
 
-def test_the_page_names_figures_hash_and_reasons():
-    made = mean_value("a|b", [1.0, 2.0], Bootstrap())
+def test_the_page_names_metrics_hash_and_reasons():
+    metric = mean_value("a|b", [1.0, 2.0], Bootstrap())
     network = {"file": "f", "sha256": "abc"}
     result = Evaluation(
-        metrics=(made,),
+        metrics=(metric,),
         left_out={"fid": "no network"},
         warnings=("few",),
         counts={},
@@ -80,5 +80,5 @@ def test_the_page_names_figures_hash_and_reasons():
     )
     page = result.markdown("title")
     assert "a\\|b" in page and "`abc`" in page and "fid: no network" in page and "- few" in page
-    assert result["a|b"] is made
+    assert result["a|b"] is metric
     assert result.to_json(extra=1)["versions"]["torch"] == torch.__version__

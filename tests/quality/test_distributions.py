@@ -1,4 +1,4 @@
-"""Distances between sets: closed forms, limits, and MONAI's and SciPy's own figures."""
+"""Distances between sets: closed forms, limits, and agreement with MONAI and SciPy."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_jensen_shannon_is_scipys_and_has_its_limits():
 
 
 def test_sets_that_do_not_fit_are_refused():
-    with pytest.raises(InputError, match="one F"):
+    with pytest.raises(InputError, match="equal F"):
         d.fid(normal(4, 3, 0), normal(4, 2, 0))
     with pytest.raises(InputError, match="at least 2"):
         d.mmd(normal(1, 3, 0), normal(4, 3, 0), 1.0)

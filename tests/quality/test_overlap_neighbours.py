@@ -1,4 +1,4 @@
-"""Dice against MONAI's, and nearest neighbours that are known."""
+"""Dice compared with MONAI, and known nearest neighbours."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from voxtune.quality.per_volume import copies, dice, nearest
 
 def test_dice_is_monais():
     random = torch.Generator().manual_seed(0)
-    asked, found = (torch.randint(0, 3, (8, 8, 8), generator=random) for _ in range(2))
-    onehot = [torch.nn.functional.one_hot(x, 3).movedim(-1, 0)[None] for x in (found, asked)]
+    mask, predicted = (torch.randint(0, 3, (8, 8, 8), generator=random) for _ in range(2))
+    onehot = [torch.nn.functional.one_hot(x, 3).movedim(-1, 0)[None] for x in (predicted, mask)]
     theirs = DiceMetric(include_background=False, reduction="none")(*onehot)[0]
     for value in (1, 2):
-        assert dice(asked, found, value) == pytest.approx(float(theirs[value - 1]), abs=1e-6)
+        assert dice(mask, predicted, value) == pytest.approx(float(theirs[value - 1]), abs=1e-6)
 
 
 def test_dice_of_known_overlaps():
-    asked, found = torch.zeros(4, 4, 4), torch.zeros(4, 4, 4)
-    asked[:2] = 1
-    found[1:3] = 1
-    assert dice(asked, asked, 1) == 1.0
-    assert dice(asked, found, 1) == 0.5
-    assert dice(asked, torch.zeros(4, 4, 4), 1) == 0.0
-    assert dice(torch.zeros(4, 4, 4), found, 1) is None
+    mask, predicted = torch.zeros(4, 4, 4), torch.zeros(4, 4, 4)
+    mask[:2] = 1
+    predicted[1:3] = 1
+    assert dice(mask, mask, 1) == 1.0
+    assert dice(mask, predicted, 1) == 0.5
+    assert dice(mask, torch.zeros(4, 4, 4), 1) == 0.0
+    assert dice(torch.zeros(4, 4, 4), predicted, 1) is None
 
 
 def test_nearest_by_rms_and_never_itself():
     training = torch.tensor([[0.0, 0.0], [3.0, 4.0], [10.0, 0.0]])
-    found = nearest(torch.tensor([[3.0, 3.0], [9.0, 0.0]]), training)
-    assert found.index == (1, 2)
-    assert found.distance == pytest.approx((0.5**0.5, 0.5**0.5))
+    result = nearest(torch.tensor([[3.0, 3.0], [9.0, 0.0]]), training)
+    assert result.index == (1, 2)
+    assert result.distance == pytest.approx((0.5**0.5, 0.5**0.5))
     unseen = nearest(training, training, skip=[0, 1, 2])
     assert unseen.index == (1, 0, 1)
     assert min(nearest(training, training).distance) == 0.0

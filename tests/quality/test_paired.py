@@ -1,4 +1,4 @@
-"""Paired comparisons: what cancels, what a margin is, when "not worse" is not said."""
+"""Paired comparisons: cancellation, margins and non-inferiority."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEVEL = 0.95
 
 
 def measured(seed, count=40, shift=0.0, spread=0.05, subjects=None):
-    """Figures whose subjects differ much more than their draws do."""
+    """Measurements whose subjects differ much more than runs do."""
     rng = np.random.default_rng(seed)
     common = np.random.default_rng(99).normal(0.0, 1.0, count)
     own = common + rng.normal(shift, spread, count)
@@ -37,19 +37,19 @@ def measured(seed, count=40, shift=0.0, spread=0.05, subjects=None):
     return SetMeasurements(count=count, values=values, by_label={"dice": dice})
 
 
-def judged(candidate, count=40, factor=1.0):
+def comparisons(candidate, count=40, factor=1.0):
     resampler = Resampler(measured(1, count), Bootstrap(resamples=300), {"mmd": 1.0})
     first, again = (resampler.metrics(measured(seed, count)) for seed in (2, 3))
     limits = margins(first, again, factor)
     return compare(resampler.metrics(candidate), [first], limits, LEVEL), limits
 
 
-def test_the_same_set_is_exactly_not_worse_even_without_any_margin():
-    found, _ = judged(measured(2), factor=0.0)
-    assert all(c.non_inferior and c.worsening.high == 0 for c in found.values())
+def test_a_set_is_non_inferior_to_itself_without_any_margin():
+    result, _ = comparisons(measured(2), factor=0.0)
+    assert all(c.non_inferior and c.worsening.high == 0 for c in result.values())
 
 
-def test_two_draws_of_the_reference_weigh_less_than_one():
+def test_the_mean_of_two_reference_runs_has_narrower_intervals():
     """A candidate that is one of them lies half their distance from their mean, and of a third the interval is narrower."""
     resampler = Resampler(measured(1, 40), Bootstrap(resamples=300), {"mmd": 1.0})
     first, again, third = (resampler.metrics(measured(seed, 40)) for seed in (2, 3, 4))
@@ -67,35 +67,35 @@ def test_two_draws_of_the_reference_weigh_less_than_one():
 
 
 def test_what_subjects_have_in_common_cancels():
-    found, _ = judged(measured(4))
-    span = found["psnr"].worsening
+    result, _ = comparisons(measured(4))
+    span = result["psnr"].worsening
     # Subjects differ by 1 dB, so that an interval over them alone is 0.6 dB wide; the two draws differ by 0.07 dB.
     assert span.high - span.low < 0.08
-    assert found["psnr"].non_inferior
+    assert result["psnr"].non_inferior
 
 
-def test_a_shift_beyond_the_margin_is_worse_and_within_it_is_not():
-    assert not judged(measured(4, shift=-0.4))[0]["psnr"].non_inferior
-    assert judged(measured(4, shift=-0.1))[0]["psnr"].non_inferior
-    assert judged(measured(4, shift=0.4))[0]["psnr"].non_inferior
-    # Nearly at the margin, the interval reaches beyond it: not said.
-    assert not judged(measured(4, shift=-0.245))[0]["psnr"].non_inferior
+def test_a_shift_within_the_margin_is_non_inferior_and_beyond_it_is_not():
+    assert not comparisons(measured(4, shift=-0.4))[0]["psnr"].non_inferior
+    assert comparisons(measured(4, shift=-0.1))[0]["psnr"].non_inferior
+    assert comparisons(measured(4, shift=0.4))[0]["psnr"].non_inferior
+    # Nearly at the margin, the interval extends beyond it.
+    assert not comparisons(measured(4, shift=-0.245))[0]["psnr"].non_inferior
 
 
-def test_margins_do_not_depend_on_the_count_and_have_floors():
-    few, many = (judged(measured(2, count), count, factor=20.0)[1] for count in (40, 160))
-    # One draw's figure differs from another's by 0.05 dB.
+def test_margins_do_not_depend_on_the_count_and_have_minima():
+    few, many = (comparisons(measured(2, count), count, factor=20.0)[1] for count in (40, 160))
+    # Two runs differ by 0.05 dB per volume.
     assert few["psnr"] == pytest.approx(20 * 0.05, rel=0.3)
     assert many["psnr"] == pytest.approx(20 * 0.05, rel=0.15)
-    plain = judged(measured(2))[1]
+    plain = comparisons(measured(2))[1]
     assert few["fid"] == pytest.approx(20 * plain["fid"])
     assert plain["psnr"] == 0.25 and plain["dice_brain"] == 0.01
 
 
-def test_too_few_finite_resamples_cannot_say_not_worse():
+def test_too_few_finite_resamples_are_not_non_inferior():
     candidate = measured(2)
     candidate.by_label["dice"]["rare"][:] = np.nan
-    assert not judged(candidate)[0]["dice_rare"].non_inferior
+    assert not comparisons(candidate)[0]["dice_rare"].non_inferior
 
 
 def test_detail_is_less_where_a_volume_is_blurred():

@@ -1,4 +1,4 @@
-"""PSNR and MS-SSIM: known answers, and MONAI's own figures."""
+"""PSNR and MS-SSIM: known answers, and agreement with MONAI."""
 
 from __future__ import annotations
 
@@ -66,5 +66,5 @@ def test_scales_that_fit(side, scales):
 def test_what_cannot_be_compared_is_refused():
     with pytest.raises(InputError, match="at least 11"):
         ms_ssim(torch.zeros(10, 16, 16), torch.zeros(10, 16, 16))
-    with pytest.raises(InputError, match="one shape"):
+    with pytest.raises(InputError, match="equal shape"):
         psnr(torch.zeros(12, 12, 12), torch.zeros(12, 12, 13))

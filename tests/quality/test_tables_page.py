@@ -42,9 +42,9 @@ def test_tables_use_the_words_of_today_for_files_of_version_0_1(tables):
 
 @pytest.mark.parametrize("name", ["steps", "confirmed", "numerics", "usefulness", "usefulness_ddpm"])
 def test_results_are_of_the_model_that_ships(name):
-    found = json.loads((RESULTS / f"{name}.json").read_text())
-    assert found["model_sha256"] == weights_sha256(demo_model())
-    assert found["subjects"] >= 64
+    result = json.loads((RESULTS / f"{name}.json").read_text())
+    assert result["model_sha256"] == weights_sha256(demo_model())
+    assert result["subjects"] >= 64
 
 
 def test_the_stored_choice_is_that_of_the_table_over_other_subjects():

@@ -1,4 +1,4 @@
-"""Features kept between steps in the table of steps: taken where they are not worse and faster, refused where not."""
+"""Feature caching in the table of steps: chosen only if it is non-inferior and faster."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _Between(_Full):
 def table(caches, steps=(20,), options=QUICK, **network):
     model = analytic.model()
     parted = Model(model.config, Parted(model.schedule, **network))
-    found = step_table(
+    result = step_table(
         parted,
         analytic.subjects(16),
         analytic.segmenter(),
@@ -73,22 +73,22 @@ def table(caches, steps=(20,), options=QUICK, **network):
         caches=caches,
         options=options,
     )
-    return found, {row.name: row for row in found.rows}
+    return result, {row.name: row for row in result.rows}
 
 
 def test_an_equal_and_faster_cache_is_chosen():
-    found, rows = table([FeatureCache(interval=4), FeatureCache(interval=2, depth=0)])
-    assert found.choice.record["cache"] == {"interval": 4, "depth": 1}
-    plain = rows[found.chosen.removesuffix(" cache 4")]
-    assert found.choice.seconds < plain.seconds
+    result, rows = table([FeatureCache(interval=4), FeatureCache(interval=2, depth=0)])
+    assert result.choice.record["cache"] == {"interval": 4, "depth": 1}
+    plain = rows[result.chosen.removesuffix(" cache 4")]
+    assert result.choice.seconds < plain.seconds
     # The same volumes, so the same figures.
-    assert found.choice.metrics["psnr"] == plain.metrics["psnr"]
-    assert found.choice.verdict == "non-inferior" and found.refusal() is None
+    assert result.choice.metrics["psnr"] == plain.metrics["psnr"]
+    assert result.choice.verdict == "non-inferior" and result.refusal() is None
     assert f"{plain.name} cache 2:0" in rows
-    assert found.chosen in found.conclusion()
+    assert result.chosen in result.conclusion()
 
 
-def test_a_cache_is_confirmed_beside_the_row_without_it(tmp_path):
+def test_a_cache_is_confirmed_together_with_the_row_without_it(tmp_path):
     rows = [
         {"name": name, "sampler": "ddim", "steps": 20, "spacing": "logsnr", "clip": True, "seed": 0, "verdict": verdict}
         for name, verdict in (("plain", "not worse"), ("kept", "not worse"), ("other", "worse: fid"))
@@ -96,44 +96,44 @@ def test_a_cache_is_confirmed_beside_the_row_without_it(tmp_path):
     rows[1]["cache"] = {"interval": 4, "depth": 1}
     about = {"format": FORMAT, "table": "steps", "model_sha256": "a", "subjects": 64, "skip": 0, "margin": 0.5}
     (tmp_path / "steps.json").write_text(json.dumps({**about, "chosen": "kept", "rows": rows}))
-    slow = 5 * SLOW  # what is to be told apart by the clock, on a machine with other work
+    slow = 5 * SLOW  # a difference that the clock can resolve on a busy machine
     model = analytic.model()
     for change, chosen in (({"full": slow}, " cache 4"), ({"full": 0.0, "between": slow}, "")):
         parted = Model(model.config, Parted(model.schedule, **change))
-        ways = read_earlier(tmp_path / "steps.json", parted, "a").candidates
-        found = confirm_table(parted, analytic.subjects(16), analytic.segmenter(), ways, options=QUICK)
-        assert [row.name for row in found.rows[2:]] == ["ddim 20 logsnr cache 4", "ddim 20 logsnr"]
-        assert found.chosen == f"ddim 20 logsnr{chosen}"
+        variants = read_earlier(tmp_path / "steps.json", parted, "a").candidates
+        result = confirm_table(parted, analytic.subjects(16), analytic.segmenter(), variants, options=QUICK)
+        assert [row.name for row in result.rows[2:]] == ["ddim 20 logsnr cache 4", "ddim 20 logsnr"]
+        assert result.chosen == f"ddim 20 logsnr{chosen}"
 
 
 @pytest.mark.parametrize("interval", [4, 20])
 def test_a_stale_feature_is_refused(interval):
-    found, rows = table([FeatureCache(interval=interval)], stale=True)
-    assert found.choice is not None and "cache" not in found.choice.record
-    worse = rows[f"{found.chosen} cache {interval}"]
-    assert worse.failed and worse.seconds < found.choice.seconds
-    assert found.refusal().startswith(f"Feature caching was not chosen: {worse.name} is inferior: ")
-    assert found.refusal() in found.markdown("title") and found.to_json()["refusal"] == found.refusal()
-    assert found.to_json()["rows"][-1]["cache"] == {"interval": interval, "depth": 1}
+    result, rows = table([FeatureCache(interval=interval)], stale=True)
+    assert result.choice is not None and "cache" not in result.choice.record
+    worse = rows[f"{result.chosen} cache {interval}"]
+    assert worse.failed and worse.seconds < result.choice.seconds
+    assert result.refusal().startswith(f"Feature caching was not chosen: {worse.name} is inferior: ")
+    assert result.refusal() in result.markdown("title") and result.to_json()["refusal"] == result.refusal()
+    assert result.to_json()["rows"][-1]["cache"] == {"interval": interval, "depth": 1}
 
 
 def test_an_equal_cache_that_is_not_faster_is_refused():
-    found, rows = table([FeatureCache(interval=2)], full=0.0, between=SLOW)
-    assert "cache" not in found.choice.record
-    assert not rows[f"{found.chosen} cache 2"].failed
-    assert "non-inferior, but not faster" in found.refusal()
+    result, rows = table([FeatureCache(interval=2)], full=0.0, between=SLOW)
+    assert "cache" not in result.choice.record
+    assert not rows[f"{result.chosen} cache 2"].failed
+    assert "non-inferior, but not faster" in result.refusal()
 
 
-def test_where_nothing_is_good_enough_nothing_is_kept():
-    found, rows = table([FeatureCache(interval=2)], steps=(1, 2), options=replace(QUICK, margin=0.5), full=0.0)
-    assert found.chosen is None and not any("cache" in name for name in rows)
-    assert any("feature caching was not tried" in note for note in found.notes)
+def test_caching_is_not_tried_without_a_non_inferior_row():
+    result, rows = table([FeatureCache(interval=2)], steps=(1, 2), options=replace(QUICK, margin=0.5), full=0.0)
+    assert result.chosen is None and not any("cache" in name for name in rows)
+    assert any("feature caching was not tried" in note for note in result.notes)
 
 
 def test_more_steps_are_tried_where_arithmetic_leaves_them_less_to_do():
     model = analytic.model()
-    how = {"sampler": "ddim", "steps": 6, "spacing": "leading", "clip": False}
-    row = StepRow(name="ddim 6", record=how, seconds=1.0, metrics={})
+    settings = {"sampler": "ddim", "steps": 6, "spacing": "leading", "clip": False}
+    row = StepRow(name="ddim 6", record=settings, seconds=1.0, metrics={})
     numbers = (4, 6, 8, 12, 24)
     tried = {
         interval: [
@@ -148,14 +148,14 @@ def test_more_steps_are_tried_where_arithmetic_leaves_them_less_to_do():
     assert (way.sampler, way.spacing, way.clip) == ("ddim", "leading", False)
     assert (
         _cached_candidates(
-            model, FeatureCache(interval=2), StepRow(**{**vars(row), "record": {**how, "steps": 2}}), (2,)
+            model, FeatureCache(interval=2), StepRow(**{**vars(row), "record": {**settings, "steps": 2}}), (2,)
         )
         == []
     )
 
 
 @pytest.mark.skipif(slow_half("cpu") is not None, reason=str(slow_half("cpu")))
-def test_numerics_draw_with_what_is_kept():
+def test_numerics_support_feature_caching():
     torch.manual_seed(0)
     model = Model(analytic.model(4).config)
     without_zeros(model.network)
@@ -163,8 +163,8 @@ def test_numerics_draw_with_what_is_kept():
     cond = analytic.subjects(2).condition([0, 1])
     a, b = (m.sample(cond, sampler="ddim", steps=4, cache=2) for m in (fp32, bf16))
     assert 0 < float((a - b).norm() / a.norm()) < 0.2
-    found = numerics_table([("FP32", model)], analytic.subjects(2), analytic.segmenter(), steps=2, options=QUICK)
-    assert found.refusal() is None
+    result = numerics_table([("FP32", model)], analytic.subjects(2), analytic.segmenter(), steps=2, options=QUICK)
+    assert result.refusal() is None
 
 
 @pytest.mark.parametrize(

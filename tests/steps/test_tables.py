@@ -1,4 +1,4 @@
-"""The tables of steps and of numerics, for a model whose truth is known."""
+"""The tables of steps and of numerics, for a model with a known distribution."""
 
 from __future__ import annotations
 
@@ -25,73 +25,73 @@ QUICK = TableOptions(batch=8, margin=1.5, bootstrap=Bootstrap(resamples=60))
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-KEPT = []
+UPDATES = []
 
 
 @pytest.fixture(scope="module")
 def table():
-    found = step_table(
+    result = step_table(
         analytic.model(),
         analytic.subjects(16),
         analytic.segmenter(),
         samplers=("ddpm", "ddim"),
         steps=(1, 20, 24),
         options=QUICK,
-        on_update=KEPT.append,
+        on_update=UPDATES.append,
     )
-    return found, {row.name: row for row in found.rows}
+    return result, {row.name: row for row in result.rows}
 
 
-def test_too_few_steps_are_called_worse(table):
+def test_too_few_steps_are_inferior(table):
     for name in ("ddpm 1", "ddim 1"):
         worse = table[1][name].failed
         assert {"detail", "histogram_w1", "diversity"} <= set(worse), name
         assert table[1][name].verdict.startswith("inferior: ")
 
 
-def test_the_same_volumes_are_not_worse(table):
+def test_equal_volumes_are_non_inferior(table):
     row, again = table[1]["ddpm 24"], table[0].rows[1]
     assert not row.failed
-    # Held against the mean of the reference's two draws, of which it is one: half of what the other is worse, better.
+    # Compared with the mean of the two reference runs, of which it is one: better by half of their difference.
     for name, compared in row.compared.items():
         assert compared.worsening.value == pytest.approx(-again.compared[name].worsening.value / 2, abs=1e-12)
     assert row.metrics["ms_ssim_reference"].value == pytest.approx(1)
     assert row.metrics["psnr_reference"].value == math.inf
 
 
-def test_another_seed_of_the_reference_is_not_worse(table):
+def test_another_seed_of_the_reference_is_non_inferior(table):
     assert table[0].rows[1].name == "ddpm 24, seed 1"
     assert not table[0].rows[1].failed
 
 
 def test_the_fewest_steps_are_chosen_and_varied(table):
-    found, rows = table
-    assert found.choice is not None and found.choice.record["steps"] == 20
+    result, rows = table
+    assert result.choice is not None and result.choice.record["steps"] == 20
     assert {"ddim 20 linspace", "ddim 20 leading", "ddim 20 logsnr"} <= set(rows)
-    assert "non-inferior to ddpm 24 over 16 subjects" in found.conclusion()
-    assert any("at least 64 are required" in note for note in found.notes)
+    assert "non-inferior to ddpm 24 over 16 subjects" in result.conclusion()
+    assert any("at least 64 are required" in note for note in result.notes)
 
 
-def test_every_sampler_is_tried_without_clamping_and_what_is_fine_in_fewer_steps(table):
-    found, rows = table
+def test_every_sampler_is_tried_without_clamping_and_non_inferior_rows_in_fewer_steps(table):
+    result, rows = table
     for name in ("ddim", "ddpm"):
-        own = [row for row in found.rows if row.name.startswith(f"{name} 20")]
+        own = [row for row in result.rows if row.name.startswith(f"{name} 20")]
         clamped = [row for row in own if row.record["clip"]]
         # The best that clamps, whatever its spacing, is the one that is tried without.
         best = fewest_steps(clamped) or closest_row(clamped)
         assert {row.name for row in own} - {row.name for row in clamped} == {f"{best.name} no clip"}
-    for row in found.rows:
+    for row in result.rows:
         fewer = row.name.replace(" 20", " 1")
         if row.name.startswith(
             ("ddim 20 ", "ddpm 20 ")
         ):  # a variant: one step fewer was tried exactly where it is fine
             assert (fewer in rows) == (not row.failed), row.name
-    names = [row.name for row in found.rows]
+    names = [row.name for row in result.rows]
     assert len(names) == len(set(names))
 
 
 def test_one_spacing_is_compared_alone():
-    found = step_table(
+    result = step_table(
         analytic.model(),
         analytic.subjects(4),
         analytic.segmenter(),
@@ -100,22 +100,22 @@ def test_one_spacing_is_compared_alone():
         spacings=("logsnr",),
         options=QUICK,
     )
-    assert [row.record["spacing"] for row in found.rows] == ["trailing"] * 2 + ["logsnr"] * (len(found.rows) - 2)
-    assert [row.name for row in found.rows[2:4]] == ["ddim 3 logsnr", "ddim 20 logsnr"]
-    assert found.rows[4].name in ("ddim 3 logsnr no clip", "ddim 20 logsnr no clip")
+    assert [row.record["spacing"] for row in result.rows] == ["trailing"] * 2 + ["logsnr"] * (len(result.rows) - 2)
+    assert [row.name for row in result.rows[2:4]] == ["ddim 3 logsnr", "ddim 20 logsnr"]
+    assert result.rows[4].name in ("ddim 3 logsnr no clip", "ddim 20 logsnr no clip")
 
 
-def test_the_table_is_kept_after_every_row(table):
-    found = table[0]
-    assert [len(kept.rows) for kept in KEPT] == list(range(2, len(found.rows) + 1))
-    assert KEPT[-1].chosen == found.chosen and "unfinished: the rows so far" in KEPT[-1].notes
-    assert not any("unfinished" in note for note in found.notes)
+def test_the_table_is_updated_after_every_row(table):
+    result = table[0]
+    assert [len(saved.rows) for saved in UPDATES] == list(range(2, len(result.rows) + 1))
+    assert UPDATES[-1].chosen == result.chosen and "unfinished: the rows so far" in UPDATES[-1].notes
+    assert not any("unfinished" in note for note in result.notes)
 
 
-def test_files_say_everything(table):
-    found = table[0].to_json()
-    assert found["margins"]["dice_brain"]["floor"] == 0.01
-    for row in found["rows"]:
+def test_files_are_complete(table):
+    result = table[0].to_json()
+    assert result["margins"]["dice_brain"]["floor"] == 0.01
+    for row in result["rows"]:
         for name, span in row["figures"].items():
             assert span["low"] is None or span["low"] <= span["value"] <= span["high"], (row["name"], name)
     page = table[0].markdown("title")
@@ -123,9 +123,9 @@ def test_files_say_everything(table):
     assert len(table[0].text()) == len(table[0].rows) + 1
 
 
-def timeless(found):
-    rows = [{k: v for k, v in row.items() if k != "seconds_per_volume"} for row in found.to_json()["rows"]]
-    return {**found.to_json(), "rows": rows}
+def timeless(result):
+    rows = [{k: v for k, v in row.items() if k != "seconds_per_volume"} for row in result.to_json()["rows"]]
+    return {**result.to_json(), "rows": rows}
 
 
 def test_the_same_seed_gives_the_same_table_whatever_the_batch():
@@ -157,15 +157,15 @@ class Broken(nn.Module):
         return self.network(x, t_N, cond) * (math.nan if bool((t_N == 3).any()) else 1.0)
 
 
-def test_volumes_with_nan_are_worse_whatever_else():
+def test_volumes_with_nan_are_inferior():
     model = analytic.model(8)
     broken = Model(model.config, Broken(model.network))
-    found = numerics_table(
+    result = numerics_table(
         [("fine", model), ("broken", broken)], analytic.subjects(4), analytic.segmenter(), options=QUICK
     )
-    assert found.rows[2].broken == 4 and "NaN" in found.rows[2].failed
-    assert found.chosen is None
-    found.markdown("still a page")
+    assert result.rows[2].broken == 4 and "NaN" in result.rows[2].failed
+    assert result.chosen is None
+    result.markdown("still a page")
 
 
 def test_a_reference_with_nan_is_no_reference():
@@ -179,16 +179,18 @@ def test_numerics_from_the_same_noise():
     torch.manual_seed(0)
     model = Model(analytic.model(4).config)
     without_zeros(model.network)
-    ways = [*precisions(model, "auto"), ("the same", model)]
-    found = numerics_table(ways, analytic.subjects(2), analytic.segmenter(), sampler="ddim", steps=2, options=QUICK)
-    rows = {row.name: row for row in found.rows}
+    candidates = [*precisions(model, "auto"), ("the same", model)]
+    result = numerics_table(
+        candidates, analytic.subjects(2), analytic.segmenter(), sampler="ddim", steps=2, options=QUICK
+    )
+    rows = {row.name: row for row in result.rows}
     if slow_half("cpu") is None:
         assert 0 < rows["BF16 autocast"].distance["relative"] <= rows["BF16 autocast"].distance["relative_worst"] < 0.2
     assert rows["the same"].distance["relative"] == rows["the same"].distance["worst_voxel"] == 0
     assert not rows["the same"].failed
     assert rows["the same"].record["steps"] == 2
-    assert found.to_json()["rows"][-1]["distance"]["psnr"] is None
-    assert "Distance from the reference" in found.markdown("numerics")
+    assert result.to_json()["rows"][-1]["distance"]["psnr"] is None
+    assert "Distance from the reference" in result.markdown("numerics")
 
 
 def test_distances_are_those_of_the_worst_volume():

@@ -1,4 +1,4 @@
-"""Arms of segmenters: that they differ by their volumes alone, that useless volumes show, that figures are honest."""
+"""The arms of usefulness: they differ by their volumes alone, and useless volumes are detected."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ QUICK = SegmentTraining(steps=40, batch=4, learning_rate=3e-2)
 
 
 def volumes(count=10):
-    found = analytic.subjects(count)
-    return Volumes(contract=analytic.CONTRACT, images_NDHW=found.images_NDHW, classes_NDHW=found.classes_NDHW)
+    outcome = analytic.subjects(count)
+    return Volumes(contract=analytic.CONTRACT, images_NDHW=outcome.images_NDHW, classes_NDHW=outcome.classes_NDHW)
 
 
 def held_out(count=6):
-    """Of the same kind, and none of those above."""
-    found = analytic.subjects(20 + count)
-    return replace(found, images_NDHW=found.images_NDHW[20:], classes_NDHW=found.classes_NDHW[20:])
+    """Other subjects of the same kind."""
+    outcome = analytic.subjects(20 + count)
+    return replace(outcome, images_NDHW=outcome.images_NDHW[20:], classes_NDHW=outcome.classes_NDHW[20:])
 
 
 def noise(like):
@@ -52,7 +52,7 @@ def against_noise():
     return taught(arm_data(replace(real, images_NDHW=scaled(real.images_NDHW)), noise(real)), seeds=2)
 
 
-def test_noise_teaches_less_than_real_volumes(against_noise):
+def test_noise_is_worth_less_than_subjects(against_noise):
     arms = {arm.name: arm for arm in against_noise.arms}
     assert against_noise.dice(arms["real"], "brain").value > 0.8
     # Where a brain lies can be learned from masks alone; where a lesion lies cannot.
@@ -62,11 +62,11 @@ def test_noise_teaches_less_than_real_volumes(against_noise):
     assert gains["tumour"].difference.high < -0.2 and len(gains["tumour"].by_seed) == 2
 
 
-def test_every_figure_has_interval_and_count(against_noise):
-    found = against_noise.to_json()
-    assert [arm["name"] for arm in found["arms"]] == ["real", "synthetic", "both"]
-    assert (found["subjects"], found["seeds"]) == (6, 2)
-    for arm in found["arms"]:
+def test_every_metric_has_interval_and_count(against_noise):
+    outcome = against_noise.to_json()
+    assert [arm["name"] for arm in outcome["arms"]] == ["real", "synthetic", "both"]
+    assert (outcome["subjects"], outcome["seeds"]) == (6, 2)
+    for arm in outcome["arms"]:
         for label, figure in arm["dice"].items():
             assert figure["low"] <= figure["value"] <= figure["high"], (arm["name"], label)
             assert figure["n"] == 6 and len(figure["by_seed"]) == 2
@@ -81,13 +81,13 @@ def test_every_figure_has_interval_and_count(against_noise):
 def test_the_same_volumes_in_another_arm_teach_the_same_to_the_bit():
     real = volumes(6)
     quick = replace(QUICK, steps=6)
-    found = taught(arm_data(real, real, few=5), seeds=2, training=quick)
-    arms = {arm.name: arm.dice_SN for arm in found.arms}
+    outcome = taught(arm_data(real, real, few=5), seeds=2, training=quick)
+    arms = {arm.name: arm.dice_SN for arm in outcome.arms}
     assert list(arms) == ["real", "synthetic", "both", "few", "few_and_synthetic"]
-    for label in found.labels:
+    for label in outcome.labels:
         assert np.array_equal(arms["real"][label], arms["synthetic"][label])
         assert not np.array_equal(arms["real"][label], arms["both"][label])
-    gains = {(g.arm, g.against): g for g in found.gains() if g.label == "brain"}
+    gains = {(g.arm, g.against): g for g in outcome.gains() if g.label == "brain"}
     assert gains["synthetic", "real"].verdict == "no significant difference"
     assert ("few_and_synthetic", "few") in gains and ("few", "real") in gains
 
@@ -95,9 +95,9 @@ def test_the_same_volumes_in_another_arm_teach_the_same_to_the_bit():
 def test_every_arm_has_the_same_recipe_network_and_seeds(monkeypatch):
     calls, train = [], teaching.train_segmenter
 
-    def listening(source, training, **how):
-        calls.append((training, how))
-        return train(source, replace(training, steps=1), **how)
+    def listening(source, training, **options):
+        calls.append((training, options))
+        return train(source, replace(training, steps=1), **options)
 
     monkeypatch.setattr(teaching, "train_segmenter", listening)
     taught(arm_data(volumes(4), noise(volumes(4)), few=2), seeds=2)
@@ -105,19 +105,19 @@ def test_every_arm_has_the_same_recipe_network_and_seeds(monkeypatch):
     assert all(replace(c[0], seed=0) == replace(QUICK, seed=0) and c[1] == calls[0][1] for c in calls)
 
 
-def test_a_seed_at_a_time_is_given():
-    found = [
+def test_results_are_yielded_after_each_seed():
+    outcome = [
         arms[0].dice_SN["brain"].shape
         for arms in train_arms(arm_data(volumes(4), volumes(4)), held_out(2), replace(QUICK, steps=1), 3, base=4)
     ]
-    assert found == [(1, 2), (2, 2), (3, 2)]
+    assert outcome == [(1, 2), (2, 2), (3, 2)]
 
 
-def test_drawn_volumes_belong_to_their_masks_whatever_the_batch():
+def test_generated_volumes_belong_to_their_masks_for_any_batch():
     model, masks = analytic.model(4), volumes(3)
-    how = model.resolve(steps=4)
-    one = generate_volumes(model, masks, 5, how, seed=0, batch=1, say=lambda _: None)
-    many = generate_volumes(model, masks, 5, how, seed=0, batch=4, say=lambda _: None)
+    options = model.resolve(steps=4)
+    one = generate_volumes(model, masks, 5, options, seed=0, batch=1, say=lambda _: None)
+    many = generate_volumes(model, masks, 5, options, seed=0, batch=4, say=lambda _: None)
     assert torch.allclose(one.volumes.images_NDHW, many.volumes.images_NDHW, atol=1e-4)
     assert torch.equal(one.volumes.classes_NDHW, masks.classes_NDHW[[0, 1, 2, 0, 1]])
     # The second volume for a mask has noise of its own, and every volume its own extremes at -1 and 1.
@@ -132,40 +132,40 @@ class Sometimes(nn.Module):
         self.network, self.broken, self.calls = network, broken, 0
 
     def forward(self, x, t_N, cond):
-        found = self.network(x, t_N, cond)
-        found[self.broken] = torch.nan
-        return found
+        outcome = self.network(x, t_N, cond)
+        outcome[self.broken] = torch.nan
+        return outcome
 
 
 def test_broken_volumes_are_left_out_and_counted():
     model = analytic.model(2)
-    how = model.resolve(steps=2)
+    options = model.resolve(steps=2)
 
-    def drawn(broken):
+    def generated(broken):
         return generate_volumes(
             Model(model.config, Sometimes(model.network, broken)),
             volumes(4),
             4,
-            how,
+            options,
             seed=0,
             batch=4,
             say=lambda _: None,
         )
 
-    found = drawn([1])
-    assert found.broken == 1 and len(found.volumes) == 3
-    assert torch.equal(found.volumes.classes_NDHW, volumes(4).classes_NDHW[[0, 2, 3]])
+    outcome = generated([1])
+    assert outcome.broken == 1 and len(outcome.volumes) == 3
+    assert torch.equal(outcome.volumes.classes_NDHW, volumes(4).classes_NDHW[[0, 2, 3]])
     with pytest.raises(InputError, match="every synthetic volume"):
-        drawn([0, 1, 2, 3])
+        generated([0, 1, 2, 3])
 
 
 def test_dice_leaves_out_subjects_without_the_label():
     test = held_out(3)
     classes = test.classes_NDHW.clone()
     classes[0] = classes[0].clamp(max=1)
-    found = measure_dice(analytic.segmenter(), replace(test, classes_NDHW=classes))
-    assert np.isnan(found["tumour"][0]) and not np.isnan(found["tumour"][1:]).any()
-    arms = tuple(Arm(name=n, subjects=3, synthetic=0, dice_SN={k: v[None] for k, v in found.items()}) for n in "ab")
+    outcome = measure_dice(analytic.segmenter(), replace(test, classes_NDHW=classes))
+    assert np.isnan(outcome["tumour"][0]) and not np.isnan(outcome["tumour"][1:]).any()
+    arms = tuple(Arm(name=n, subjects=3, synthetic=0, dice_SN={k: v[None] for k, v in outcome.items()}) for n in "ab")
     result = UsefulnessTable(arms=arms, settings=Bootstrap(resamples=20), about={})
     assert result.dice(arms[0], "tumour").n == 2 and result.dice(arms[0], "brain").n == 3
     assert result.to_json()["arms"][0]["dice_by_seed_and_subject"]["tumour"][0][0] is None
@@ -176,7 +176,7 @@ def test_dice_leaves_out_subjects_without_the_label():
     [
         ([[0.1, 0.2, 0.1], [0.1, 0.1, 0.2]], "higher"),
         ([[-0.1, -0.2, -0.1], [-0.1, -0.1, -0.2]], "lower"),
-        # Seeds alone make as much; subjects disagree; one seed tells nothing of another.
+        # Seeds alone cause as much; subjects disagree; a single seed.
         ([[0.4, 0.5, 0.4], [0.1, 0.1, 0.1]], "no significant difference"),
         ([[0.1, -0.1, 0.1], [0.1, -0.1, 0.0]], "no significant difference"),
         ([[0.1, 0.2, 0.1]], "no significant difference"),
@@ -201,15 +201,15 @@ def test_few_must_be_fewer(few):
         arm_data(volumes(4), volumes(4), few=few)
 
 
-def test_a_stored_choice_is_drawn_by():
+def test_stored_settings_are_used():
     model, masks = analytic.model(4), volumes(2)
     evidence = Evidence(file="steps.json", sha256="0" * 64, subjects=64, summary="")
     auto = AutoSampling(sampler="ddim", steps=2, spacing="leading", clip=False, evidence=evidence)
     stored = Model(replace(model.config, sampling=replace(model.config.sampling, auto=auto)), model.network)
-    found = generate_volumes(stored, masks, 2, stored.resolve(steps="auto"), seed=0, batch=2, say=lambda _: None)
-    told = model.resolve(sampler="ddim", steps=2, spacing="leading", clip=False)
-    wanted = generate_volumes(model, masks, 2, told, seed=0, batch=2, say=lambda _: None)
-    assert torch.equal(found.volumes.images_NDHW, wanted.volumes.images_NDHW)
+    outcome = generate_volumes(stored, masks, 2, stored.resolve(steps="auto"), seed=0, batch=2, say=lambda _: None)
+    explicit = model.resolve(sampler="ddim", steps=2, spacing="leading", clip=False)
+    expected = generate_volumes(model, masks, 2, explicit, seed=0, batch=2, say=lambda _: None)
+    assert torch.equal(outcome.volumes.images_NDHW, expected.volumes.images_NDHW)
 
 
 @pytest.mark.parametrize(
