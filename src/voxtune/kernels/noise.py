@@ -1,10 +1,10 @@
-"""The sampler's noise, drawn where it is used.
+"""The sampler's noise, generated on the GPU.
 
-Why: diffusion/noise.py makes each draw from its number alone (Philox 4x32-10), which in plain PyTorch is some 130 passes over a
-quarter of the volume. Here it is one: a program computes the words of its counters and writes four normal values for each.
-The integers are the same everywhere; the normal values agree to the rounding of log, sin and cos.
+Why: diffusion/noise.py computes each draw from its number alone (Philox 4x32-10). In plain PyTorch this takes about 130 passes
+over a quarter of the volume, here one: each program computes the Philox words of its counters and writes four normal values per
+counter. The random integers are identical on all devices; the normal values agree up to the rounding of log, sin and cos.
 
-Legend: N samples, V values a sample, B = ceil(V / 4) counters.
+Legend: N samples, V values per sample, B = ceil(V / 4) counters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK = 512
 
 @triton.jit(do_not_specialize=["seed", "draw"])
 def voxtune_noise(
-    index_ptr,  # (N,) int64: the samples' numbers
+    index_ptr,  # (N,) int64: sample numbers
     y_ptr,  # (N, V) float32
     seed,
     draw,
@@ -39,12 +39,12 @@ def voxtune_noise(
     high = (index >> 32).to(tl.uint32)
     zero = tl.zeros((BLOCK_B,), tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, block.to(tl.uint32), zero + draw.to(tl.uint32), zero + low, zero + high)
-    # 24 bits of each word, at the middle of its interval: never 0, so the logarithm is finite.
+    # 24 bits of each word, at the centre of the interval: never 0, so that the logarithm is finite.
     u0 = ((w0 >> 8).to(tl.float32) + 0.5) * 5.9604644775390625e-08
     u1 = ((w1 >> 8).to(tl.float32) + 0.5) * 5.9604644775390625e-08
     u2 = ((w2 >> 8).to(tl.float32) + 0.5) * 5.9604644775390625e-08
     u3 = ((w3 >> 8).to(tl.float32) + 0.5) * 5.9604644775390625e-08
-    # Box and Muller: two uniforms give two normals.
+    # Box-Muller: two uniform values give two normal values.
     r0, a0 = tl.sqrt(-2.0 * tl.log(u0)), 6.283185307179586 * u1
     r1, a1 = tl.sqrt(-2.0 * tl.log(u2)), 6.283185307179586 * u3
     even = tl.join(r0 * tl.cos(a0), r1 * tl.cos(a1))  # values 0 and 2 of each four
@@ -57,7 +57,7 @@ def voxtune_noise(
 def normal_batch(seed: int, indices: Tensor, draw: int, shape: Sequence[int]) -> Tensor:
     """As voxtune.diffusion.noise.normal_batch, on the device of `indices` (N,) int64."""
     V = math.prod(shape)
-    assert V < 2**31, "one counter's word numbers the blocks of a sample"
+    assert V < 2**31, "a sample must have fewer than 2**31 values"
     y = torch.empty((indices.shape[0], V), dtype=torch.float32, device=indices.device)
     grid = (triton.cdiv(V, 4 * BLOCK), indices.shape[0])
     with torch.cuda.device(y.device) if y.is_cuda else nullcontext():
@@ -68,6 +68,6 @@ def normal_batch(seed: int, indices: Tensor, draw: int, shape: Sequence[int]) ->
 def noise_source(
     seed: int, indices: Sequence[int], shape: Sequence[int], device: torch.device | str
 ) -> Callable[[int], Tensor]:
-    """As voxtune.diffusion.noise_source; the samples' numbers are put on the device once."""
+    """As voxtune.diffusion.noise_source; copies the sample numbers to the device once."""
     numbers = torch.tensor(list(indices), dtype=torch.int64, device=device)
     return lambda draw: normal_batch(seed, numbers, draw, shape)

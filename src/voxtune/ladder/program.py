@@ -286,7 +286,7 @@ class Program:
             part=part,
         )
         out_sums = convolution.sums() if sums else None
-        self.reserve(*tile.room(rows, convolution.padded))
+        self.reserve(*tile.scratch_size(rows, convolution.padded))
         self.launches.append(convolution.launch(out_sums, self.parts, self.count))
         return Image(data=into, side=(H, W), sums=out_sums)
 

@@ -48,7 +48,7 @@ def whole_block(program: Program, block: Any, x: Image, into: Tensor, part: str)
     device = program.device
     sums1, sums2 = (torch.empty((program.batch, 2, reads), device=device) for reads in (read1, read2))
     for tile, KP in ((tile1, KP1), (tile2, KP2)):
-        program.reserve(*tile.room(rows, KP))
+        program.reserve(*tile.scratch_size(rows, KP))
     more = packed[1].weight if packed[1].residual is None else packed[1].residual
     arguments = (
         x.data,

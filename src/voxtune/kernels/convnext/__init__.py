@@ -1,1 +1,1 @@
-"""The 2D ConvNeXt U-Net's kernels: the fused ones of the fast path, and those of the ladder's lower rungs."""
+"""Kernels of the 2D ConvNeXt U-Net: fused kernels for the upper rungs of the ladder, simple ones for the lower rungs."""

@@ -1,13 +1,14 @@
 """A whole ConvNeXt block in one kernel: depthwise, norm, convolution, GELU, norm, convolution, residual.
 
-Why: at 8 x 8 and 16 x 16 pixels a block's three launches do less than they cost. Here the programs stay and meet at barriers
-(barrier.py) where one phase needs all of the one before; between phases everything lies in the L2. The phases are those of
-depthwise.py and conv.py, so there is one definition of what a block computes.
+Why: at 8 x 8 and 16 x 16 pixels, launching the three kernels of a block takes longer than their computation. Here one
+persistent kernel runs all phases, with a grid-wide barrier (`everyone`) before each phase that needs the complete result of the
+previous one. Data between phases stays in the L2 cache. The phases call the functions of depthwise.py and conv.py, so a block has
+one definition.
 
-Phases: 0 depthwise, 1 first convolution, 2 second convolution. Triton's interpreter runs programs one after the other, so there
-the caller launches phase by phase (FIRST to LAST).
+Phases: 0 depthwise, 1 first convolution, 2 second convolution. Triton's interpreter runs programs sequentially and cannot
+execute a grid-wide barrier; there, the caller launches each phase separately (FIRST to LAST).
 
-Legend: as conv.py; a number behind a name says which convolution.
+Legend: as in conv.py; the number after a name is that of the convolution.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def everyone(
     PROGRAMS: tl.constexpr,
 ):
     tl.static_assert(PROGRAMS & (PROGRAMS - 1) == 0)
-    # All lanes' writes come before the one lane's count, which makes them seen by the others.
+    # All threads of the program write before the atomic add, which makes the writes visible to the other programs.
     tl.debug_barrier()
     old = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
     goal = (old | (PROGRAMS - 1)) + 1
@@ -44,7 +45,7 @@ def voxtune_barriers(
     ROUNDS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Nothing but barriers: what one costs on a card."""
+    """Only barriers, to measure what one costs."""
     for _ in range(ROUNDS):
         everyone(counter_ptr, PROGRAMS)
 
@@ -54,25 +55,25 @@ PHASES = 3
 
 @triton.jit
 def voxtune_block(
-    x_ptr,  # (N, H, W, C), rows of LDX: the block's input, and the residual
+    x_ptr,  # (N, H, W, C), row stride LDX: the block's input and the residual
     w0_ptr,  # (56, C)
     term_ptr,  # (C,) float32: bias + time term
-    h_ptr,  # (N, H, W, C): between depthwise and first convolution
+    h_ptr,  # (N, H, W, C): output of the depthwise convolution
     sums_h_ptr,  # (N, 2, READ1)
     w1_ptr,
     shift1_ptr,
     slope1_ptr,
-    g_ptr,  # (N, H, W, K1): between the convolutions
+    g_ptr,  # (N, H, W, K1): output of the first convolution
     sums_g_ptr,  # (N, 2, READ2)
     w2_ptr,
     shift2_ptr,
     slope2_ptr,
     residual_ptr,  # (C padded, KP2), with RESIDUAL 2
-    y_ptr,  # (N, H, W, K2), rows of LDY
+    y_ptr,  # (N, H, W, K2), row stride LDY
     parts_ptr,
     count_ptr,
     counter_ptr,  # (1,) int32
-    turns1,  # of the sums, as conv_work has them
+    turns1,  # loop iterations, as in conv_work
     turns2,
     turns3,
     H: tl.constexpr,

@@ -1,11 +1,11 @@
-"""What the fused kernels of the 2D network share.
+"""Functions shared by the fused kernels of the 2D network.
 
-Layout: an image is (pixels, channels) with a row stride, so that a result can be written straight into its slice of a wider
-buffer. A norm over channels and pixels together is two numbers a sample: whoever writes a tensor leaves the sum and the sum of
-squares of its tile, and whoever reads the tensor adds these up. One kernel's waiting for the one before it can overlap that
-one's end (`chained`): Hopper starts a kernel early when both sides say so.
+Layout: an image is (pixels, channels) with a row stride, so that a kernel can write its result directly into a slice of a wider
+buffer. A norm over all channels and pixels needs two numbers per sample: the kernel that writes a tensor also stores the sum and
+the sum of squares of each tile, and the kernel that reads the tensor adds them up. With CHAINED, a kernel starts before its
+predecessor has ended (programmatic dependent launch, Hopper).
 
-Legend: N batch, P tiles of a sample.
+Legend: N batch, P tiles per sample.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from triton.language.extra import cuda
 
 @triton.jit
 def wait(CHAINED: tl.constexpr):
-    """Before the first read of what an earlier kernel wrote."""
+    """Waits for the preceding kernel; call it before the first read of its results."""
     if CHAINED:
         cuda.gdc_wait()
 
 
 @triton.jit
 def release(CHAINED: tl.constexpr):
-    """The next kernel may be put on the card; what it reads it still waits for."""
+    """Allows the next kernel to start; it still calls `wait` before it reads results."""
     if CHAINED:
         cuda.gdc_launch_dependents()
 
@@ -37,7 +37,7 @@ def gelu(x):
 @triton.jit
 def leave_sums(
     sums_ptr,  # (N, 2, P) float32
-    v,  # float32 tile; zero where it lies outside
+    v,  # float32 tile; zero outside the image
     n,
     tile,
     P: tl.constexpr,
@@ -48,13 +48,13 @@ def leave_sums(
 @triton.jit
 def leave_both(
     sums_ptr,  # (N, 2, P) float32
-    total,  # float32 tiles: of the values, and of their squares
+    total,  # float32 tiles: values and squares
     squares,
     n,
     tile,
     P,
 ):
-    # Both in one reduction: each is a few meetings of all warps.
+    # One reduction for both, since each reduction synchronises all warps several times.
     both = tl.sum(tl.reshape(tl.join(total, squares), (total.numel, 2)), axis=0)
     tl.store(sums_ptr + n * (2 * P) + tile + tl.arange(0, 2) * P, both)
 
@@ -64,9 +64,9 @@ def load_sums(
     sums_ptr,  # (N, 2, P) float32
     n,
     P: tl.constexpr,
-    BLOCK_P: tl.constexpr,  # P, rounded up to a power of two
+    BLOCK_P: tl.constexpr,  # P rounded up to a power of two
 ):
-    """Both sums' parts; read early, added up late (`norm_of`), so that the reading is hidden behind other work."""
+    """The partial sums of values and squares. Load them early and reduce them late (`norm_of`) to hide the latency."""
     i = tl.arange(0, BLOCK_P)
     at = sums_ptr + n * (2 * P) + i
     total = tl.load(at, mask=i < P, other=0.0)
@@ -78,10 +78,14 @@ def load_sums(
 def norm_of(
     total,
     squares,
-    COUNT: tl.constexpr,  # values a sample
+    COUNT: tl.constexpr,  # values per sample
     EPS: tl.constexpr,
 ):
-    """(mean, 1 / standard deviation). A mean of r deviations costs r^2 roundings of float32; storage in half costs more."""
+    """(mean, 1 / standard deviation).
+
+    If the mean is r standard deviations, the relative error grows to r^2 float32 roundings, which is less than the error
+    of half-precision storage.
+    """
     both = tl.sum(tl.reshape(tl.join(total, squares), (total.numel, 2)), axis=0)
     sum_all, sum_squares = tl.split(both)
     mean = sum_all / COUNT

@@ -1,26 +1,27 @@
-"""Convolution as a matrix product over what its neighbours need: norm before it, bias, GELU, residual and sums after it.
+"""Convolution as an implicit matrix product, fused with the preceding norm and with bias, GELU, residual and norm statistics.
 
-Why: at 64 x 64 pixels and batch 1 a step is hundreds of tiny operations, and each launch costs more than its arithmetic. Here one
-launch is one convolution with everything around it:
+Why: at 64 x 64 pixels and batch 1, a step is hundreds of tiny operations, and each launch costs more than its arithmetic. Here
+one launch computes one convolution and the operations around it:
 
-- The gather is in the addressing (im2col is never written): 3x3 and 1x1, over a doubled image (Up) or over pixel-unshuffled
-  ones (Down), as one K loop of taps times channels.
-- The norm before it is applied after it. With x' = (x - mean) / deviation * w + b, conv(x') is linear in x:
+- im2col is implicit, in the addressing: 3x3 and 1x1 kernels, over an upsampled (Up) or pixel-unshuffled (Down) image, as one
+  loop over taps and channels.
+- The preceding norm is applied after the product. With x' = (x - mean) / deviation * w + b, conv(x') is linear in x:
       conv(x') = conv_{W w}(x) / deviation - (mean / deviation) * slope + shift,
-  slope = the sum of W w over the taps inside the image, shift = the sum of W b over them, plus the bias. Zero padding comes after
-  the norm, so both differ at the border: nine cases (top, middle, bottom times left, middle, right), made ahead. The statistics
-  are needed only at the end, and slope is the sum of the rounded weights, so that a constant cancels exactly.
-- A residual of another width is a 1x1 convolution of the block's input: more K, in an accumulator of its own.
-- Where pixels and channels out are too few to fill the card, the sum is split: programs leave float32 parts, and the one that
-  comes last to a tile adds them in a fixed order and does what comes after. It also sets the tile's count back, so a recorded
-  graph may replay it; nobody waits, so any number of programs will do, one after the other too.
-- A small product is a chain: each step on the matrix units waits for the one before. With WAYS a turn of the loop takes so many
-  chunks, and the program's warps share them: each has an accumulator of its own, added up once at the end. Turns are an
-  argument, so that the loop stays one: a kernel that runs once a step has its code in no near cache, where straight code costs
-  more than a branch.
-- The taps read the same pixels nine times: by the L1 (NEAR), while the weights, which a program reads once, go past it.
+  where slope is the sum of W w over the taps inside the image, and shift is the sum of W b over the same taps, plus the bias.
+  Zero padding comes after the norm, so both differ at the border: nine cases (top, middle, bottom times left, middle, right),
+  which are precomputed. The statistics are needed only in the epilogue. slope is the sum of the rounded weights, so that a
+  constant image cancels exactly.
+- A residual of a different width is a 1x1 convolution of the block's input, with a separate accumulator.
+- If there are too few pixels and output channels to fill the GPU, the reduction is split among programs (split-K). Each program
+  stores a float32 partial sum; the last one to finish a tile adds them in a fixed order and runs the epilogue. It also resets
+  the tile's counter, so that a CUDA graph can replay the kernel. No program waits for another, so they may run in any order.
+- In a small product, each tensor core instruction waits for the previous one. With WAYS > 1, a loop iteration processes that
+  many chunks, each with its own accumulator, divided among the warps; the accumulators are added once, at the end. The number
+  of iterations is a run-time argument, so that the loop is not unrolled: the code of a kernel that runs once per step is not
+  in the instruction cache, and fetching unrolled code costs more than a branch.
+- The nine taps read the same pixels, so pixels are cached in L1 (NEAR). Each program reads its weights once; they bypass L1.
 
-Legend: N batch, H W pixels out of a sample, C channels in, K channels out, S parts of the sum, T tiles of a sample.
+Legend: N batch, H W output pixels per sample, C input channels, K output channels, S partial sums, T tiles per sample.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from voxtune.kernels.convnext.common import gelu, leave_sums, load_sums, norm_of
 
 @triton.jit
 def added(acc, WAYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """(WAYS, BLOCK_M, BLOCK_K) summed over the first axis, by halves: a plain sum meets at a barrier for every few values."""
+    """(WAYS, BLOCK_M, BLOCK_K) summed over the first axis by halving; tl.sum would synchronise for every few values."""
     if WAYS == 2:
         p, q = tl.split(tl.permute(acc, (1, 2, 0)))
     else:
@@ -46,22 +47,22 @@ def added(acc, WAYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr)
 @triton.jit
 def product(
     acc,  # (BLOCK_M, BLOCK_K) float32 of zeros
-    x_ptr,  # (N, h, w, C), rows of LDX; h, w of the source
-    w_ptr,  # (taps * C padded to whole turns, KP)
+    x_ptr,  # (N, h, w, C), row stride LDX; h, w of the source
+    w_ptr,  # (taps * C padded to full iterations, KP)
     n,
-    y,  # (BLOCK_M,) pixel rows and columns of the result
+    y,  # (BLOCK_M,) row and column of each output pixel
     x,
-    k,  # (BLOCK_K,) channels out
-    first,  # of the turns of WAYS chunks of BLOCK_C
+    k,  # (BLOCK_K,) output channels
+    first,  # iterations first to last - 1, each of WAYS chunks of BLOCK_C
     last,
     H: tl.constexpr,
     W: tl.constexpr,
     C: tl.constexpr,
     LDX: tl.constexpr,
     KP: tl.constexpr,
-    SIDE: tl.constexpr,  # taps along an axis
+    SIDE: tl.constexpr,  # taps per axis
     STRIDE: tl.constexpr,
-    DOUBLE: tl.constexpr,  # the source is at half the size, taken nearest
+    DOUBLE: tl.constexpr,  # the source has half the size and is upsampled (nearest)
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -74,7 +75,7 @@ def product(
     WS: tl.constexpr = W * STRIDE // (2 if DOUBLE else 1)
     CACHE: tl.constexpr = ".ca" if NEAR and SIDE == 3 else ""
     column = tl.arange(0, BLOCK_C)
-    # A bit for each tap that lies inside the image.
+    # One bit per tap: whether it lies inside the image.
     reach = y * 0
     for bit in tl.static_range(SIDE * SIDE):
         yy, xx = y * STRIDE + (bit // SIDE - PAD), x * STRIDE + (bit % SIDE - PAD)
@@ -93,7 +94,7 @@ def product(
         chunk = turn * WAYS
         b = tl.load(b_at + chunk * (BLOCK_C * KP))
         if C % BLOCK_C:
-            # A chunk reaches over several taps: each column has its own.
+            # A chunk spans several taps, so each column has its own.
             r = (chunk + way) * BLOCK_C + along
             tap, c = r // C, r % C
             keep = ((reach >> tap) & 1) != 0
@@ -120,9 +121,9 @@ def product(
 @triton.jit
 def around(
     shift_ptr,  # (9, KP) float32 with NORM, else (KP,)
-    slope_ptr,  # (9, KP) float32; unread without NORM
-    x2_ptr,  # (N, H, W, K), rows of LD2: added as it is when RESIDUAL is 1
-    row,  # (BLOCK_M,) pixels, counted over all samples
+    slope_ptr,  # (9, KP) float32; not read without NORM
+    x2_ptr,  # (N, H, W, K), row stride LD2: added unchanged if RESIDUAL is 1
+    row,  # (BLOCK_M,) pixel indices over all samples
     y,
     x,
     k,
@@ -134,7 +135,7 @@ def around(
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):
-    """What a tile needs beside its product: (shift, slope, residual). Read early, so that nobody waits for it at the end."""
+    """(shift, slope, residual) of a tile: the inputs of its epilogue. Load them early to hide the latency."""
     shift, slope, residual = 0.0, 0.0, 0.0
     if NORM:
         # 0 top or left, 1 inside, 2 bottom or right.
@@ -152,24 +153,24 @@ def around(
 @triton.jit
 def finish(
     v,  # (BLOCK_M, BLOCK_K) float32: the product
-    more,  # the same: the residual's product, or zeros
-    shift,  # of around
+    more,  # same shape: the product of the residual, or zeros
+    shift,  # from `around`
     slope,
     residual,
-    total,  # of load_sums
+    total,  # from `load_sums`
     squares,
-    y_ptr,  # (N, H, W, K), rows of LDY
-    sums_ptr,  # (N, 2, T) float32; unwritten without SUMS
+    y_ptr,  # (N, H, W, K), row stride LDY
+    sums_ptr,  # (N, 2, T) float32; not written without SUMS
     n,
     tile,
     row,
     k,
     K,
     LDY,
-    COUNT,  # values a sample of what the norm reads
+    COUNT,  # values per sample of the norm's input
     EPS: tl.constexpr,
     NORM: tl.constexpr,
-    RESIDUAL: tl.constexpr,  # 0 none, 1 added as it is, 2 by a product
+    RESIDUAL: tl.constexpr,  # 0 none, 1 added unchanged, 2 by a product
     GELU: tl.constexpr,
     SUMS: tl.constexpr,
     TILES,
@@ -194,19 +195,19 @@ def finish(
 @triton.jit
 def conv_work(
     pid,
-    x_ptr,  # see product
+    x_ptr,  # see `product`
     w_ptr,
-    x2_ptr,  # (N, H, W, C2), rows of LD2: the residual's source
-    w2_ptr,  # (C2 padded, KP): its 1x1 weights, with RESIDUAL 2
-    shift_ptr,  # see around
+    x2_ptr,  # (N, H, W, C2), row stride LD2: source of the residual
+    w2_ptr,  # (C2 padded, KP): its 1x1 weights if RESIDUAL is 2
+    shift_ptr,  # see `around`
     slope_ptr,
-    read_ptr,  # (N, 2, READ) float32: the sums of what the norm reads
+    read_ptr,  # (N, 2, READ) float32: partial sums of the norm's input
     y_ptr,
     sums_ptr,
-    parts_ptr,  # (tiles, S, BLOCK_M, BLOCK_K) float32; unwritten when SPLIT is 1
-    count_ptr,  # (tiles,) int32, zero before and after
-    turns,  # of the whole sum: a run-time value, so that the loop over them stays one
-    turns2,  # of the residual's
+    parts_ptr,  # (tiles, S, BLOCK_M, BLOCK_K) float32; not written if SPLIT is 1
+    count_ptr,  # (tiles,) int32; zero before and after the launch
+    turns,  # loop iterations of the full reduction; a run-time value, so that the loop is not unrolled
+    turns2,  # loop iterations of the residual
     H: tl.constexpr,
     W: tl.constexpr,
     C: tl.constexpr,
@@ -225,7 +226,7 @@ def conv_work(
     GELU: tl.constexpr,
     SUMS: tl.constexpr,
     READ: tl.constexpr,
-    BLOCK_R: tl.constexpr,  # READ, rounded up to a power of two
+    BLOCK_R: tl.constexpr,  # READ rounded up to a power of two
     EPS: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -235,11 +236,11 @@ def conv_work(
     NEAR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of a convolution; with SPLIT one part of its sum, and the rest where it is the tile's last."""
+    """One tile of a convolution. With SPLIT > 1: one partial sum, and the epilogue if it is the last of its tile."""
     TILES_K: tl.constexpr = KP // BLOCK_K
     TILES: tl.constexpr = (H * W // BLOCK_M) * TILES_K
     ALL: tl.constexpr = (ROWS // BLOCK_M) * TILES_K
-    # The residual's product, which no norm may scale, is a part of its own.
+    # The product of the residual is a separate part, since the norm must not scale it.
     PARTS: tl.constexpr = SPLIT + (1 if RESIDUAL == 2 else 0)
     tile = pid % ALL
     k = tile % TILES_K * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -253,7 +254,7 @@ def conv_work(
     if NORM:
         total, squares = load_sums(read_ptr, n, READ, BLOCK_R)
     if SPLIT == 1:
-        # Large tiles have no registers to spare for it.
+        # Large tiles have no free registers to load the epilogue's inputs early.
         EARLY: tl.constexpr = BLOCK_M * BLOCK_K <= 2048
         if EARLY:
             shift, slope, residual = around(
@@ -293,7 +294,7 @@ def conv_work(
         inner = tl.arange(0, BLOCK_M)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         at = parts_ptr + tile * (PARTS * BLOCK_M * BLOCK_K) + inner
         tl.store(at + s * (BLOCK_M * BLOCK_K), acc)
-        # All lanes' writes come before the one lane's count, which makes them seen by whoever counts after.
+        # All threads of the program write before the atomic add, which makes the writes visible to later programs.
         tl.debug_barrier()
         before = tl.atomic_add(count_ptr + tile, 1, sem="acq_rel", scope="gpu")
         if before == PARTS - 1:
@@ -325,7 +326,7 @@ def voxtune_conv(
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, WAYS: tl.constexpr,
     NEAR: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """A convolution, a tile or a part of one a program: conv_work."""
+    """A convolution; each program computes one tile or one partial sum of a tile (`conv_work`)."""
     release(CHAINED)
     wait(CHAINED)
     conv_work(

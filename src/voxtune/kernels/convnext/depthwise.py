@@ -1,13 +1,13 @@
-"""Depthwise 7x7 convolution + time term, and the sums for the norm that follows.
+"""Depthwise 7x7 convolution + time term, with partial sums for the norm that follows.
 
-Why: 49 products a value are no work for the matrix units, and a general convolution kernel runs them one channel at a time. A
-lane here takes a run of four pixels of a row and two channels: it loads the ten pixels that the run's seven columns of taps
-reach once, and uses each up to four times. A run reaches beyond the image at its ends only, so two conditions serve all columns.
-The rows of taps lie beside each other (BLOCK_I of them), and are added up at the end: with few pixels the card is otherwise
-idle while one row's loads wait for the other's. The convolution's bias and the block's time term are one vector a step, made
-ahead for all steps.
+Why: a depthwise convolution has no matrix product for the tensor cores, and general convolution kernels process it one channel
+at a time. Here each thread computes a run of four adjacent pixels and two channels: it loads the ten pixels under the seven
+columns of taps once and uses each up to four times. A run can leave the image only at its ends, so two conditions mask all
+columns. BLOCK_I rows of taps are computed in parallel and added at the end; with few pixels, the loads of successive rows would
+otherwise leave the GPU idle. The bias of the convolution and the time term of the block are one vector per step, precomputed for
+all steps.
 
-Legend: N batch, H W pixels of a sample, C channels, P tiles of a sample.
+Legend: N batch, H W pixels per sample, C channels, P tiles per sample.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ SIDE = 7
 
 
 def pack_depthwise(weight: Tensor, dtype) -> Tensor:
-    """A depthwise weight (C, 1, 7, 7) as (8 * 7, C): an eighth row of taps is zero, so that rows are a power of two."""
+    """Packs a depthwise weight (C, 1, 7, 7) as (8 * 7, C); the eighth row of taps is zero, to make a power of two."""
     return F.pad(weight.detach().flatten(1).t(), (0, 0, 0, SIDE)).contiguous().to(dtype)
 
 
 def depthwise_reference(x_NCHW: Tensor, weight: Tensor, term_C: Tensor) -> Tensor:
-    """The same in plain PyTorch; `term_C` is bias + time term."""
+    """Reference in plain PyTorch; `term_C` is bias + time term."""
     return F.conv2d(x_NCHW, weight, term_C, padding=SIDE // 2, groups=weight.shape[0])
 
 
 @triton.jit
 def column(
-    at,  # of the run's first pixel, in the row of taps
+    at,  # address of the run's first pixel, in the row of taps
     x,  # its column
-    row,  # which rows lie inside
-    inside,  # which channels
+    row,  # mask: rows inside the image
+    inside,  # mask: existing channels
     W,
     LDX,
-    Q: tl.constexpr,  # the pixel, counted from the run's first
+    Q: tl.constexpr,  # offset of the pixel from the run's first
     RUN: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One pixel of every run, as float32; zero outside of the image."""
+    """One pixel of every run as float32; zero outside the image."""
     keep = row
     if RUN < 4:
         keep = keep & (x + Q >= 0) & (x + Q < W)
@@ -60,7 +60,7 @@ def column(
 @triton.jit
 def depthwise_work(  # noqa: PLR0915
     pid,
-    x_ptr,  # (N, H, W, C), rows of LDX
+    x_ptr,  # (N, H, W, C), row stride LDX
     w_ptr,  # (56, C)
     term_ptr,  # (C,) float32
     y_ptr,  # (N, H, W, C), dense
@@ -69,11 +69,11 @@ def depthwise_work(  # noqa: PLR0915
     W,
     C,
     LDX,
-    RUN: tl.constexpr,  # pixels of a row that a lane takes: 4, or 1 where rows do not divide by 4
-    BLOCK_P: tl.constexpr,  # runs of a tile
+    RUN: tl.constexpr,  # adjacent pixels per thread: 4, or 1 if W is not a multiple of 4
+    BLOCK_P: tl.constexpr,  # runs per tile
     BLOCK_C: tl.constexpr,
-    BLOCK_I: tl.constexpr,  # rows of taps beside each other
-    MASKED: tl.constexpr,  # C does not divide by BLOCK_C
+    BLOCK_I: tl.constexpr,  # rows of taps computed in parallel
+    MASKED: tl.constexpr,  # C is not a multiple of BLOCK_C
 ):
     tiles_c = (C + BLOCK_C - 1) // BLOCK_C
     tiles = (H * W // (BLOCK_P * RUN)) * tiles_c
@@ -83,7 +83,7 @@ def depthwise_work(  # noqa: PLR0915
     i = tl.arange(0, BLOCK_I)[:, None, None] - 3
     h, x = (p // W)[None, :, None], (p % W)[None, :, None]
     inside = (c < C)[None, None, :]
-    # One row of weights for every pixel of the tile: a row of its own layout would be passed around through shared memory.
+    # Broadcast the weights to every pixel of the tile; a different layout would be converted through shared memory.
     w_at = w_ptr + (i + 3) * (7 * C) + (p * 0)[None, :, None] + c[None, None, :]
     x_at = x_ptr + (n * H * W + p)[None, :, None] * LDX + i * (W * LDX) + c[None, None, :]
     v0 = tl.zeros((BLOCK_I, BLOCK_P, BLOCK_C), tl.float32)
@@ -106,7 +106,7 @@ def depthwise_work(  # noqa: PLR0915
                 v1 += t1 * weight
                 v2 += t2 * weight
                 v3 += t3 * weight
-                # The window moves on by a pixel.
+                # Move the window by one pixel.
                 t0, t1, t2 = t1, t2, t3
                 if j < 6:
                     t3 = column(at, x, row, inside, W, LDX, j + 1, RUN, MASKED)
@@ -116,7 +116,7 @@ def depthwise_work(  # noqa: PLR0915
     term = tl.load(term_ptr + c, mask=c < C, other=0.0)[None, :]
     y_at = y_ptr + (n * H * W + p)[:, None] * C + c[None, :]
     if RUN == 4:
-        # All four in one reduction, for its meetings of all warps.
+        # One reduction for all four, since each reduction synchronises all warps.
         even, odd = tl.split(tl.sum(tl.join(tl.join(v0, v2), tl.join(v1, v3)), axis=0))
         s0, s2 = tl.split(even)
         s1, s3 = tl.split(odd)

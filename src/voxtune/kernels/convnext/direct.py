@@ -1,9 +1,9 @@
-"""Direct convolution, one output at a time, over an image padded by a kernel of its own: where the ladder starts.
+"""Direct convolution: naive with a separate padding kernel (rung 1), and tiled in shared memory (rung 2).
 
-Why: it is what a first program does, and what everything above it is measured against. A lane makes one output; it walks over
-all channels and taps and reads every input from memory again.
+Why: the naive version is the baseline of the ladder. Each thread computes one output; it loops over all channels and taps and
+reads every input from global memory.
 
-Legend: N batch, C channels in, K channels out, H W pixels, R padding.
+Legend: N batch, C input channels, K output channels, H W pixels, R padding.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def voxtune_pad(
 
 @triton.jit
 def voxtune_direct(
-    x_ptr,  # (N, C, H + SIDE - 1, W + SIDE - 1): padded already
+    x_ptr,  # (N, C, H + SIDE - 1, W + SIDE - 1): already padded
     w_ptr,  # (K, C / groups, SIDE, SIDE)
     bias_ptr,  # (K,)
     y_ptr,  # (N, K, H, W)
@@ -40,7 +40,7 @@ def voxtune_direct(
     K,
     H,
     W,
-    each,  # channels in of a group
+    each,  # input channels per group
     SIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -70,12 +70,12 @@ def voxtune_tiled(
     K,
     H,
     W,
-    each,  # channels in of a group
+    each,  # input channels per group
     SIDE: tl.constexpr,
-    TAPS: tl.constexpr,  # SIDE * SIDE, rounded up to a power of two
-    TILE: tl.constexpr,  # pixels along a side, border included
+    TAPS: tl.constexpr,  # SIDE * SIDE rounded up to a power of two
+    TILE: tl.constexpr,  # pixels per side, including the border
     BLOCK_K: tl.constexpr,
-    ALONE: tl.constexpr,  # one channel in and out a group
+    ALONE: tl.constexpr,  # depthwise: one input and one output channel per group
 ):
     R: tl.constexpr = SIDE // 2
     INNER: tl.constexpr = TILE - 2 * R
@@ -87,7 +87,7 @@ def voxtune_tiled(
     h, w = block // tiles_w * INNER - R + i, block % tiles_w * INNER - R + j
     in_image = (h >= 0) & (h < H) & (w >= 0) & (w < W)
     inner = in_image & (i >= R) & (i < TILE - R) & (j >= R) & (j < TILE - R)
-    # For every pixel of the tile and every tap, the pixel that the tap reads; the border's own results are never stored.
+    # For every pixel of the tile and every tap, the index of the pixel to read. Results of border pixels are not stored.
     t = tl.arange(0, TAPS)
     shift = tl.where(t < SIDE * SIDE, (t // SIDE - R) * TILE + t % SIDE - R, 0)
     source = tl.minimum(tl.maximum(v[:, None] + shift[None, :], 0), AREA - 1)

@@ -1,10 +1,10 @@
-"""The fast path's two main kernels with shapes as run-time arguments: what compile-time shapes are measured against.
+"""The two main kernels of the upper rungs with shapes as run-time arguments, for comparison with compile-time shapes.
 
-Why: with shapes as constants the compiler folds divisions into shifts, unrolls, and drops masks; with many shapes it also makes
-many kernels, which take room in the instruction caches. Which of the two wins is a question for the card. The arguments have the
-same names as those of depthwise.py and conv.py, so that one prepared launch serves both.
+Why: with constant shapes the compiler turns divisions into shifts, unrolls loops and drops masks, but every shape is a separate
+kernel that occupies the instruction cache. Which is faster must be measured. The arguments have the same names as in depthwise.py
+and conv.py, so that one prepared launch works with both.
 
-Legend: as conv.py.
+Legend: as in conv.py.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def voxtune_conv_dynamic(
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, WAYS: tl.constexpr,
     NEAR: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Sums in one piece only: a split one keeps its compile-time kernel."""
+    """Supports SPLIT = 1 only; split reductions use the compile-time kernel."""
     tl.static_assert(SPLIT == 1)
     release(CHAINED)
     wait(CHAINED)

@@ -1,4 +1,4 @@
-"""The small operations of the ladder's lower rungs, one launch each, as a first program has them.
+"""Elementwise and linear operations of the ladder's lower rungs, one launch each.
 
 Legend: N batch, C channels, H W pixels; tensors are (N, C, H, W), dense.
 """
@@ -33,7 +33,7 @@ def voxtune_unary(
 @triton.jit
 def voxtune_binary(
     a_ptr,  # (N, C, pixels)
-    b_ptr,  # as a; (N, C) when WHAT is channel; (N, pixels) when it is pixel
+    b_ptr,  # as a; (N, C) if WHAT is channel; (N, pixels) if it is pixel
     y_ptr,
     count,
     C,
@@ -112,7 +112,7 @@ def voxtune_linear(
     K,
     BLOCK: tl.constexpr,
 ):
-    """One output a lane."""
+    """Each thread computes one output."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     keep = at < count
     n, k = at // K, at % K

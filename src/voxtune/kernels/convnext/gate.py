@@ -1,11 +1,12 @@
-"""The attention gate: one value a pixel, by which the skip is multiplied in place.
+"""The attention gate: multiplies the skip in place by one value per pixel.
 
-Why: sigmoid(v . relu(A decoder + B skip + b)) * skip is seven operations over tensors that fit in one program's registers. The
-skip already lies in its slice of the decoder block's input, beside the decoder: one launch reads both and writes that slice.
-With few pixels the hidden channels are shared among programs: each leaves its part of the logits, and the one that comes last
-to a tile adds them in a fixed order and gates. All have read the skip before they count, so nobody reads what is written.
+Why: sigmoid(v . relu(A decoder + B skip + b)) * skip is seven operations on tensors that fit in the registers of one program. The
+skip is already in its slice of the decoder block's input, next to the decoder's channels: one launch reads both and writes that
+slice. With few pixels, the hidden channels are divided among programs: each stores its partial logits, and the last one to finish
+a tile adds them in a fixed order and applies the gate. Every program reads the skip before it increments the counter, so none
+reads gated values.
 
-Legend: M pixels of all samples, C channels of the decoder (and of the hidden layer), CS of the skip.
+Legend: M pixels of all samples, C channels of the decoder (and of the hidden layer), CS channels of the skip.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ def gate_reference(x_MC: Tensor, skip_MS: Tensor, a_CC: Tensor, b_CS: Tensor, bi
 
 @triton.jit
 def voxtune_gate(
-    x_ptr,  # (M, C + CS), rows of LD: decoder, then skip
+    x_ptr,  # (M, C + CS), row stride LD: decoder, then skip
     w_ptr,  # (C padded + CS padded, CP)
     bias_ptr,  # (CP,) float32
     v_ptr,  # (CP,) float32; zero in the padding
     v0_ptr,  # (1,) float32
-    parts_ptr,  # (tiles, CP / BLOCK_H, BLOCK_M) float32; unwritten where a program has all hidden channels
-    count_ptr,  # (tiles,) int32, zero before and after
+    parts_ptr,  # (tiles, CP / BLOCK_H, BLOCK_M) float32; not written if BLOCK_H is CP
+    count_ptr,  # (tiles,) int32; zero before and after the launch
     C: tl.constexpr,
     CS: tl.constexpr,
-    CP: tl.constexpr,  # C, rounded up to a power of two
+    CP: tl.constexpr,  # C rounded up to a power of two
     LD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    BLOCK_H: tl.constexpr,  # hidden channels of a program
-    BLOCK_S: tl.constexpr,  # CS, rounded up to a power of two
+    BLOCK_H: tl.constexpr,  # hidden channels per program
+    BLOCK_S: tl.constexpr,  # CS rounded up to a power of two
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
 ):

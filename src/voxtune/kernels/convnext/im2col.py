@@ -1,11 +1,11 @@
-"""Convolution as im2col, written out, and a BF16 product on the matrix units with float32 accumulation.
+"""Convolution as explicit im2col and a BF16 product on tensor cores with float32 accumulation.
 
-Why: the matrix units take matrices. A first kernel writes, for every pixel, the values that its window reads, as a row in BF16; a
-second multiplies rows by weights, adds the bias in its last step and writes the image. In the fused form the norm before the
-convolution is applied as the rows are written (padding stays zero), and the product also does what comes after: GELU, ReLU, an
-addition, and its tile's sums for the next norm.
+Why: tensor cores multiply matrices. A first kernel writes, for every pixel, the values of its window as a row in BF16; a second
+multiplies the rows by the weights, adds the bias in its epilogue and writes the image. In the fused form, the first kernel also
+applies the preceding norm (padding stays zero), and the second also applies GELU, ReLU or an addition and stores the partial sums
+of its tile for the next norm.
 
-Legend: N batch, M pixels of all samples, V pixels of a sample, C channels in, K channels out, R a row's length.
+Legend: N batch, M pixels of all samples, V pixels per sample, C input channels, K output channels, R length of a row.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from voxtune.kernels.convnext.common import gelu, leave_sums, load_sums, norm_of
 def voxtune_im2col(
     x_ptr,  # (N, C, H, W)
     rows_ptr,  # (M, RP): channels, then taps; zero from R on
-    sums_ptr,  # (N, 2, P) float32: of x, when NORM
-    w_ptr,  # (C,): the norm's weight and bias
+    sums_ptr,  # (N, 2, P) float32: partial sums of x, read if NORM
+    w_ptr,  # (C,): weight and bias of the norm
     b_ptr,
     C,
     H,
@@ -60,9 +60,9 @@ def voxtune_product(
     a_ptr,  # (M, RP)
     w_ptr,  # (RP, KP)
     bias_ptr,  # (K,)
-    add_ptr,  # (N, K, V), added when ADD
+    add_ptr,  # (N, K, V): added if ADD
     y_ptr,  # (N, K, V)
-    sums_ptr,  # (N, 2, tiles of a sample) float32; written when SUMS
+    sums_ptr,  # (N, 2, tiles per sample) float32: written if SUMS
     V,
     K,
     KP,
@@ -106,9 +106,9 @@ def voxtune_depthwise_direct(
     x_ptr,  # (N, C, H, W)
     w_ptr,  # (C, 49)
     bias_ptr,  # (C,)
-    term_ptr,  # (N, C): added when TERM
+    term_ptr,  # (N, C): added if TERM
     y_ptr,  # (N, C, H, W)
-    sums_ptr,  # (N, 2, tiles of a sample); written when SUMS
+    sums_ptr,  # (N, 2, tiles per sample): written if SUMS
     C,
     H,
     W,
@@ -118,7 +118,7 @@ def voxtune_depthwise_direct(
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """7x7, pixels of a few channels a program: no product for the matrix units."""
+    """Depthwise 7x7: each program computes pixels of a few channels, without tensor cores."""
     n = tl.program_id(2)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -146,7 +146,7 @@ def voxtune_gate_product(
     skip_ptr,  # (N, CS, V)
     wx_ptr,  # (C padded, KP)
     ws_ptr,  # (CS padded, KP)
-    bias_ptr,  # (K,): both inner biases
+    bias_ptr,  # (K,): sum of both inner biases
     y_ptr,  # (N, K, V): relu(A x + B skip + b)
     V,
     C,
@@ -160,7 +160,7 @@ def voxtune_gate_product(
     BLOCK_C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gate + residual + ReLU: two 1x1 convolutions into one sum."""
+    """Gate + residual + ReLU: two 1x1 convolutions with one accumulator."""
     n = tl.program_id(2)
     v = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)

@@ -1,4 +1,4 @@
-"""A kernel's launch, prepared: what is decided once (grid, tile, buffers) apart from what happens a hundred times."""
+"""A prepared kernel launch: grid, tile and buffers are chosen once, and the launch is repeated for every step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Launch:
     constants: dict[str, Any]
     warps: int = 4
     stages: int = 3
-    part: str = ""  # of the network, as the component table names it
-    options: dict[str, Any] = field(default_factory=dict)  # of the launch itself
+    part: str = ""  # of the network, as named in the component table
+    options: dict[str, Any] = field(default_factory=dict)  # launch options of Triton, such as launch_pdl
 
     @property
     def name(self) -> str:
@@ -30,7 +30,7 @@ class Launch:
         )
 
     def with_arguments(self, **changed: Any) -> Launch:
-        """The same launch on other tensors, named as the kernel's arguments."""
+        """The same launch with other tensors; keywords are names of the kernel's arguments."""
         names = list(self.kernel.arg_names)
         arguments = list(self.arguments)
         for name, value in changed.items():
@@ -38,5 +38,5 @@ class Launch:
         return replace(self, arguments=tuple(arguments))
 
     def chained(self) -> Launch:
-        """Started before its predecessor has ended, on cards that can (compute capability 9.0)."""
+        """The same launch, started before its predecessor has ended (requires compute capability 9.0)."""
         return replace(self, constants={**self.constants, "CHAINED": True}, options={"launch_pdl": True})

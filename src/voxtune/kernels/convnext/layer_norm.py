@@ -1,10 +1,10 @@
-"""Layer norm over channels and pixels together, in the forms of the ladder: by one lane's order, by warps, by three kernels.
+"""Layer norm over channels and pixels, in the three versions of the ladder: naive, by warp reduction, and by three kernels.
 
-Why: a mean over a whole image is a sum that every program must wait for. One small program a sample walks through it (the start);
-a large one reduces by warps, by shuffles and then through shared memory, so that few steps are left; and three kernels use the
-whole card: partial sums, their reduction, the normalisation.
+Why: the mean of a whole image is a reduction that everything after it depends on. The naive version loops over the image in one
+small program per sample. The second uses one large program, which reduces by warp shuffles and then through shared memory. The
+third uses the whole GPU: partial sums, their reduction, normalisation.
 
-Legend: N batch, V values a sample (C * pixels), C channels, P partial sums a sample.
+Legend: N batch, V values per sample (C * pixels), C channels, P partial sums per sample.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def voxtune_norm_naive(
     EPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a sample; every step of both walks waits for a reduction to one number."""
+    """One program per sample; every iteration of the first two loops waits for a reduction to a scalar."""
     at0 = tl.program_id(0) * V
     lane = tl.arange(0, BLOCK)
     mean = 0.0
@@ -54,7 +54,7 @@ def voxtune_norm_warp(
     EPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One large program a sample: a sum for every lane, reduced once, by shuffles inside a warp and then over warps."""
+    """One large program per sample: each thread accumulates; one reduction by warp shuffles, then across warps."""
     at0 = tl.program_id(0) * V
     lane = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -80,7 +80,7 @@ def voxtune_norm_sums(
     P,
     BLOCK: tl.constexpr,
 ):
-    """Kernel 1 of 3: a tile's sum and sum of squares."""
+    """Kernel 1 of 3: sum and sum of squares of each tile."""
     n, p = tl.program_id(0) // P, tl.program_id(0) % P
     v = p * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + n * V + v, mask=v < V, other=0.0)
@@ -97,7 +97,7 @@ def voxtune_norm_reduce(
     EPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Kernel 2 of 3: one program a sample adds them up."""
+    """Kernel 2 of 3: mean and 1 / deviation from the partial sums, one program per sample."""
     n = tl.program_id(0)
     p = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -122,7 +122,7 @@ def voxtune_norm_apply(
     count,  # N * V
     BLOCK: tl.constexpr,
 ):
-    """Kernel 3 of 3."""
+    """Kernel 3 of 3: normalisation."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     keep = at < count
     n, c = at // V, at % V // pixels

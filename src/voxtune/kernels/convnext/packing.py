@@ -1,6 +1,6 @@
-"""Weights of the 2D network's convolutions, in the form that voxtune_conv reads.
+"""Packs the weights of the 2D network's convolutions into the layout of voxtune_conv.
 
-Legend: K channels out, C channels in, i j taps, KP padded channels out.
+Legend: K output channels, C input channels, i j taps, KP padded output channels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 @dataclass(frozen=True, kw_only=True)
 class PackedConv:
     weight: Tensor  # (taps * C padded, KP)
-    shift: Tensor  # (9, KP) float32 behind a norm, else (KP,)
+    shift: Tensor  # (9, KP) float32 after a norm, else (KP,)
     slope: Tensor | None  # (9, KP) float32
     channels: int
     out_channels: int
@@ -33,7 +33,7 @@ def pack_conv(
     block_c: int,
     block_k: int,
 ) -> PackedConv:
-    """`norm` has weight and bias of the norm before it, `residual` those of the 1x1 convolution whose result is added."""
+    """`norm`: weight and bias of the preceding norm. `residual`: weight and bias of the 1x1 convolution that is added."""
     K, C, side, _ = weight_KCij.shape
     wide = weight_KCij.detach().double()
     shift = bias_K.detach().double()
@@ -42,7 +42,7 @@ def pack_conv(
     if residual is not None:
         shift = shift + residual[1].detach().double()
     if norm is not None:
-        # Of the rounded weights, so that a constant image cancels exactly.
+        # Sums of the rounded weights, so that a constant image cancels exactly.
         slope = _cases(scaled.to(dtype).double().sum(1))
         shift = shift + _cases((wide * norm[1].detach().double()[None, :, None, None]).sum(1))
 
@@ -64,15 +64,15 @@ def pack_conv(
 
 
 def unshuffled(weight_K4C11: Tensor) -> Tensor:
-    """A 1x1 weight over pixel_unshuffle(x, 2), whose channel is c * 4 + i * 2 + j, as a 2x2 weight over x itself."""
+    """The 2x2 weight on x that equals a 1x1 weight on pixel_unshuffle(x, 2), whose channels are c * 4 + i * 2 + j."""
     K, C4 = weight_K4C11.shape[:2]
     return weight_K4C11.reshape(K, C4 // 4, 2, 2)
 
 
 def _cases(taps_Kij: Tensor) -> Tensor:
-    """(9, K): the sums over those of the 3x3 taps that lie inside the image: top, middle, bottom times left, middle, right."""
-    kept = (slice(1, 3), slice(0, 3), slice(0, 2))
-    return torch.stack([taps_Kij[:, ys, xs].sum((1, 2)) for ys in kept for xs in kept])
+    """(9, K): sums over the 3x3 taps inside the image, for (top, middle, bottom) x (left, middle, right)."""
+    inside = (slice(1, 3), slice(0, 3), slice(0, 2))
+    return torch.stack([taps_Kij[:, ys, xs].sum((1, 2)) for ys in inside for xs in inside])
 
 
 def _padded(rows: Tensor, block_c: int, block_k: int) -> Tensor:

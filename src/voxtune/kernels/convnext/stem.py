@@ -1,10 +1,10 @@
 """The stem: 7x7 convolution of an image with few channels, as one product.
 
-Why: three channels in are too few for a chunk a tap. The image is held with its channels padded to four, so that eight pixels of
-a row are 32 values in a row of memory: the seven rows of a window are one tile of 8 x 32 columns (the eighth of each is zero in
-the weights), and one product is the convolution.
+Why: three input channels are too few for one chunk per tap. The channels of the image are padded to four, so that eight adjacent
+pixels are 32 contiguous values. The window is padded to 8 x 8 pixels, with zero weights in the eighth row and column: 256 values
+per output pixel, and one matrix product computes the convolution.
 
-Legend: N batch, H W pixels, K channels out.
+Legend: N batch, H W pixels, K output channels, KP padded output channels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COLUMNS = 8 * 8 * CHANNELS
 
 
 def pack_stem(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight (K, C, 7, 7), C at most four, as (rows 8, pixels 8, channels 4) x K."""
+    """Packs a weight (K, C, 7, 7), C <= 4, as (8 rows * 8 columns * 4 channels, K padded)."""
     K, C = weight.shape[:2]
     assert C <= CHANNELS and weight.shape[2:] == (7, 7), weight.shape
     wide = F.pad(weight.detach(), (0, 1, 0, 1, 0, CHANNELS - C))
@@ -35,7 +35,7 @@ def voxtune_stem(
     x_ptr,  # (N, H, W, 4)
     w_ptr,  # (256, KP)
     bias_ptr,  # (KP,) float32
-    y_ptr,  # (N, H, W, K), rows of LDY
+    y_ptr,  # (N, H, W, K), row stride LDY
     H: tl.constexpr,
     W: tl.constexpr,
     K: tl.constexpr,

@@ -1,10 +1,10 @@
-"""The time network in one kernel: sinusoid, two layers, and every block's own layer, for any number of steps at once.
+"""The time network in one kernel: sinusoid, two layers, and the time layers of all blocks, for all steps at once.
 
-Why: some forty small layers, whose input is one number a step, would each be a launch. All steps' numbers are known before the
-first step, so their terms are one table, made in one launch. A program makes a few of the terms of one step; it repeats the two
-small layers before them rather than wait for anyone.
+Why: some forty small layers, whose input is one number per step, would be one launch each. All timesteps are known before the
+first step, so one launch computes a table of all terms. Each program computes a few terms of one step; it recomputes the two
+small layers before them, which avoids synchronisation.
 
-Legend: S steps, E width of the time embedding, D of the sinusoid, T terms of all blocks together.
+Legend: S steps, E width of the time embedding, D width of the sinusoid, T terms of all blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from voxtune.kernels.convnext.common import gelu
 def time_terms_reference(
     t_S: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, w_TE: Tensor, b_T: Tensor
 ) -> Tensor:
-    """(S, T) in plain PyTorch."""
+    """(S, T): reference in plain PyTorch."""
     half = w1.shape[1] // 2
     rate = torch.exp(-math.log(10000) * torch.arange(half, dtype=w1.dtype, device=w1.device) / (half - 1))
     angle = t_S[:, None].to(w1.dtype) * rate
@@ -38,8 +38,8 @@ def voxtune_time_terms(
     b1_ptr,  # (E,)
     w2_ptr,  # (E, E)
     b2_ptr,  # (E,)
-    w_ptr,  # (T, E): the blocks' layers, one after the other
-    b_ptr,  # (T,): their biases, with whatever else is added to each channel
+    w_ptr,  # (T, E): the time layers of all blocks, concatenated
+    b_ptr,  # (T,): their biases, plus other terms added to each channel
     y_ptr,  # (S, T)
     T,
     D: tl.constexpr,
@@ -59,7 +59,7 @@ def voxtune_time_terms(
     w1 = tl.load(w1_ptr + rows[:, None] * D + d[None, :], mask=keep, other=0.0)
     first = gelu(tl.sum(w1 * wave[None, :], axis=1) + tl.load(b1_ptr + rows, mask=rows < E, other=0.0))
     keep = (e < E)[:, None] & (rows < E)[None, :]
-    # Read with the input along the first axis, so that the sum needs no other layout than the one it has.
+    # Loaded with the input along the first axis, so that the reduction needs no layout conversion.
     w2 = tl.load(w2_ptr + rows[None, :] * E + e[:, None], mask=keep, other=0.0)
     second = tl.sum(w2 * first[:, None], axis=0) + tl.load(b2_ptr + rows, mask=rows < E, other=0.0)
     second = gelu(second)

@@ -1,10 +1,10 @@
-"""The end of a step: the last 1x1 convolution, DDPM's update and its noise, in one kernel.
+"""The end of a step: the last 1x1 convolution, the DDPM update and its noise, in one kernel.
 
-Why: three channels out of 32 are too few for a matrix unit, and update and noise touch the same pixels. The noise is that of
-diffusion/noise.py: a value depends on the seed, the sample's number, the draw and its place alone, so a recorded graph needs no
-generator's state. Step i's coefficients are a row of a table: nothing is read from the host.
+Why: three output channels are too few for tensor cores, and update and noise use the same pixels. The noise is that of
+diffusion/noise.py: a value depends only on random seed, sample number, draw and position, so a CUDA graph needs no generator
+state. The coefficients of step i are a row of a table on the device, so nothing is read from the host.
 
-Legend: N batch, V pixels of a sample, C channels of the image, K of the network's last tensor.
+Legend: N batch, V pixels per sample, C channels of the image, K channels of the network's last tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from voxtune.kernels.convnext.common import release, wait
 
 @triton.jit
 def normal_four(seed, block, draw, low, high, BLOCK_B: tl.constexpr):
-    """Four normal values for each counter, in the order of diffusion/noise.py: (4 * BLOCK_B,)."""
+    """(4 * BLOCK_B,): four normal values per counter, in the order of diffusion/noise.py."""
     zero = tl.zeros((BLOCK_B,), tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, block.to(tl.uint32), zero + draw, zero + low, zero + high)
     u0 = ((w0 >> 8).to(tl.float32) + 0.5) * 5.9604644775390625e-08
@@ -33,22 +33,22 @@ def normal_four(seed, block, draw, low, high, BLOCK_B: tl.constexpr):
 
 @triton.jit
 def voxtune_update(
-    h_ptr,  # (N, V, K), rows of LDH: the network's last tensor
+    h_ptr,  # (N, V, K), row stride LDH: the network's last tensor
     w_ptr,  # (C, K) float32
     bias_ptr,  # (C,) float32
     x_ptr,  # (N, C, V) float32: the image, updated in place
-    x4_ptr,  # (N, V, 4): the same as the stem reads it
-    eps_ptr,  # (N, C, V) float32: the noise found; unwritten without KEEP
-    row_ptr,  # (8,) float32: alpha, sigma, and the weights of x_0, x and the noise; the draw's number; 1 to clamp x_0
+    x4_ptr,  # (N, V, 4): the image in the layout of the stem
+    eps_ptr,  # (N, C, V) float32: the predicted noise; not written without KEEP
+    row_ptr,  # (8,) float32: alpha, sigma, weights of x_0, x and noise, number of the draw, 1 to clamp x_0
     seed_ptr,  # (1,) int64
-    index_ptr,  # (N,) int64: the samples' numbers
+    index_ptr,  # (N,) int64: sample numbers
     V: tl.constexpr,
     C: tl.constexpr,
     K: tl.constexpr,
     LDH: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # K, rounded up to a power of two
+    BLOCK_K: tl.constexpr,  # K rounded up to a power of two
     BLOCK_V: tl.constexpr,
-    KEEP: tl.constexpr,  # write the noise found, and leave the image
+    KEEP: tl.constexpr,  # write the predicted noise and do not update the image
     CHAINED: tl.constexpr,
 ):
     TILES: tl.constexpr = V // BLOCK_V
@@ -83,14 +83,14 @@ def voxtune_update(
 
 @triton.jit
 def voxtune_begin(
-    x_ptr,  # (N, C, V) float32: draw 0 of the noise, written
+    x_ptr,  # (N, C, V) float32: draw 0 of the noise, written if DRAW
     x4_ptr,  # (N, V, 4)
     seed_ptr,
     index_ptr,
     V: tl.constexpr,
     C: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    DRAW: tl.constexpr,  # make the image from the seed; else only write it as the stem reads it
+    DRAW: tl.constexpr,  # generate the image from the seed; else only convert it to the layout of the stem
 ):
     TILES: tl.constexpr = V // BLOCK_V
     pid = tl.program_id(0)
