@@ -29,7 +29,7 @@ from voxtune.kernels.compile_workers import compiling
 from voxtune.kernels.convnext.block import voxtune_barriers
 from voxtune.ladder.climb import climb
 from voxtune.ladder.program import Program
-from voxtune.ladder.published_figures import all_figures
+from voxtune.ladder.published_results import published_results
 from voxtune.ladder.rungs import Setting, rungs_of
 from voxtune.ladder.sampling import Loop, compile_ahead, denoise
 from voxtune.precision import tf32_allowed
@@ -179,7 +179,7 @@ def rungs(text: str | None, keep: Callable[[list[dict[str, Any]], dict[str, Any]
     """Every rung at full size; `keep` is given rows and tables after each."""
     net = network()
     wanted = Setting(network=net, size=SIZE, schedule=schedule(), timesteps=spaced_steps(STEPS, STEPS))
-    seeds = {"seeds": all_figures()}
+    seeds = {"seeds": published_results()}
     found = climb(
         wanted,
         rungs_of(text),

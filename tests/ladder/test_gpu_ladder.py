@@ -37,7 +37,7 @@ def test_every_rung(setting, number):
     machine = Machine("cuda", timed=True)
     found = RUNGS[number - 1].make(setting, machine)(x, t)
     assert float((found.double() - truth).norm() / truth.norm()) < BARS.get(number, HALF)
-    assert all(event.seconds is not None and event.seconds >= 0 for event in machine.settled())
+    assert all(event.seconds is not None and event.seconds >= 0 for event in machine.timed_events())
     if 7 <= number <= 10:
         assert (machine.count("up"), machine.count("down")) == (1, 1)
 

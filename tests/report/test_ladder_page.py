@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from voxtune.ladder.published_figures import all_figures
+from voxtune.ladder.published_results import published_results
 from voxtune.report.figure import Bars, Series
 from voxtune.report.html import render_html
 from voxtune.report.ladder import ladder_document, ladder_picture
@@ -41,7 +41,7 @@ def data():
         "device": "a card",
         "rows": [made(1, 8000.0), made(7, 120.0), made(10, 25.0)],
         "first_step": {"bytes": 32_000_000, "runs": 20, "forms": forms, "managed": "off"},
-        "seeds": all_figures(),
+        "seeds": published_results(),
     }
 
 

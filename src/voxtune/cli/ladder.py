@@ -41,7 +41,7 @@ def command(
     from voxtune.diffusion import DiffusionConfig, make_schedule, spaced_steps
     from voxtune.errors import InputError
     from voxtune.ladder.climb import climb
-    from voxtune.ladder.published_figures import all_figures
+    from voxtune.ladder.published_results import published_results
     from voxtune.ladder.rungs import Setting, rungs_of
     from voxtune.workloads.convnext import ConvNeXtConfig, ConvNeXtUNet
 
@@ -61,13 +61,13 @@ def command(
         batch=batch,
         dtype=torch.bfloat16 if on_gpu else torch.float32,
     )
-    published = {"seeds": all_figures()}
+    reports = {"seeds": published_results()}
 
     def save(rows: dict[str, Any]) -> None:
         """Called after every rung, so that an interrupted run keeps its results."""
-        write(published | rows, out)
+        write(reports | rows, out)
 
-    tables = published | climb(setting, chosen, runs=20 if on_gpu else 1, report=output.say, save=save)
+    tables = reports | climb(setting, chosen, runs=20 if on_gpu else 1, report=output.say, save=save)
     failed = "; ".join(f"rung {one['number']}: {one['reason']}" for one in tables["failed"])
     if not tables["rows"]:
         raise InputError(f"no rung ran on {place}: {failed}")

@@ -148,11 +148,11 @@ def recorded_step(runner: Any, setting: Setting, device: torch.device, x: Tensor
     """(events, number of steps): one step, or all steps for rungs that run them as one piece."""
     if isinstance(runner, Graph | Auto) and device.type == "cuda":
         return profiled(lambda: runner.sample(SEED).cpu()), len(setting.timesteps)
-    before, runner.machine = runner.machine, Machine(device, timed=True)
+    original, runner.machine = runner.machine, Machine(device, timed=True)
     with torch.no_grad():
         runner(x, t)
-    events = runner.machine.settled()
-    runner.machine = before
+    events = runner.machine.timed_events()
+    runner.machine = original
     return events, 1
 
 
@@ -178,24 +178,24 @@ def loop_times(runner: Any, setting: Setting, device: torch.device) -> Times:
         if device.type != "cuda":
             return Times(alone, alone, steps)
 
-        def several() -> None:
+        def sample_several() -> None:
             torch.stack([runner.sample(SEED + number) for number in range(BACK_TO_BACK)]).cpu()
 
-        return Times([_timed(several) / BACK_TO_BACK for _ in range(5)], alone, steps)
+        return Times([_timed(sample_several) / BACK_TO_BACK for _ in range(5)], alone, steps)
     shape = (setting.network.config.channels, *setting.size)
     noises = noise_source(SEED, range(setting.batch), shape)
     noise_draws = [noises(number) for number in range(steps + 1)]
 
     @torch.no_grad()
-    def walk(timesteps: Sequence[int]) -> None:
+    def run_steps(timesteps: Sequence[int]) -> None:
         denoise = lambda image, t_N: runner(image, int(t_N[0]))  # noqa: E731
         ddpm(denoise, noise_draws[0], setting.schedule, timesteps, noise=noise_draws.__getitem__)
 
-    one = _timed(lambda: walk(setting.timesteps[:1]))
+    one = _timed(lambda: run_steps(setting.timesteps[:1]))
     if device.type != "cuda":
         return Times([one * steps], [one * steps], 1)
     some = setting.timesteps[: max(1, min(steps, int(MEASURED_S / one)))]
-    seconds = [_timed(lambda: walk(some)) * steps / len(some) for _ in range(5)]
+    seconds = [_timed(lambda: run_steps(some)) * steps / len(some) for _ in range(5)]
     return Times(seconds, seconds, len(some))
 
 
@@ -203,12 +203,12 @@ def profiled(run: Callable[[], Any]) -> list[Event]:
     """Kernels and transfers from PyTorch's profiler, for graphs and plans, whose launches a Machine does not see."""
     with (
         torch.no_grad(),
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as taken,
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile,
     ):
         run()
         torch.cuda.synchronize()
     events = []
-    for one in taken.events() or []:
+    for one in profile.events() or []:
         if one.device_type != torch.autograd.DeviceType.CUDA or one.name.startswith(("Memset", "Memcpy DtoD")):
             continue
         seconds = one.time_range.elapsed_us() / 1e6
@@ -223,9 +223,9 @@ def profiled(run: Callable[[], Any]) -> list[Event]:
 
 
 def _timed(run: Callable[[], Any]) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     run()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def group(events: Sequence[Event], key: Callable[[Event], str | None], steps: int = 1) -> dict[str, dict[str, float]]:
@@ -280,6 +280,6 @@ def first_steps(setting: Setting, device: torch.device, runs: int) -> dict[str, 
             rung.program.eps.fill_(math.nan)
             times.append(weights.first_step(form, terms) * 1e3)
             if not bool(torch.isfinite(rung.program.eps).all()):
-                raise RuntimeError(f"{form} weights: the step ran before they had arrived")
+                raise RuntimeError(f"{form} weights: the first step ran before all of them were copied")
         table["forms"][form] = {"best_ms": min(times), "worst_ms": max(times), "average_ms": sum(times) / len(times)}
     return table

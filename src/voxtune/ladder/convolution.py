@@ -21,7 +21,7 @@ EPS = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Image:
-    """A (M, C) view of a buffer, its resolution, and the sums that the kernel which wrote it left."""
+    """A (M, C) view of a buffer, its resolution, and the partial sums stored by the kernel that wrote it."""
 
     data: Tensor
     side: tuple[int, int]
@@ -105,7 +105,7 @@ class Convolution:
         }
         slope = packed.shift if packed.slope is None else packed.slope
         read = packed.shift if read is None else read
-        more = packed.weight if packed.residual is None else packed.residual
+        residual = packed.weight if packed.residual is None else packed.residual
         out = packed.shift if sums is None else sums
         x2 = self.source2.data
         turns = tile.turns(packed.side**2 * packed.channels), tile.turns(self.source2.channels)
@@ -116,7 +116,7 @@ class Convolution:
                 self.x.data,
                 packed.weight,
                 x2,
-                more,
+                residual,
                 packed.shift,
                 slope,
                 read,

@@ -41,7 +41,8 @@ class Event:
     seconds: float | None = None
     _marks: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
-    def settle(self) -> Event:
+    def resolve(self) -> Event:
+        """Reads the time from the CUDA events; the device must be synchronised."""
         if self._marks is not None:
             self.seconds, self._marks = self._marks[0].elapsed_time(self._marks[1]) / 1e3, None
         return self
@@ -75,14 +76,14 @@ class Machine:
         with self._recorded(Event(kind="kernel", part=PARTS.get(launch.name, launch.part), name=launch.name)):
             launch()
 
-    def up_into(self, target: Tensor, x: Tensor, part: str, *, waits: bool = True) -> None:
-        """Copies into an existing device tensor; without `waits` asynchronously (x must be pinned)."""
+    def up_into(self, target: Tensor, x: Tensor, part: str, *, blocking: bool = True) -> None:
+        """Copies into an existing device tensor; with `blocking=False` asynchronously (x must be pinned)."""
         with self._recorded(Event(kind="up", part=part, name="to the device", bytes=x.nbytes)):
-            target.copy_(x, non_blocking=not waits)
+            target.copy_(x, non_blocking=not blocking)
 
-    def down_into(self, target: Tensor, x: Tensor, part: str, *, waits: bool = True) -> None:
+    def down_into(self, target: Tensor, x: Tensor, part: str, *, blocking: bool = True) -> None:
         with self._recorded(Event(kind="down", part=part, name="to the host", bytes=x.nbytes)):
-            target.copy_(x, non_blocking=not waits)
+            target.copy_(x, non_blocking=not blocking)
 
     def up(self, x: Tensor, part: str) -> Tensor:
         """Copies to the device. Without a GPU it still copies, so that the counts are real."""
@@ -96,11 +97,11 @@ class Machine:
     def count(self, kind: Kind) -> int:
         return sum(event.kind == kind for event in self.events)
 
-    def settled(self) -> list[Event]:
+    def timed_events(self) -> list[Event]:
         """All events with their times; synchronises the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return [event.settle() for event in self.events]
+        return [event.resolve() for event in self.events]
 
     @contextmanager
     def _recorded(self, event: Event) -> Iterator[None]:
@@ -115,6 +116,6 @@ class Machine:
             marks[1].record()
             event._marks = marks
         else:
-            began = time.perf_counter()
+            start = time.perf_counter()
             yield
-            event.seconds = time.perf_counter() - began
+            event.seconds = time.perf_counter() - start

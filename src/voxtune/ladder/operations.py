@@ -43,7 +43,7 @@ class Naive:
 
     def __init__(self, network: ConvNeXtUNet, machine: Machine):
         self.network, self.machine = network, machine
-        self.lanes = 256 if machine.device.type == "cuda" else CPU_BLOCK
+        self.threads = 256 if machine.device.type == "cuda" else CPU_BLOCK
 
     # -- the network
 
@@ -72,12 +72,12 @@ class Naive:
         h = self.binary("add", h, self.linear(self.unary("gelu", time_NE), block.mlp[1]), "channel")
         h = self.conv2d(self.layer_norm(h, block.block[0]), block.block[1])
         h = self.conv2d(self.layer_norm(self.unary("gelu", h), block.block[3]), block.block[4])
-        short = self.conv2d(x, block.residual_conv) if isinstance(block.residual_conv, nn.Conv2d) else x
-        return self.binary("add", h, short, "all")
+        shortcut = self.conv2d(x, block.residual_conv) if isinstance(block.residual_conv, nn.Conv2d) else x
+        return self.binary("add", h, shortcut, "all")
 
     def gate(self, gate: Any, x: Tensor, skip: Tensor) -> Tensor:
-        both = self.binary("add", self.conv2d(x, gate.gate_conv), self.conv2d(skip, gate.residual_conv), "all")
-        weight = self.unary("sigmoid", self.conv2d(self.unary("relu", both), gate.in_conv))
+        hidden = self.binary("add", self.conv2d(x, gate.gate_conv), self.conv2d(skip, gate.residual_conv), "all")
+        weight = self.unary("sigmoid", self.conv2d(self.unary("relu", hidden), gate.in_conv))
         return self.binary("multiply", skip, weight, "pixel")
 
     def between(self, layer: nn.Module, x: Tensor) -> Tensor:
@@ -154,12 +154,12 @@ class Naive:
         self._launch(name, voxtune_unary, y.numel(), x_device, y, y.numel(), NAME=name)
         return self.down(y, name)
 
-    def binary(self, name: str, a: Tensor, b: Tensor, what: str) -> Tensor:
+    def binary(self, name: str, a: Tensor, b: Tensor, broadcast: str) -> Tensor:
         part = "identity" if name == "add" else "element_matmul"
         left, right = self.up(a, part), self.up(b, part)
         y = torch.empty_like(left)
         C, pixels = a.shape[1], a.shape[2] * a.shape[3]
-        self._launch(part, voxtune_binary, y.numel(), left, right, y, y.numel(), C, pixels, NAME=name, WHAT=what)
+        self._launch(part, voxtune_binary, y.numel(), left, right, y, y.numel(), C, pixels, NAME=name, WHAT=broadcast)
         return self.down(y, part)
 
     def concat(self, a: Tensor, b: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class Naive:
         return self.machine.down(x, part)
 
     def _launch(self, part: str, kernel: Any, count: int, *arguments: Any, **constants: Any) -> None:
-        block = min(self.lanes, power_of_two(count))
+        block = min(self.threads, power_of_two(count))
         self.machine.launch(part, kernel, (-(-count // block),), *arguments, **constants, BLOCK=block)
 
 

@@ -51,13 +51,13 @@ class Products(Reduced):
         block_c = min(self.channels, power_of_two(C))
         grid = (-(-H * W // block), -(-C // block_c), N)
         y = torch.empty_like(x)
-        left = x.new_empty((N, 2, grid[0] * grid[1])) if sums else None
+        out_sums = x.new_empty((N, 2, grid[0] * grid[1])) if sums else None
         self.machine.launch(
             "conv2d", voxtune_depthwise_direct, grid,
-            x, conv.weight, conv.bias, x if term_NC is None else term_NC, y, x if left is None else left, C, H, W,
+            x, conv.weight, conv.bias, x if term_NC is None else term_NC, y, x if out_sums is None else out_sums, C, H, W,
             TERM=term_NC is not None, SUMS=sums, TILES=grid[0] * grid[1], BLOCK=block, BLOCK_C=block_c,
         )  # fmt: skip
-        return y, left
+        return y, out_sums
 
     def _convolve(
         self,
@@ -69,7 +69,7 @@ class Products(Reduced):
         add: Tensor | None = None,
         sums: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """`norm`: the norm before the convolution, with the sums that the kernel which wrote x left."""
+        """`norm`: the preceding norm, with the partial sums stored by the kernel that wrote x."""
         N, C, H, W = x.shape
         K, side = conv.out_channels, conv.kernel_size[0]
         R = C * side * side
@@ -89,14 +89,14 @@ class Products(Reduced):
         across = -(-H * W // block_m)
         tiles = across * (KP // block_k)
         y = x.new_empty((N, K, H, W))
-        left = x.new_empty((N, 2, tiles)) if sums else None
+        out_sums = x.new_empty((N, 2, tiles)) if sums else None
         self.machine.launch(
             "conv2d", voxtune_product, (across, KP // block_k, N),
-            rows, weight, conv.bias, y if add is None else add, y, y if left is None else left, H * W, K, KP,
+            rows, weight, conv.bias, y if add is None else add, y, y if out_sums is None else out_sums, H * W, K, KP,
             RP=RP, AFTER=after, ADD=add is not None, SUMS=sums, TILES=tiles,
             BLOCK_M=block_m, BLOCK_K=block_k, BLOCK_R=self.tile_r, PRECISION="ieee",
         )  # fmt: skip
-        return y, left
+        return y, out_sums
 
     def _weight(self, conv: Any, R: int, RP: int) -> Tensor:
         """(RP, KP) in the type of the product; packed once."""
@@ -114,19 +114,19 @@ class Fused(Products):
     def block(self, block: Any, x: Tensor, time_NE: Tensor) -> Tensor:
         norm1, conv1, _, norm2, conv2 = block.block
         term = self.linear(self.unary("gelu", time_NE), block.mlp[1])
-        x_device, at = self.up(x, "conv2d"), self.up(term, "conv2d")
-        h, sums = self._depthwise(x_device, block.in_conv, at, sums=True)
+        x_device, term_device = self.up(x, "conv2d"), self.up(term, "conv2d")
+        h, sums = self._depthwise(x_device, block.in_conv, term_device, sums=True)
         h, sums = self._via_host(h, sums, "conv2d")
         h, sums = self._convolve(h, conv1, norm=(norm1, sums), after="gelu", sums=True)
         h, sums = self._via_host(h, sums, "conv2d")
-        short = x_device
+        shortcut = x_device
         if isinstance(block.residual_conv, nn.Conv2d):
-            short = self.up(self.down(self._convolve(x_device, block.residual_conv)[0], "conv2d"), "conv2d")
-        y, _ = self._convolve(h, conv2, norm=(norm2, sums), add=short)
+            shortcut = self.up(self.down(self._convolve(x_device, block.residual_conv)[0], "conv2d"), "conv2d")
+        y, _ = self._convolve(h, conv2, norm=(norm2, sums), add=shortcut)
         return self.down(y, "conv2d")
 
     def gate(self, gate: Any, x: Tensor, skip: Tensor) -> Tensor:
-        x_device, past = self.up(x, "gate"), self.up(skip, "gate")
+        x_device, skip_device = self.up(x, "gate"), self.up(skip, "gate")
         (N, C, H, W), CS, K = x.shape, skip.shape[1], gate.gate_conv.out_channels
         block_c = 32 if min(C, CS) >= 32 else 16
         CP, CSP = -(-C // block_c) * block_c, -(-CS // block_c) * block_c
@@ -136,15 +136,15 @@ class Fused(Products):
         block_m, block_k = max(16, divisor(H * W, self.tile_m)), divisor(KP, self.tile_k)
         self.machine.launch(
             "gate", voxtune_gate_product, (-(-H * W // block_m), KP // block_k, N),
-            x_device, past, weight_x, weight_s, bias, hidden, H * W, C, CS, K, KP,
+            x_device, skip_device, weight_x, weight_s, bias, hidden, H * W, C, CS, K, KP,
             CP=CP, CSP=CSP, BLOCK_M=block_m, BLOCK_K=block_k, BLOCK_C=block_c, PRECISION="ieee",
         )  # fmt: skip
         hidden = self.up(self.down(hidden, "gate"), "gate")
-        y = torch.empty_like(past)
+        y = torch.empty_like(skip_device)
         block = min(self.pixels, power_of_two(H * W))
         self.machine.launch(
             "gate", voxtune_gate_apply, (-(-H * W // block), N),
-            hidden, gate.in_conv.weight, gate.in_conv.bias, past, y, H * W, K, CS, BLOCK=block,
+            hidden, gate.in_conv.weight, gate.in_conv.bias, skip_device, y, H * W, K, CS, BLOCK=block,
         )  # fmt: skip
         return self.down(y, "gate")
 

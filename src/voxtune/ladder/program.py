@@ -255,12 +255,12 @@ class Program:
         K, C, taps, _ = weight.shape
         rows = self.batch * H * W
         tile = self.tile(rows, H * W, taps * taps * C, K)
-        own: Any = shortcut[1] if shortcut and isinstance(shortcut[1], nn.Conv2d) else None
+        residual_conv: Any = shortcut[1] if shortcut and isinstance(shortcut[1], nn.Conv2d) else None
         packed = pack_conv(
             weight,
             bias,
             norm=None if norm is None else (norm.weight, norm.bias),
-            residual=None if own is None else (own.weight, own.bias),
+            residual=None if residual_conv is None else (residual_conv.weight, residual_conv.bias),
             dtype=self.dtype,
             block_c=tile.block_c * tile.ways,
             block_k=tile.block_k,
@@ -277,7 +277,7 @@ class Program:
             shape={"STRIDE": stride, "DOUBLE": double},
             after={
                 "NORM": norm is not None,
-                "RESIDUAL": 2 if own else 1 if shortcut else 0,
+                "RESIDUAL": 2 if residual_conv else 1 if shortcut else 0,
                 "GELU": gelu,
                 "SUMS": sums,
             },
@@ -350,12 +350,12 @@ class Program:
         net: Any = self.network
         weights = [net.time_mlp[0].weight, net.time_mlp[0].bias, net.time_mlp[2].weight, net.time_mlp[2].bias]
         layers: list[Any] = [(block.mlp[1], block.in_conv) for block in self.blocks]
-        own = torch.cat([layer.weight.detach() for layer, _ in layers])
+        block_weights = torch.cat([layer.weight.detach() for layer, _ in layers])
         bias = torch.cat([layer.bias.detach() + conv.bias.detach() for layer, conv in layers])
-        return tuple(w.detach().float().contiguous() for w in (*weights, own, bias))
+        return tuple(w.detach().float().contiguous() for w in (*weights, block_weights, bias))
 
     def step(self, terms: list[Tensor], row: Tensor | None, *, chained: bool = False) -> Iterator[Launch]:
-        """The launches of a step. Without a row of sampler coefficients the predicted noise is left in `eps`."""
+        """The launches of a step. Without a row of sampler coefficients the predicted noise is written to `eps`."""
         remaining, term = iter(terms), terms[0]
         for planned in self.launches:
             launch = planned
@@ -375,9 +375,9 @@ def processors_of(device: torch.device) -> int:
 
 
 def check_size(network: ConvNeXtUNet, size: tuple[int, int]) -> None:
-    divisor_ = network.config.divisor
-    if any(s % divisor_ or s // divisor_ < 4 for s in size) or network.config.channels > CHANNELS:
+    multiple = network.config.divisor
+    if any(s % multiple or s // multiple < 4 for s in size) or network.config.channels > CHANNELS:
         raise InputError(
-            f"size {size[0]}x{size[1]}: height and width must be multiples of {divisor_} and at least {4 * divisor_}, "
+            f"size {size[0]}x{size[1]}: height and width must be multiples of {multiple} and at least {4 * multiple}, "
             f"with at most {CHANNELS} image channels"
         )

@@ -25,7 +25,7 @@ from voxtune.workloads.convnext import ConvNeXtUNet
 WHOLE = 16 * 16
 
 
-class Crossing:
+class WholeBlocks:
     """Rung 6. A ConvNeXt block is one kernel if it fits, else three; activations are still transferred around each operation."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Crossing:
         return self._host[key].as_strided(view.shape, view.stride(), view.storage_offset())
 
 
-class Resident(Crossing):
+class Resident(WholeBlocks):
     """Rung 7. Only the image is transferred, once in and once out. Shapes are run-time arguments."""
 
     def __call__(self, x_NCHW: Tensor, t: int) -> Tensor:
@@ -131,7 +131,7 @@ class Overlapped(Constant):
         if self.side is not None and main is not None:
             self.side.wait_stream(main)
         with torch.cuda.stream(self.side) if self.side is not None else nullcontext():
-            self.machine.up_into(self.program.x, self.image, "image", waits=not self.on_gpu)
+            self.machine.up_into(self.program.x, self.image, "image", blocking=not self.on_gpu)
             self.machine.run(begin(self.program, draw=False))
         self.t.fill_(t)
         self.machine.run(self.program.time_launch(self.t, self.table))
@@ -143,7 +143,7 @@ class Overlapped(Constant):
         self._planned = self._planned or self.launches()
         for launch in self._planned:
             self.machine.run(launch)
-        self.machine.down_into(self.output_host, self.program.eps, "image", waits=not self.on_gpu)
+        self.machine.down_into(self.output_host, self.program.eps, "image", blocking=not self.on_gpu)
         if self.on_gpu:
             torch.cuda.current_stream().synchronize()
         return self.output_host.view_as(x_NCHW).clone()

@@ -17,7 +17,7 @@ from voxtune.ladder.machine import Machine
 from voxtune.ladder.operations import Naive, Reduced, Tiled
 from voxtune.ladder.products import Fused, Products
 from voxtune.ladder.program import Program
-from voxtune.ladder.resident import WHOLE, Constant, Crossing, Overlapped, Resident
+from voxtune.ladder.resident import WHOLE, Constant, Overlapped, Resident, WholeBlocks
 from voxtune.ladder.sampling import Loop, begin
 from voxtune.workloads.convnext import ConvNeXtUNet
 
@@ -152,7 +152,7 @@ RUNGS = (
         name="whole blocks",
         does="a ConvNeXt block in one kernel at 8x8 and 16x16, in three elsewhere",
         kernels=("voxtune_block", *_PLANNED),
-        make=_constructor(Crossing, sized=True),
+        make=_constructor(WholeBlocks, sized=True),
     ),
     Rung(
         number=7,

@@ -63,23 +63,23 @@ class Weights:
         run = launch_all or (lambda launch: launch())
         launches = list(self.program.step(terms, None))
         self._synchronise()
-        began = time.perf_counter()
+        start = time.perf_counter()
         if form == "synchronous":
             for group in self.groups:
                 for device, host, _ in group:
                     device.copy_(host)
             self._steps(launches, [None] * len(self.groups), run)
         else:
-            arrived = self._queue()
+            copied = self._queue()
             # Unless "early", everything waits for the last weight.
-            waits = arrived if form == "early" else [arrived[-1], *[None] * (len(arrived) - 1)]
-            self._steps(launches, waits, run)
+            events = copied if form == "early" else [copied[-1], *[None] * (len(copied) - 1)]
+            self._steps(launches, events, run)
         self._synchronise()
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
     def _queue(self) -> list[torch.cuda.Event | None]:
         """Queues all copies in order of use on a separate stream; returns an event per unit."""
-        arrived: list[torch.cuda.Event | None] = []
+        copied: list[torch.cuda.Event | None] = []
         with torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():
             for group in self.groups:
                 for device, _, pinned in group:
@@ -87,13 +87,13 @@ class Weights:
                 event = torch.cuda.Event() if self.stream is not None else None
                 if event is not None:
                     event.record(self.stream)
-                arrived.append(event)
-        return arrived
+                copied.append(event)
+        return copied
 
     def _steps(
-        self, launches: list[Launch], waits: list[torch.cuda.Event | None], run: Callable[[Launch], None]
+        self, launches: list[Launch], events: list[torch.cuda.Event | None], run: Callable[[Launch], None]
     ) -> None:
-        for unit, event in zip(self.program.units, waits, strict=True):
+        for unit, event in zip(self.program.units, events, strict=True):
             if event is not None:
                 torch.cuda.current_stream().wait_event(event)
             for launch in launches[unit.first : unit.last]:

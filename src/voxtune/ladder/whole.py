@@ -26,7 +26,7 @@ def whole_block(program: Program, block: Any, x: Image, into: Tensor, part: str)
     (H, W), C = x.side, x.channels
     rows = program.batch * H * W
     norm1, conv1, _, norm2, conv2 = block.block
-    own: Any = block.residual_conv if isinstance(block.residual_conv, nn.Conv2d) else None
+    residual_conv: Any = block.residual_conv if isinstance(block.residual_conv, nn.Conv2d) else None
     K1, K2 = conv1.out_channels, conv2.out_channels
     tile1, tile2 = (program.tile(rows, H * W, 9 * conv.in_channels, conv.out_channels) for conv in (conv1, conv2))
     packed = [
@@ -34,7 +34,7 @@ def whole_block(program: Program, block: Any, x: Image, into: Tensor, part: str)
             conv.weight,
             conv.bias,
             norm=(norm.weight, norm.bias),
-            residual=(own.weight, own.bias) if own and conv is conv2 else None,
+            residual=(residual_conv.weight, residual_conv.bias) if residual_conv and conv is conv2 else None,
             dtype=program.dtype,
             block_c=tile.block_c * tile.ways,
             block_k=tile.block_k,
@@ -49,7 +49,7 @@ def whole_block(program: Program, block: Any, x: Image, into: Tensor, part: str)
     sums1, sums2 = (torch.empty((program.batch, 2, reads), device=device) for reads in (read1, read2))
     for tile, KP in ((tile1, KP1), (tile2, KP2)):
         program.reserve(*tile.scratch_size(rows, KP))
-    more = packed[1].weight if packed[1].residual is None else packed[1].residual
+    residual = packed[1].weight if packed[1].residual is None else packed[1].residual
     arguments = (
         x.data,
         pack_depthwise(block.in_conv.weight, program.dtype),
@@ -64,7 +64,7 @@ def whole_block(program: Program, block: Any, x: Image, into: Tensor, part: str)
         packed[1].weight,
         packed[1].shift,
         packed[1].slope,
-        more,
+        residual,
         into,
         program.eps,
         program.counter,
@@ -84,7 +84,7 @@ def whole_block(program: Program, block: Any, x: Image, into: Tensor, part: str)
         "LDX": x.stride,
         "LDY": into.stride(0),
         "ROWS": rows,
-        "RESIDUAL": 2 if own else 1,
+        "RESIDUAL": 2 if residual_conv else 1,
         "READ1": read1,
         "BLOCK_R1": power_of_two(read1),
         "READ2": read2,

@@ -1,4 +1,4 @@
-"""The ladder's tables as a document: one bar per rung, and the published values of the two reports beside ours.
+"""The ladder's tables as a document: one bar per rung, and the published values of the two reports next to ours.
 
 The reports used a desktop GPU and a small board; their hardware is named, and no ratio is computed between machines.
 """

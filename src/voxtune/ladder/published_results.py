@@ -1,4 +1,4 @@
-"""Published times of the two student reports, with their hardware. They are shown beside ours, not compared with them.
+"""Published times of the two student reports, with their hardware. They are shown next to ours; no ratio is computed.
 
 Seconds for 100 sampling steps of the same network, unless stated otherwise.
 """
@@ -61,7 +61,7 @@ BLOCK: dict[str, Any] = {"hardware": DESKTOP, "gpu_s": 5.2439e-5, "cpu_s": 0.032
 SPEEDUPS = {DESKTOP: 383.032822 / 70.623295, JETSON: 152.1}
 
 
-def all_figures() -> dict[str, Any]:
+def published_results() -> dict[str, Any]:
     return {
         "components": COMPONENTS,
         "transfers": TRANSFERS,
