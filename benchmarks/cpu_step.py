@@ -1,7 +1,7 @@
-"""One denoising step of a 64^3, base-32 model on this CPU: as a naive user runs it, and as this project can.
+"""One denoising step of a 64^3, base-32 model on this CPU: plain PyTorch, torch.compile and a tuned plan.
 
-Each row runs in a process of its own, so that its peak memory is its own; the processes take turns, so that a slow
-minute of the machine falls on all rows alike.
+Each row runs in a separate process, so that its peak memory is measured separately. The rows alternate, so that a temporary
+slowdown of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
 
 
 def network() -> torch.nn.Module:
-    """Weights of a trained network's size everywhere: the zero-initialised layers would hide every error."""
+    """Random weights without zeros: the zero-initialised layers would hide every error."""
     torch.manual_seed(0)
     return without_zeros(build(NETWORK)).eval()
 
@@ -47,7 +47,7 @@ def naive() -> Callable[[], torch.Tensor]:
 
 
 def voxtune() -> Callable[[], torch.Tensor]:
-    """By the plan that the tuner found on this machine, a moment ago."""
+    """With the plan that `tune_plan` wrote."""
     from voxtune.plan import optimize
 
     args = inputs()
@@ -55,8 +55,8 @@ def voxtune() -> Callable[[], torch.Tensor]:
     return lambda: fast(*args)
 
 
-def tuned() -> list[str]:
-    """Tunes, keeps the plan for the row above, and gives the waterfall."""
+def tune_plan() -> list[str]:
+    """Tunes, saves the plan for the row `voxtune`, and returns the lines of the waterfall."""
     from voxtune.plan import tune
 
     lines: list[str] = []
@@ -122,22 +122,22 @@ def child(name: str, reference: str) -> None:
 
 
 def peak_gib() -> float:
-    """This process's own peak. getrusage would give the parent's where that is larger: it survives the start of a child."""
+    """Peak memory of this process. getrusage is unsuitable: a child inherits the maximum of its parent."""
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) / 2**20
 
 
 def main() -> None:
-    waterfall = tuned()
+    waterfall = tune_plan()
     reference = RESULTS.parent / ".reference.pt"
     torch.save(float64()(), reference)
-    found: dict[str, list[dict]] = {name: [] for name in ROWS}
+    results: dict[str, list[dict]] = {name: [] for name in ROWS}
     try:
         for _ in range(ROUNDS):
             for name in ROWS:
                 command = [sys.executable, __file__, name, str(reference)]
                 done = subprocess.run(command, capture_output=True, text=True, check=True)
-                found[name].append(json.loads(done.stdout.splitlines()[-1]))
+                results[name].append(json.loads(done.stdout.splitlines()[-1]))
     finally:
         reference.unlink()
     rows = [
@@ -148,7 +148,7 @@ def main() -> None:
             max(run["peak"] for run in runs),
             max(run["error"] for run in runs),
         )
-        for name, runs in found.items()
+        for name, runs in results.items()
     ]
     write(RESULTS / "cpu" / "denoise_step.json", rows, threads=torch.get_num_threads(), waterfall=waterfall)
     show(rows)

@@ -1,8 +1,8 @@
-"""3x3x3 convolutions of a network's every shape: this project's kernels, each candidate tile, against cuDNN.
+"""3x3x3 convolutions of all shapes of a network: the kernels of this project with each candidate tile, compared with cuDNN.
 
-Candidates compile in parallel processes first. Each must give exactly the right integers before it is timed. Shapes go costliest
-first until the time is up; the best tiles are printed as the table of kernels/conv3d_tiles.py. Kernels that wait for barriers are
-first tried in a process of their own, which is ended if it hangs.
+Candidates are compiled in parallel processes first. Each must reproduce an integer result exactly before it is timed. Shapes are
+processed in decreasing order of cost until the time limit; the best tiles are printed in the format of kernels/conv3d_tiles.py.
+Kernels with barriers are first tested in a separate process, which is killed if it hangs.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from voxtune.workloads.med_ddpm import BRATS, WHOLE_HEAD, MedDDPMUNet
 
 NETWORKS = {"whole-head": (WHOLE_HEAD, (128, 128, 128)), "brats": (BRATS, (144, 192, 192))}
 DEVICE = "cuda"
-SHARED_LIMIT = 232448  # bytes a program may have, with some of them for barriers
+SHARED_LIMIT = 232448  # bytes of shared memory per program, including the barriers
 Shape = tuple[int, int, int, int, int]  # C, K, D, H, W
 
 
 def shapes_of(network: str) -> dict[Shape, int]:
-    """Each 3x3x3 convolution of stride 1 and how often it occurs, costliest first."""
+    """Every 3x3x3 convolution of stride 1 with its number of occurrences, in decreasing order of cost."""
     config, size = NETWORKS[network]
-    found: dict[Shape, int] = {}
+    counts: dict[Shape, int] = {}
 
-    def note(module: nn.Conv3d, _: object, y: Tensor) -> None:
+    def count(module: nn.Conv3d, _: object, y: Tensor) -> None:
         channels = (module.in_channels, module.out_channels)
         if module.kernel_size == (3, 3, 3) and module.stride == (1, 1, 1) and not any(c % 16 for c in channels):
             shape = (*channels, *y.shape[2:])
-            found[shape] = found.get(shape, 0) + 1
+            counts[shape] = counts.get(shape, 0) + 1
 
     with torch.device("meta"):
         model = MedDDPMUNet(config)
         for module in model.modules():
             if isinstance(module, nn.Conv3d):
-                module.register_forward_hook(note)
+                module.register_forward_hook(count)
         x, mask = (torch.empty(1, c, *size) for c in (config.out_channels, config.mask_channels))
         model(x, torch.empty(1), mask)
-    return dict(sorted(found.items(), key=lambda item: -item[1] * flops(item[0])))
+    return dict(sorted(counts.items(), key=lambda item: -item[1] * flops(item[0])))
 
 
 def flops(shape: Shape) -> int:
@@ -61,7 +61,7 @@ def flops(shape: Shape) -> int:
     return 2 * 27 * C * K * D * H * W
 
 
-# Each line: (voxels a plane, output channels, warps, stages of the inner and of the outer loop).
+# (voxels per plane, output channels, warps, stages of the inner and of the outer loop).
 LARGE = [(256, 64, 8, 4, 2), (256, 64, 8, 3, 2), (128, 64, 4, 3, 2), (128, 64, 4, 2, 2), (128, 64, 4, 4, 3)]
 LARGE += [(128, 128, 8, 4, 3), (128, 128, 8, 3, 2)]
 SMALL = [(128, 64, 4, 3, 2), (128, 64, 4, 4, 3), (64, 64, 4, 4, 3), (64, 128, 4, 4, 3), (128, 128, 8, 4, 3)]
@@ -72,13 +72,13 @@ HALO += [(8, 16, 128, 8, 4, 3), (8, 16, 128, 8, 2, 3), (16, 8, 128, 8, 4, 3)]
 
 
 def candidates(shape: Shape) -> list[Conv3dTile]:
-    """The tiles worth a try: those that fit, waste little and fill the device."""
+    """Tiles that fit into shared memory, waste little and fill the GPU."""
     _, K, D, H, W = shape
-    found = []
+    tiles = []
     for h, w, k, warps, inner, outer in HALO:
         tile = Conv3dTile(h=h, w=w, k=k, warps=warps, inner_stages=inner, outer_stages=outer, halo=True)
         if k <= K and shared_memory(tile) <= SHARED_LIMIT - 1024 and programs_of(tile, shape) >= 64:
-            found.append(tile)
+            tiles.append(tile)
     big = D * H * W > 32**3
     for voxels, k, warps, inner, outer in LARGE if big else SMALL:
         for (h, w), swap in itertools.product(shape_of_tile(voxels, H, W)[: 2 if big else 1], (True, False)):
@@ -88,8 +88,8 @@ def candidates(shape: Shape) -> list[Conv3dTile]:
             programs = programs_of(tile, shape)
             for split in (1, 2, 3, 4, 6, 9, 12, 18):
                 if programs >= 64 if split == 1 else 100 <= programs * split <= 500:
-                    found.append(replace(tile, split=split))
-    return found
+                    tiles.append(replace(tile, split=split))
+    return tiles
 
 
 def programs_of(tile: Conv3dTile, shape: Shape) -> int:
@@ -107,15 +107,15 @@ def channels_last(x: Tensor) -> Tensor:
 
 
 def compile_on_device(job: tuple[Conv3dTile, int, str], every: bool = False) -> str:
-    """In a process of its own: launch on a few voxels, which leaves the compiled kernels in Triton's cache."""
+    """Launches the kernel on a few voxels, to write it to Triton's cache. Runs in a separate process."""
     tile, C, dtype = job
     x = torch.zeros(1, 4, 4, 8, C, device=DEVICE, dtype=getattr(torch, dtype)).movedim(-1, 1)
     residual = torch.zeros(1, 4, 4, 8, tile.k, device=DEVICE, dtype=x.dtype).movedim(-1, 1)
     packed = torch.zeros(27, tile.k, C, device=DEVICE, dtype=x.dtype)
     shift = torch.zeros(1, tile.k, device=DEVICE, dtype=x.dtype)
-    others = ((None, None, False), (shift, residual, True))
+    epilogues = ((None, None, False), (shift, residual, True)) if every else ((shift, None, True),)
     try:
-        for epilogue in others if every else ((shift, None, True),):
+        for epilogue in epilogues:
             kernels.convolve(x, packed, tile, *epilogue)
         torch.cuda.synchronize()
     except Exception as error:
@@ -123,57 +123,60 @@ def compile_on_device(job: tuple[Conv3dTile, int, str], every: bool = False) -> 
     return ""
 
 
-def trial(tile: Conv3dTile, dtype: str) -> None:
-    """Right on a small odd volume, or an exception."""
+def check_tile(tile: Conv3dTile, dtype: str) -> None:
+    """Raises an exception unless the result is correct on a small volume with odd dimensions."""
     problem = Problem((128, tile.k + 64, 5, 19, 37), getattr(torch, dtype))
-    assert problem.proves(tile), "wrong"
+    assert problem.is_exact(tile), "wrong result"
     y, _ = problem.run(tile, residual=True)
     assert problem.error(y, shift=True, residual=True) < 1e-2, "wrong epilogue"
     assert problem.error_of_statistics(tile) < 1e-3, "wrong statistics"
 
 
-def survivors(dtype: str) -> set[tuple[int, int]]:
-    """(output channels, warps) of the halo tiles that neither hang nor err."""
+def working_halo_tiles(dtype: str) -> set[tuple[int, int]]:
+    """(output channels, warps) of the halo tiles that neither hang nor fail."""
     kinds = {(t[2], t[3]): t for t in HALO}
-    tries = {}
+    processes = {}
     for kind, (h, w, k, warps, inner, outer) in kinds.items():
         tile = Conv3dTile(h=h, w=w, k=k, warps=warps, inner_stages=inner, outer_stages=outer, halo=True)
-        tries[kind] = get_context("spawn").Process(target=trial, args=(tile, dtype))
-        tries[kind].start()
-    until = time.monotonic() + 60
-    for process in tries.values():
-        process.join(max(0.0, until - time.monotonic()))
+        processes[kind] = get_context("spawn").Process(target=check_tile, args=(tile, dtype))
+        processes[kind].start()
+    deadline = time.monotonic() + 60
+    for process in processes.values():
+        process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()
             process.join()
-    for kind, process in tries.items():
-        print(f"halo {kind}: {'right' if process.exitcode == 0 else f'FAILED, exit {process.exitcode}'}", flush=True)
-    return {kind for kind, process in tries.items() if process.exitcode == 0}
+    for kind, process in processes.items():
+        print(
+            f"halo {kind}: {'correct' if process.exitcode == 0 else f'FAILED, exit code {process.exitcode}'}",
+            flush=True,
+        )
+    return {kind for kind, process in processes.items() if process.exitcode == 0}
 
 
 def compile_dry(job: tuple[Conv3dTile, int, str]) -> tuple[str, dict]:
-    """Registers, spills and shared memory without a GPU."""
+    """Registers, spills and shared memory; needs no GPU."""
     tile, C, dtype = job
     kind = "bf16" if dtype == "bfloat16" else "fp16"
     kernel, arguments = kernels.voxtune_conv3d, kernels.arguments(tile, dtype=kind)
     if tile.halo:
         kernel, arguments = conv3d_halo.voxtune_conv3d_halo, conv3d_halo.arguments(tile, C, dtype=kind)
     try:
-        made = compiled(kernel, *arguments, arch=90, warps=tile.warps)
+        binary = compiled(kernel, *arguments, arch=90, warps=tile.warps)
     except Exception as error:
         return label(tile), {"error": repr(error)[:200]}
-    found = {"registers": made.registers, "spills": made.spills, "shared": made.shared}
-    return label(tile), {**found, "serialised": made.serialised, "wgmma": made.ptx.count("wgmma.mma_async")}
+    usage = {"registers": binary.registers, "spills": binary.spills, "shared": binary.shared}
+    return label(tile), {**usage, "serialised": binary.serialised, "wgmma": binary.ptx.count("wgmma.mma_async")}
 
 
 class Problem:
-    """One shape's inputs: random numbers to time, integers to prove."""
+    """Inputs of one shape: random numbers for timing, integers for the exact check."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype):
         C, K, D, H, W = self.shape = shape
         torch.manual_seed(0)
 
-        def make(high: int | None, *size: int) -> Tensor:
+        def random(high: int | None, *size: int) -> Tensor:
             x = (
                 torch.randn(size, device=DEVICE)
                 if high is None
@@ -182,19 +185,19 @@ class Problem:
             x = x.to(dtype)
             return channels_last(x) if x.dim() == 5 and size[2:] != (3, 3, 3) else x
 
-        self.x, self.residual = make(None, 1, C, D, H, W), make(None, 1, K, D, H, W)
-        self.weight = (make(None, K, C, 3, 3, 3) / (27 * C) ** 0.5).to(dtype)
-        self.shift = make(None, 1, K)
-        self.x_whole, self.weight_whole = make(2, 1, C, D, H, W), make(1, K, C, 3, 3, 3)
+        self.x, self.residual = random(None, 1, C, D, H, W), random(None, 1, K, D, H, W)
+        self.weight = (random(None, K, C, 3, 3, 3) / (27 * C) ** 0.5).to(dtype)
+        self.shift = random(None, 1, K)
+        self.x_whole, self.weight_whole = random(2, 1, C, D, H, W), random(1, K, C, 3, 3, 3)
         self.packed, self.packed_whole = kernels.pack(self.weight), kernels.pack(self.weight_whole)
         self.weight_last = channels_last(self.weight)
 
     @functools.cached_property
     def truth_whole(self) -> Tensor:
-        """Sums of small integers are exact in float32 whatever the order: each candidate must give this, bit for bit."""
+        """The expected result. Sums of small integers are exact in float32 in any order, so it must match bit for bit."""
         return F.conv3d(self.x_whole.float(), self.weight_whole.float(), padding=1).to(self.x.dtype)
 
-    def proves(self, tile: Conv3dTile) -> bool:
+    def is_exact(self, tile: Conv3dTile) -> bool:
         y, _ = kernels.convolve(self.x_whole, self.packed_whole, tile, torch.zeros_like(self.shift), None, True)
         return torch.equal(y, self.truth_whole)
 
@@ -203,7 +206,7 @@ class Problem:
         return kernels.convolve(self.x, self.packed, tile, *terms, statistics)
 
     def error(self, y: Tensor, shift: bool, residual: bool) -> float:
-        """Against float64, in the corner of the volume."""
+        """Relative error against float64, in a corner of the volume."""
         edge = 12
         x = self.x[..., : edge + 1, : edge + 1, : edge + 1].double()
         truth = F.conv3d(x, self.weight.double(), padding=1)[..., :edge, :edge, :edge]
@@ -214,26 +217,26 @@ class Problem:
         return ((y[..., :edge, :edge, :edge].double() - truth).norm() / truth.norm()).item()
 
     def error_of_statistics(self, tile: Conv3dTile) -> float:
-        """Of the standard deviation, against float64 over the stored values."""
-        y, found = self.run(tile)
-        count, mean, m2 = found.double().unbind(2)
-        middle = (count * mean).sum(1, keepdim=True) / count.sum(1, keepdim=True)
-        spread = (m2 + count * (mean - middle).square()).sum(1) / count.sum(1)
+        """Error of the standard deviation, against float64 over the stored values."""
+        y, statistics = self.run(tile)
+        count, mean, m2 = statistics.double().unbind(2)
+        total_mean = (count * mean).sum(1, keepdim=True) / count.sum(1, keepdim=True)
+        variance = (m2 + count * (mean - total_mean).square()).sum(1) / count.sum(1)
         truth = y.double().flatten(2).var(dim=2, correction=0)
-        return ((spread.sqrt() - truth.sqrt()).norm() / truth.sqrt().norm()).item()
+        return ((variance.sqrt() - truth.sqrt()).norm() / truth.sqrt().norm()).item()
 
     def cudnn(self) -> Tensor:
         return F.conv3d(self.x, self.weight_last, padding=1)
 
 
 def search(problem: Problem, tiles: list[Conv3dTile], deadline: float) -> list[tuple[float, Conv3dTile]]:
-    """(ms, tile) of those that are right, fastest first."""
+    """(ms, tile) of the tiles with correct results, fastest first."""
     timed: list[tuple[float, Conv3dTile]] = []
     for tile in tiles:
         if time.monotonic() > deadline:
             break
         try:
-            if not problem.proves(tile):
+            if not problem.is_exact(tile):
                 print(f"  WRONG {label(tile)}", flush=True)
                 continue
             once = measure(lambda tile=tile: problem.run(tile), 2, 2)
@@ -247,8 +250,8 @@ def search(problem: Problem, tiles: list[Conv3dTile], deadline: float) -> list[t
 
 
 def rows_of(problem: Problem, timed: list[tuple[float, Conv3dTile]]) -> list[dict]:
-    """cuDNN and the best tile, with and without an epilogue, measured with care."""
-    # The two fastest again, longer: their order after a few runs is partly noise.
+    """Rows of cuDNN and of the best tile, with and without an epilogue."""
+    # Measure the two fastest again for longer, since their order after a few runs is partly noise.
     finals = [(sorted(measure(lambda t=t: problem.run(t), 4, 12))[5], t) for _, t in timed[:2]]
     best = min(finals, key=lambda pair: pair[0])[1]
     methods = {
@@ -261,10 +264,10 @@ def rows_of(problem: Problem, timed: list[tuple[float, Conv3dTile]]) -> list[dic
     for name, (method, shift, residual) in methods.items():
         error = problem.error(method(), shift, residual)
         times = measure(method, 4, 20)
-        made = row(name, list(problem.shape), times, 0.0, error)
-        made["us"] = round(made["p50_ms"] * 1e3, 2)
-        made["tflop_s"] = round(flops(problem.shape) / made["us"] / 1e6, 1)
-        rows.append({**made, "tile": None if name == "cudnn" else asdict(best)})
+        entry = row(name, list(problem.shape), times, 0.0, error)
+        entry["us"] = round(entry["p50_ms"] * 1e3, 2)
+        entry["tflop_s"] = round(flops(problem.shape) / entry["us"] / 1e6, 1)
+        rows.append({**entry, "tile": None if name == "cudnn" else asdict(best)})
     rows[2]["statistics_error"] = float(f"{problem.error_of_statistics(best):.3g}")
     rows[2]["searched"] = [[round(ms * 1e3, 2), label(tile)] for ms, tile in timed[:8]]
     return rows
@@ -281,9 +284,9 @@ def line(shape: Shape, rows: list[dict]) -> str:
 
 def dry(jobs: list[tuple[Conv3dTile, int, str]], workers: int) -> None:
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for name, found in pool.map(compile_dry, jobs):
-            bad = found.get("spills", 99) > 16 or found["shared"] > SHARED_LIMIT or found["serialised"]
-            print(f"{'BAD ' if bad else ''}{name}: {json.dumps(found)}", flush=True)
+        for name, usage in pool.map(compile_dry, jobs):
+            bad = usage.get("spills", 99) > 16 or usage["shared"] > SHARED_LIMIT or usage["serialised"]
+            print(f"{'BAD ' if bad else ''}{name}: {json.dumps(usage)}", flush=True)
 
 
 def compile_all(pool: ProcessPoolExecutor, jobs: list, every: bool) -> None:
@@ -293,36 +296,36 @@ def compile_all(pool: ProcessPoolExecutor, jobs: list, every: bool) -> None:
 
 
 def compare(
-    arguments: argparse.Namespace, tried: dict[Shape, list[Conv3dTile]], jobs: list, often: dict[Shape, int]
+    arguments: argparse.Namespace, tiles: dict[Shape, list[Conv3dTile]], jobs: list, counts: dict[Shape, int]
 ) -> None:
-    began = time.monotonic()
+    start = time.monotonic()
     dtype = getattr(torch, arguments.dtype)
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = False
     timed: dict[Shape, list[tuple[float, Conv3dTile]]] = {}
-    right = survivors(arguments.dtype)
-    jobs = [job for job in jobs if not job[0].halo or (job[0].k, job[0].warps) in right]
+    working = working_halo_tiles(arguments.dtype)
+    jobs = [job for job in jobs if not job[0].halo or (job[0].k, job[0].warps) in working]
     with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
         compile_all(pool, jobs, every=False)
-        print(f"compiled {len(jobs)} after {time.monotonic() - began:.0f} s", flush=True)
-        for shape, found in tried.items():
-            if time.monotonic() - began > arguments.seconds * 0.8:
-                print(f"out of time before {shape}")
+        print(f"compiled {len(jobs)} kernels after {time.monotonic() - start:.0f} s", flush=True)
+        for shape, requested in tiles.items():
+            if time.monotonic() - start > arguments.seconds * 0.8:
+                print(f"time limit reached before {shape}")
                 break
-            sound = [t for t in found if not t.halo or (t.k, t.warps) in right]
-            timed[shape] = search(Problem(shape, dtype), sound, began + arguments.seconds * 0.8)
+            valid = [t for t in requested if not t.halo or (t.k, t.warps) in working]
+            timed[shape] = search(Problem(shape, dtype), valid, start + arguments.seconds * 0.8)
             print(shape, [(round(ms * 1e3, 1), label(t)) for ms, t in timed[shape][:3]], flush=True)
-        print(f"searched after {time.monotonic() - began:.0f} s", flush=True)
+        print(f"search finished after {time.monotonic() - start:.0f} s", flush=True)
         compile_all(pool, [(t, s[0], arguments.dtype) for s, ts in timed.items() for _, t in ts[:2]], every=True)
     rows, lines, table = [], [], []
     for shape, best in timed.items():
-        if not best or time.monotonic() - began > arguments.seconds * 1.1:
+        if not best or time.monotonic() - start > arguments.seconds * 1.1:
             print(f"no rows for {shape}")
             continue
-        made = rows_of(Problem(shape, dtype), best)
-        rows += [{**r, "times_in_network": often[shape]} for r in made]
-        lines.append(line(shape, made))
-        table.append(f"    {shape}: {Conv3dTile(**made[1]['tile'])},")
+        shape_rows = rows_of(Problem(shape, dtype), best)
+        rows += [{**r, "times_in_network": counts[shape]} for r in shape_rows]
+        lines.append(line(shape, shape_rows))
+        table.append(f"    {shape}: {Conv3dTile(**shape_rows[1]['tile'])},")
     write(arguments.out, rows, network=arguments.network)
     print(
         f"\n{'shape':22} | cuDNN us TFLOP/s | ours | +shift+statistics | +residual | tile | errors: cuDNN, ours, statistics"
@@ -330,36 +333,36 @@ def compare(
     print("\n".join(lines))
     for name in ("cudnn", "voxtune", "voxtune shift+statistics"):
         total = sum(r["us"] * r["times_in_network"] for r in rows if r["name"] == name)
-        print(f"all of a forward pass, {name}: {total / 1e3:.2f} ms")
+        print(f"all convolutions of a forward pass, {name}: {total / 1e3:.2f} ms")
     print("\nTABLE = {\n" + "\n".join(table) + "\n}")
-    print(f"{time.monotonic() - began:.0f} s")
+    print(f"{time.monotonic() - start:.0f} s")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--network", choices=NETWORKS, default="whole-head")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
-    parser.add_argument("--seconds", type=float, default=200, help="how long the whole may take, about")
+    parser.add_argument("--seconds", type=float, default=200, help="approximate time limit")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 2)
-    parser.add_argument("--shapes", type=int, default=99, help="only so many, costliest first")
-    parser.add_argument("--dry", action="store_true", help="no GPU: compile the candidates for sm_90 and report")
+    parser.add_argument("--shapes", type=int, default=99, help="maximum number of shapes, in decreasing order of cost")
+    parser.add_argument("--dry", action="store_true", help="only compile for sm_90 and report resources (needs no GPU)")
     parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "conv3d.json")
     arguments = parser.parse_args()
-    often = dict(list(shapes_of(arguments.network).items())[: arguments.shapes])
-    tried = {shape: candidates(shape) for shape in often}
-    # Of the splits only whether there are any is a constant of the kernel; of the channels, none without halo.
+    counts = dict(list(shapes_of(arguments.network).items())[: arguments.shapes])
+    tiles = {shape: candidates(shape) for shape in counts}
+    # The kernel is compiled for split or not, and for the number of channels only with halo.
     jobs = list(
         dict.fromkeys(
             (replace(tile, split=min(tile.split, 2)), shape[0] if tile.halo else 64, arguments.dtype)
-            for shape, found in tried.items()
-            for tile in found
+            for shape, requested in tiles.items()
+            for tile in requested
         )
     )
-    print(f"{len(often)} shapes, {len(jobs)} kernels", flush=True)
+    print(f"{len(counts)} shapes, {len(jobs)} kernels", flush=True)
     if arguments.dry:
         dry(jobs, arguments.workers)
     else:
-        compare(arguments, tried, jobs, often)
+        compare(arguments, tiles, jobs, counts)
 
 
 if __name__ == "__main__":

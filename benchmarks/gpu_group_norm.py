@@ -1,8 +1,8 @@
-"""Norms of every shape of both networks (GroupNorm + SiLU of the 3D one, one group over all channels of the 2D one): this
-project's kernels against PyTorch, and against a copy.
+"""Norms of all shapes of both networks (3D: GroupNorm + SiLU; 2D: one group over all channels): the kernels of this project,
+compared with PyTorch and with a copy.
 
-A row's `copy_share` is the time that a device-to-device copy would need for the norm's least traffic (sources read twice, result
-written once) over the time it took.
+`copy_share` of a row is the time of a device-to-device copy of the minimum traffic (sources read twice, result written once),
+divided by the time of the norm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from results_file import RESULTS, measure, row, show, write
 
 from voxtune.kernels.group_norm import group_norm_silu, group_norm_silu_reference
 
-# (channels of each source, side): every norm of the network, encoder and decoder.
+# (channels of each source, voxels per side): every norm of the 3D network, encoder and decoder.
 SHAPES = [
     ((64,), 128),
     ((64, 64), 128),
@@ -39,22 +39,22 @@ SHAPES = [
 ]
 
 
-# (channels, side) of the 2D network's norms: one group, no activation after it.
+# (channels, pixels per side) of the norms of the 2D network: one group, no activation.
 FLAT = [(c, s) for c, s in itertools.product((32, 64, 128, 256, 512), (64, 32, 16, 8)) if 16 <= c * s / 64 <= 128]
 
 
 def copy_bandwidth() -> float:
-    """Bytes a millisecond, read and written, of a large copy."""
+    """Bytes per millisecond, read and written, of a large copy."""
     a = torch.empty(2**30, dtype=torch.uint8, device="cuda").random_()
     b = torch.empty_like(a)
     return 2 * a.numel() / triton.testing.do_bench(lambda: b.copy_(a), return_mode="median")
 
 
 def rows_of(
-    channels: tuple[int, ...], sides: tuple[int, ...], dtype: torch.dtype, bandwidth: float, *, groups: int, silu: bool
+    channels: tuple[int, ...], size: tuple[int, ...], dtype: torch.dtype, bandwidth: float, *, groups: int, silu: bool
 ) -> list[dict]:
     torch.manual_seed(0)
-    sources = [torch.randn(1, c, *sides, device="cuda", dtype=dtype) for c in channels]
+    sources = [torch.randn(1, c, *size, device="cuda", dtype=dtype) for c in channels]
     last = tuple(s.movedim(1, -1).contiguous().movedim(-1, 1) for s in sources)
     total = sum(channels)
     weight, bias, shift = (torch.randn(n, device="cuda", dtype=dtype) for n in (total, total, total))
@@ -64,7 +64,7 @@ def rows_of(
 
     def torch_norm(parts: tuple) -> torch.Tensor:
         x = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-        y = torch.group_norm(x + shift.view(1, -1, *[1] * len(sides)), groups, weight, bias, 1e-5)
+        y = torch.group_norm(x + shift.view(1, -1, *[1] * len(size)), groups, weight, bias, 1e-5)
         return torch.nn.functional.silu(y) if silu else y
 
     methods = {
@@ -72,7 +72,7 @@ def rows_of(
         "torch_channels_last": lambda: torch_norm(last),
         "voxtune": lambda: group_norm_silu(last, weight, bias, groups, shift_NC=shift, silu=silu),
     }
-    floor = 3 * total * math.prod(sides) * dtype.itemsize / bandwidth
+    copy_ms = 3 * total * math.prod(size) * dtype.itemsize / bandwidth
     rows = []
     for name, method in methods.items():
         error = ((method().double() - truth).norm() / truth.norm()).item()
@@ -81,9 +81,9 @@ def rows_of(
         method()
         peak = (torch.cuda.max_memory_allocated() - before) / 2**30
         times = measure(method)
-        what = f"{name} {'+'.join(map(str, channels))} {str(dtype).removeprefix('torch.')}"
-        made = row(what, [1, total, *sides], times, peak, error)
-        rows.append({**made, "copy_share": round(floor / made["p50_ms"], 3)})
+        label = f"{name} {'+'.join(map(str, channels))} {str(dtype).removeprefix('torch.')}"
+        entry = row(label, [1, total, *size], times, peak, error)
+        rows.append({**entry, "copy_share": round(copy_ms / entry["p50_ms"], 3)})
     return rows
 
 

@@ -1,9 +1,9 @@
-"""What stands between a U-Net's 3x3x3 convolutions, at every shape of the whole-head network: 1x1 convolutions over two sources,
-sums, doubling, stem and head, against PyTorch (cuDNN, channels-last) and against a copy.
+"""The operations between a U-Net's 3x3x3 convolutions, for all shapes of the whole-head network: 1x1 convolutions over two
+sources, additions, upsampling, stem and head, compared with PyTorch (cuDNN, channels-last) and with a copy.
 
-A row's `copy_share` is the time that a device-to-device copy would need for the least traffic (each source read once, the result
-written once) over the time it took. Errors are against float64; those of stem and head against float32 without TF32. After the
-rows, the largest shapes are tried with other tiles than the ones in use: printed, not kept.
+`copy_share` of a row is the time of a device-to-device copy of the minimum traffic (each source read once, the result written
+once), divided by the time of the operation. Errors are relative to float64; those of stem and head to float32 without TF32.
+Finally, the largest shapes are timed with tiles other than the default; these times are printed, but not stored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from voxtune.kernels import head_conv, pointwise, stem_conv, upsample
 
-# (channels of each source, channels out, side): every skip connection with a product, encoder and decoder.
+# (channels of each source, output channels, voxels per side): every 1x1 skip convolution, encoder and decoder.
 POINTWISE = [
     ((64, 64), 64, 128),
     ((64, 64), 64, 64),
@@ -38,11 +38,11 @@ POINTWISE = [
     ((256, 256), 256, 8),
 ]
 ADD = [(64, 128), (64, 64), (128, 32), (192, 16), (256, 8)]
-# (channels, side before)
+# (channels, voxels per side of the input)
 DOUBLED = [(64, 64), (128, 32), (192, 16), (256, 8)]
-# (channels of each source, voxels): the whole head's, and the tumour network's.
+# (channels of each source, size): of the whole-head and the tumour network.
 STEM = [((3,), (128, 128, 128)), ((1, 2), (128, 128, 128)), ((4, 4), (144, 192, 192))]
-# (channels out, voxels, with the norm and SiLU before it)
+# (output channels, size, whether norm and SiLU are fused)
 HEAD = [(1, (128,) * 3, False), (1, (128,) * 3, True), (4, (144, 192, 192), False)]
 TRIAL_LIMIT_S = 50
 
@@ -53,17 +53,17 @@ class Bench:
     def __init__(self, dtype: torch.dtype, bandwidth: float):
         self.dtype, self.bandwidth, self.rows = dtype, bandwidth, []
 
-    def draw(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Random, and channels-last where it has voxels."""
+    def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A random tensor; channels-last if it has five dimensions."""
         x = torch.randn(*shape, device="cuda", dtype=dtype or self.dtype)
         return x.movedim(1, -1).contiguous().movedim(-1, 1) if x.dim() == 5 else x
 
-    def note(self, what: str, moved: list[Tensor], truth: Tensor, methods: dict[str, Method]) -> None:
-        """A row for each method; `moved` is all that must be read, and the result is written."""
+    def measure(self, label: str, sources: list[Tensor], truth: Tensor, methods: dict[str, Method]) -> None:
+        """Adds a row per method. The minimum traffic is `sources` and the result."""
         for name, method in methods.items():
             y = method()
             error = _error(y, truth)
-            needed = sum(t.numel() * t.element_size() for t in (*moved, y))
+            traffic = sum(t.numel() * t.element_size() for t in (*sources, y))
             shape = list(y.shape)
             del y
             torch.cuda.reset_peak_memory_stats()
@@ -71,28 +71,28 @@ class Bench:
             method()
             peak = (torch.cuda.max_memory_allocated() - before) / 2**30
             times = measure(method)
-            made = row(f"{name} {what}", shape, times, peak, error)
-            share = needed / self.bandwidth / sorted(times)[len(times) // 2]
-            self.rows.append({**made, "copy_share": round(share, 3)})
+            entry = row(f"{name} {label}", shape, times, peak, error)
+            share = traffic / self.bandwidth / sorted(times)[len(times) // 2]
+            self.rows.append({**entry, "copy_share": round(share, 3)})
 
 
 def _error(y: Tensor, truth: Tensor) -> float:
-    """By batches of depth, for a whole volume in float64 would be large."""
-    parts = list(zip(y.split(16, dim=2), truth.split(16, dim=2), strict=True))
-    away = sum((a.double() - b.double()).square().sum().item() for a, b in parts)
-    return (away / sum(b.double().square().sum().item() for _, b in parts)) ** 0.5
+    """Relative error, computed in slabs, since a whole volume in float64 would be large."""
+    slabs = list(zip(y.split(16, dim=2), truth.split(16, dim=2), strict=True))
+    squared_error = sum((a.double() - b.double()).square().sum().item() for a, b in slabs)
+    return (squared_error / sum(b.double().square().sum().item() for _, b in slabs)) ** 0.5
 
 
 def exact_convolution():
-    """Float32 without TF32, and without a search that a single call would not repay."""
+    """Float32 without TF32, and without cuDNN's benchmark, which does not pay off for a single call."""
     return torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=False, allow_tf32=False)
 
 
 def bench_pointwise(bench: Bench) -> None:
     for channels, out, side in POINTWISE:
-        sources = tuple(bench.draw(1, c, side, side, side) for c in channels)
-        weight = bench.draw(out, sum(channels)) * 0.1
-        bias = bench.draw(1, out)
+        sources = tuple(bench.random(1, c, side, side, side) for c in channels)
+        weight = bench.random(out, sum(channels)) * 0.1
+        bias = bench.random(1, out)
         kernel = weight.view(out, -1, 1, 1, 1).contiguous(memory_format=torch.channels_last_3d)
         truth = pointwise.pointwise_reference(tuple(s.double() for s in sources), weight.double(), bias.double())
 
@@ -103,33 +103,33 @@ def bench_pointwise(bench: Bench) -> None:
         def ours(sources=sources, weight=weight, bias=bias) -> Tensor:
             return pointwise.pointwise(sources, weight, bias)
 
-        what = f"1x1 {'+'.join(map(str, channels))} -> {out} at {side}"
-        bench.note(what, [*sources], truth, {"torch": plain, "voxtune": ours})
+        label = f"1x1 {'+'.join(map(str, channels))} -> {out} at {side}"
+        bench.measure(label, [*sources], truth, {"torch": plain, "voxtune": ours})
         if side == 128:
-            residual = bench.draw(1, out, side, side, side)
+            residual = bench.random(1, out, side, side, side)
             truth = truth + residual
             methods = {
                 "torch": lambda plain=plain, residual=residual: plain() + residual,
                 "voxtune": lambda s=sources, w=weight, b=bias, r=residual: pointwise.pointwise(s, w, b, r),
             }
-            bench.note(f"{what} + residual", [*sources, residual], truth, methods)
+            bench.measure(f"{label} + residual", [*sources, residual], truth, methods)
 
 
 def bench_add(bench: Bench) -> None:
     for channels, side in ADD:
-        a, b = (bench.draw(1, channels, side, side, side) for _ in range(2))
-        shift = bench.draw(1, channels)
+        a, b = (bench.random(1, channels, side, side, side) for _ in range(2))
+        shift = bench.random(1, channels)
         truth = pointwise.add_reference(a.double(), b.double(), shift.double())
         methods = {
             "torch": lambda a=a, b=b, shift=shift: a + b + shift[..., None, None, None],
             "voxtune": lambda a=a, b=b, shift=shift: pointwise.add(a, b, shift),
         }
-        bench.note(f"sum and shift of {channels} at {side}", [a, b], truth, methods)
+        bench.measure(f"sum and shift of {channels} at {side}", [a, b], truth, methods)
 
 
 def bench_upsample(bench: Bench) -> None:
     for channels, side in DOUBLED:
-        x = bench.draw(1, channels, side, side, side)
+        x = bench.random(1, channels, side, side, side)
         for mode, options in {
             "linear": {"mode": "trilinear", "align_corners": False},
             "nearest": {"mode": "nearest"},
@@ -139,14 +139,14 @@ def bench_upsample(bench: Bench) -> None:
                 "torch": lambda x=x, options=options: F.interpolate(x, scale_factor=2, **options),
                 "voxtune": lambda x=x, mode=mode: upsample.upsample(x, mode),
             }
-            bench.note(f"{mode} x2 of {channels} from {side}", [x], truth, methods)
+            bench.measure(f"{mode} x2 of {channels} from {side}", [x], truth, methods)
 
 
 def bench_stem(bench: Bench) -> None:
     for channels, voxels in STEM:
-        # As the sampler has them: float32, NCDHW. PyTorch gets them cast, joined and channels-last for nothing.
+        # Inputs as in the sampler: float32, NCDHW. For PyTorch, casting, concatenation and layout are not timed.
         sources = tuple(torch.randn(1, c, *voxels, device="cuda") for c in channels)
-        weight, bias = bench.draw(64, sum(channels), 3, 3, 3) * 0.2, bench.draw(1, 64)
+        weight, bias = bench.random(64, sum(channels), 3, 3, 3) * 0.2, bench.random(1, 64)
         joined = torch.cat(sources, dim=1).to(bench.dtype).contiguous(memory_format=torch.channels_last_3d)
         with exact_convolution():
             truth = stem_conv.stem_reference((joined.float(),), weight.float(), bias.float())
@@ -155,13 +155,13 @@ def bench_stem(bench: Bench) -> None:
             "torch": lambda x=joined, w=weight, b=bias: F.conv3d(x, w, b[0], padding=1),
             "voxtune": lambda s=sources, p=packed, b=bias: stem_conv.stem(s, p, b),
         }
-        what = f"stem {'+'.join(map(str, channels))} -> 64 at {'x'.join(map(str, voxels))}"
-        bench.note(what, [*sources], truth, methods)
+        label = f"stem {'+'.join(map(str, channels))} -> 64 at {'x'.join(map(str, voxels))}"
+        bench.measure(label, [*sources], truth, methods)
 
 
 def bench_head(bench: Bench) -> None:
     for out, voxels, norm in HEAD:
-        x, weight, bias = bench.draw(1, 64, *voxels), bench.draw(out, 64, 3, 3, 3) * 0.1, bench.draw(out)
+        x, weight, bias = bench.random(1, 64, *voxels), bench.random(out, 64, 3, 3, 3) * 0.1, bench.random(out)
         affine = torch.randn(1, 2, 64, device="cuda") if norm else None
         with exact_convolution():
             truth = head_conv.head_reference(x.float(), weight.float(), bias.float(), affine)
@@ -171,31 +171,31 @@ def bench_head(bench: Bench) -> None:
         }
         if not norm:
             methods = {"torch": lambda x=x, w=weight, b=bias: F.conv3d(x, w, b, padding=1)} | methods
-        what = f"head {'norm, SiLU, ' if norm else ''}64 -> {out} at {'x'.join(map(str, voxels))}"
-        bench.note(what, [x], truth, methods)
+        label = f"head {'norm, SiLU, ' if norm else ''}64 -> {out} at {'x'.join(map(str, voxels))}"
+        bench.measure(label, [x], truth, methods)
 
 
 def trials(dtype: torch.dtype, started: float) -> None:
-    """Other tiles than those in use; as many as the time allows."""
+    """Times tiles other than the default, up to the time limit."""
     bench = Bench(dtype, 1.0)
 
-    def tried(what: str, method: Method, *changes) -> None:
+    def time_trial(label: str, method: Method, *changes) -> None:
         if time.monotonic() - started > TRIAL_LIMIT_S:
             return
         for change in changes:
             change.start()
         try:
             times = sorted(measure(method))
-            print(f"trial {what:60} {times[len(times) // 2]:8.4f} ms", flush=True)
+            print(f"trial {label:60} {times[len(times) // 2]:8.4f} ms", flush=True)
         except Exception as error:
-            print(f"trial {what:60} {type(error).__name__}: {str(error)[:80]}", flush=True)
+            print(f"trial {label:60} {type(error).__name__}: {str(error)[:80]}", flush=True)
         finally:
             for change in changes:
                 change.stop()
 
     side = (128,) * 3
-    x = bench.draw(1, 64, *side)
-    packed_head = head_conv.pack_head(bench.draw(1, 64, 3, 3, 3), dtype)
+    x = bench.random(1, 64, *side)
+    packed_head = head_conv.pack_head(bench.random(1, 64, 3, 3, 3), dtype)
     for walk, (h, w, warps, stages) in (
         (32, (8, 16, 4, 3)),
         (16, (8, 16, 4, 3)),
@@ -210,25 +210,25 @@ def trials(dtype: torch.dtype, started: float) -> None:
             patch.object(head_conv, "head_tile", return_value=tile),
             patch.object(head_conv, "head_walk", return_value=walk),
         )
-        tried(
+        time_trial(
             f"head {h}x{w} {warps} warps {stages} stages walk {walk}", lambda: head_conv.head(x, packed_head), *changes
         )
     sources = (torch.randn(1, 1, *side, device="cuda"), torch.randn(1, 2, *side, device="cuda"))
     for widest in (16, 32, 64):
-        packed = stem_conv.pack_stem(bench.draw(64, 3, 3, 3, 3), (1, 2), dtype, widest=widest)
+        packed = stem_conv.pack_stem(bench.random(64, 3, 3, 3, 3), (1, 2), dtype, widest=widest)
         for run in (64, 128) if widest == 32 else (128,):
             change = patch.object(stem_conv, "stem_run", return_value=run)
-            tried(f"stem chunk {widest} run {run}", lambda packed=packed: stem_conv.stem(sources, packed), change)
-    y, weight = bench.draw(1, 64, *side), bench.draw(64, 128)
+            time_trial(f"stem chunk {widest} run {run}", lambda packed=packed: stem_conv.stem(sources, packed), change)
+    y, weight = bench.random(1, 64, *side), bench.random(64, 128)
     for v, warps, stages in ((128, 4, 3), (128, 4, 2), (64, 4, 3), (64, 4, 2), (128, 8, 2), (256, 8, 2)):
         tile = {"BLOCK_V": v, "BLOCK_M": 64, "BLOCK_K": 64, "num_warps": warps, "num_stages": stages}
         change = patch.object(pointwise, "tile_of", return_value=tile)
-        what = f"1x1 64+64 -> 64 {v} voxels {warps} warps {stages} stages"
-        tried(what, lambda: pointwise.pointwise((x, y), weight), change)
-    small = bench.draw(1, 64, 64, 64, 64)
+        label = f"1x1 64+64 -> 64 {v} voxels {warps} warps {stages} stages"
+        time_trial(label, lambda: pointwise.pointwise((x, y), weight), change)
+    small = bench.random(1, 64, 64, 64, 64)
     for tile, walk in ((1024, 8), (1024, 1), (1024, 4), (1024, 16), (512, 8)):
         changes = (patch.object(upsample, "TILE", tile), patch.object(upsample, "walk_of", return_value=walk))
-        tried(f"linear x2 tile {tile} walk {walk}", lambda: upsample.upsample(small, "linear"), *changes)
+        time_trial(f"linear x2 tile {tile} walk {walk}", lambda: upsample.upsample(small, "linear"), *changes)
 
 
 def main() -> None:
@@ -239,7 +239,7 @@ def main() -> None:
     arguments = parser.parse_args()
     started = time.monotonic()
     torch.manual_seed(0)
-    torch.backends.cudnn.benchmark = True  # PyTorch's rows at their best
+    torch.backends.cudnn.benchmark = True  # the fastest setting for PyTorch
     torch.backends.cuda.matmul.allow_tf32 = False
     bandwidth = copy_bandwidth()
     print(f"copy {bandwidth / 1e9:.2f} TB/s")

@@ -1,6 +1,6 @@
-"""The networks that the benchmarks measure, ours and others', as their owners wrote them, with inputs of a named size.
+"""The networks that the benchmarks measure, from this project and from other libraries, with inputs of a given size.
 
-Weights are of a trained network's size everywhere: zero-initialised layers would hide every error and draw less power.
+The weights are random, without zeros: zero-initialised layers would hide every error and reduce the power consumption.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _monai(dimensions: int, channels: tuple[int, ...], attention: tuple[bool, ..
 
 
 def _diffusers_2d() -> nn.Module:
-    """The form of the DDPM that draws faces at 256 x 256."""
+    """The architecture of DDPM for faces at 256 x 256."""
     from diffusers import UNet2DModel
 
     down, up = ["DownBlock2D"] * 6, ["UpBlock2D"] * 6
@@ -42,7 +42,7 @@ def _diffusers_2d() -> nn.Module:
 
 
 def _diffusers_3d() -> nn.Module:
-    """The widths that its class has by default: those of a text-to-video network."""
+    """The default widths of the class, those of a text-to-video network."""
     from diffusers import UNet3DConditionModel
 
     return UNet3DConditionModel(sample_size=32)

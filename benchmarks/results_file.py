@@ -1,4 +1,4 @@
-"""The one form of every results file: where it was measured, and rows with the error beside the time."""
+"""The format of all results files: hardware, versions, commit, and rows with times and errors. Also the timers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def measure(function: Callable[[], Any], calls: int = 4, replays: int = 25) -> list[float]:
-    """Times in ms of graph replays, so that launch gaps of the host stay out; several calls a graph for small shapes."""
+    """Times in ms of CUDA graph replays, which exclude launch overhead on the host; a graph contains `calls` calls."""
     function()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -30,7 +30,7 @@ def measure(function: Callable[[], Any], calls: int = 4, replays: int = 25) -> l
 
 
 def timed(run: Callable[[], Any], repeats: int, *, warm: int = 1) -> list[float]:
-    """Times in ms of calls that follow each other on the GPU."""
+    """Times in ms of consecutive calls, measured on the GPU."""
     for _ in range(warm):
         run()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
@@ -46,7 +46,7 @@ def timed(run: Callable[[], Any], repeats: int, *, warm: int = 1) -> list[float]
 def row(
     name: str, shape: list[int], times_ms: list[float], peak_gib: float, error: float, **more: Any
 ) -> dict[str, Any]:
-    """p20, p50 and p80 of the times; the error is relative, against float64."""
+    """A row with p20, p50 and p80 of the times. The error is relative, against float64."""
     cuts = statistics.quantiles(times_ms, n=10, method="inclusive")
     return {
         "name": name,
