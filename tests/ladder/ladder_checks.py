@@ -1,4 +1,4 @@
-"""Run by the ladder's tests in a process of its own: prints one line of JSON."""
+"""Run by the tests of the ladder in a separate process; prints one line of JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 if INTERPRETED:
     from triton.runtime import interpreter
 
-    # A check of every integer for overflow is most of the interpreter's time; test_golden leaves it on.
+    # Overflow checks of integers take most of the interpreter's time; only test_golden keeps them.
     if sys.argv[1] != "golden":
         object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
 
@@ -28,7 +28,7 @@ def network(*multipliers: int) -> ConvNeXtUNet:
     torch.manual_seed(0)
     net = ConvNeXtUNet(ConvNeXtConfig(width=8, multipliers=multipliers)).eval().requires_grad_(False)
     for name, parameter in net.named_parameters():
-        # Norms and biases as a trained network has them: ones and zeros would hide what they do.
+        # Random norms and biases, as in a trained network: ones and zeros would hide errors.
         if parameter.dim() == 1:
             parameter.copy_(
                 torch.randn(parameter.shape) * 0.3 + (1.0 if "block.0.w" in name or "block.3.w" in name else 0.0)
@@ -47,31 +47,31 @@ def setting(
     )
 
 
-def error(found: torch.Tensor, want: torch.Tensor) -> float:
-    return float((found.double() - want.double()).norm() / want.double().norm())
+def error(y: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((y.double() - expected.double()).norm() / expected.double().norm())
 
 
 def rungs(text: str, size: str, dtype: str, batch: str) -> list[dict]:
-    """One step of each rung: its error, and what it noted."""
+    """One step of each rung: error, and counts of launches and transfers."""
     from voxtune.ladder.climb import reference
     from voxtune.ladder.machine import Machine
     from voxtune.ladder.rungs import rungs_of
 
     height, width = map(int, size.split("x"))
-    made = setting(network(1, 2), (height, width), getattr(torch, dtype), batch=int(batch))
-    x, t, truth = reference(made)
+    shared = setting(network(1, 2), (height, width), getattr(torch, dtype), batch=int(batch))
+    x, t, truth = reference(shared)
     rows = []
     for rung in rungs_of(text):
         machine = Machine("cpu")
-        one = rung.make(made, machine)
+        runner = rung.make(shared, machine)
         if rung.number == 3:
-            one.large = 600  # both forms of the layer norm
-        found = one(x, t)
+            runner.large = 600  # use both versions of the layer norm
+        y = runner(x, t)
         names = [e.name for e in machine.events if e.kind == "kernel"]
         rows.append(
             {
                 "number": rung.number,
-                "error": error(found, truth),
+                "error": error(y, truth),
                 "up": machine.count("up"),
                 "down": machine.count("down"),
                 "launches": len(names),
@@ -91,12 +91,12 @@ def golden() -> dict:
     net.load_state_dict({k[2:]: torch.from_numpy(g[k]) for k in g if k.startswith("w/")})
     program = Program(net, (16, 16), 1, dtype=torch.float32)
     program.eps.fill_(float("nan"))
-    found = denoise(program, torch.from_numpy(g["x"])[:1], int(g["t"][0]))
-    return {"error": error(found, torch.from_numpy(g["y"])[:1])}
+    y = denoise(program, torch.from_numpy(g["x"])[:1], int(g["t"][0]))
+    return {"error": error(y, torch.from_numpy(g["y"])[:1])}
 
 
 def variants(extent: str) -> dict:
-    """Tiles that split and share sums, blocks as one kernel, a batch, sides that differ: each against float64."""
+    """Split reductions, whole blocks, batches and non-square images: the error of each against float64."""
     from voxtune.kernels.convnext.tiles import Tile
     from voxtune.ladder.climb import reference
     from voxtune.ladder.program import Program
@@ -107,29 +107,29 @@ def variants(extent: str) -> dict:
 
     cases = {
         "split": ((8, 8), 1, {"tiles": tiles(block_c=32, split=2)}),
-        # Chunks over several taps, turns over several chunks, an uneven split.
+        # Chunks that span several taps, iterations of several chunks, an uneven split.
         "split whole": ((8, 8), 1, {"tiles": tiles(block_c=32, ways=4, split=3), "whole": 64}),
         "ways": ((8, 8), 1, {"tiles": tiles(block_c=8, ways=2, near=False)}),
         "batch": ((8, 8), 2, {}),
         "oblong": ((8, 16), 1, {"whole": 32}),
-        # Rows that do not divide by a run of pixels.
+        # The width is not a multiple of a run of pixels.
         "odd": ((8, 6), 1, {}),
-        "as on a card": ((8, 8), 1, {"processors": 132}),
+        "as on a GPU": ((8, 8), 1, {"processors": 132}),
     }
     if extent == "quick":
         cases = {name: cases[name] for name in ("split whole", "oblong")}
-    found = {"gate": gate()}
+    errors = {"gate": gate()}
     net = network(1)
     for name, (size, batch, options) in cases.items():
         x, t, truth = reference(setting(net, size, batch=batch))
         program = Program(net, size, batch, dtype=torch.float32, **options)
         program.eps.fill_(float("nan"))
-        found[name] = error(denoise(program, x, t), truth)
-    return found
+        errors[name] = error(denoise(program, x, t), truth)
+    return errors
 
 
 def gate() -> float:
-    """A gate whose hidden channels are shared among programs, twice over the same scratch."""
+    """A gate whose hidden channels are divided among programs, run twice with the same buffers."""
     from voxtune.kernels.convnext.gate import gate_reference, voxtune_gate
 
     torch.manual_seed(0)
@@ -141,40 +141,40 @@ def gate() -> float:
     scratch, count = torch.full((M * parts,), float("nan")), torch.zeros(2, dtype=torch.int32)
     worst = 0.0
     for _ in range(2):
-        want = gate_reference(joint[:, :C], joint[:, C:], a, b, bias, v, 0.5)
+        expected = gate_reference(joint[:, :C], joint[:, C:], a, b, bias, v, 0.5)
         voxtune_gate[(2 * parts,)](
             joint, w, pad(bias, (0, 8)), pad(v, (0, 8)), torch.tensor([0.5]), scratch, count,
             C=C, CS=CS, CP=32, LD=C + CS, BLOCK_M=16, BLOCK_C=16, BLOCK_H=16, BLOCK_S=8, PRECISION="ieee", CHAINED=False,
         )  # fmt: skip
-        worst = max(worst, error(joint[:, C:], want))
+        worst = max(worst, error(joint[:, C:], expected))
     return worst + float(count.abs().sum())
 
 
 def loop() -> dict:
-    """Two whole steps beside the plain sampler under the same noise; and again, to see that nothing is left over."""
+    """Two steps compared with the plain sampler with the same noise, and repeated, to detect leftover state."""
     from voxtune.diffusion.noise import noise_source
     from voxtune.diffusion.samplers import ddpm
     from voxtune.ladder.program import Program
     from voxtune.ladder.sampling import Loop
 
     net = network(1)
-    made = setting(net, (8, 8), steps=2)
+    two_steps = setting(net, (8, 8), steps=2)
     noises = noise_source(5, [2**40 + 3], (3, 8, 8))
-    want = ddpm(net, noises(0), made.schedule, made.timesteps, noise=noises)
-    drawn = Loop(Program(net, (8, 8), 1, dtype=torch.float32), made.schedule, made.timesteps)
-    plain = drawn.sample(5)
-    first = drawn.sample(5, [2**40 + 3])
+    expected = ddpm(net, noises(0), two_steps.schedule, two_steps.timesteps, noise=noises)
+    sampler = Loop(Program(net, (8, 8), 1, dtype=torch.float32), two_steps.schedule, two_steps.timesteps)
+    plain = sampler.sample(5)
+    first = sampler.sample(5, [2**40 + 3])
     return {
-        "error": error(first, want),
-        "plain": bool(torch.equal(plain, drawn.sample(5))) and not torch.equal(plain, first),
-        "again": bool(torch.equal(first, drawn.sample(5, [2**40 + 3]))),
-        "launches": len(list(drawn.launches())),
-        "planned": len(drawn.program.launches),
+        "error": error(first, expected),
+        "plain": bool(torch.equal(plain, sampler.sample(5))) and not torch.equal(plain, first),
+        "again": bool(torch.equal(first, sampler.sample(5, [2**40 + 3]))),
+        "launches": len(list(sampler.launches())),
+        "planned": len(sampler.program.launches),
     }
 
 
 def weights() -> dict:
-    """Each form of upload after the weights were poisoned, and what it costs in transfers."""
+    """Errors of the first step for each form of weight transfer, after the weights were set to NaN."""
     from voxtune.ladder.climb import reference
     from voxtune.ladder.program import Program
     from voxtune.ladder.sampling import begin
@@ -183,44 +183,44 @@ def weights() -> dict:
     net = network(1)
     x, t, truth = reference(setting(net, (8, 8)))
     program = Program(net, (8, 8), 1, dtype=torch.float32)
-    held = Weights(program)
+    host_weights = Weights(program)
     terms = program.time_terms([t])[0]
     program.x.copy_(x.flatten(2))
     begin(program, draw=False)()
-    found = {}
+    errors = {}
     for form in FORMS:
-        held.clear()
+        host_weights.clear()
         program.eps.fill_(float("nan"))
-        held.first_step(form, terms)
-        found[form] = error(program.eps.view_as(x), truth)
+        host_weights.first_step(form, terms)
+        errors[form] = error(program.eps.view_as(x), truth)
     parameters = sum(
         p.numel() for name, p in net.named_parameters() if "mlp" not in name and "in_conv.bias" not in name
     )
-    return {"errors": found, "bytes": held.bytes, "parameters": parameters}
+    return {"errors": errors, "bytes": host_weights.bytes, "parameters": parameters}
 
 
 def plan() -> dict:
-    """The full network at 64 x 64 as it would be launched on a card of 132 multiprocessors."""
+    """Launches of the full network at 64 x 64 on a GPU with 132 multiprocessors."""
     from voxtune.ladder.program import Program
 
     torch.manual_seed(0)
     net = ConvNeXtUNet(ConvNeXtConfig()).eval()
-    found = {}
+    plans = {}
     for whole in (0, 256):
         program = Program(net, (64, 64), 1, processors=132, whole=whole)
         names = [launch.name for launch in program.launches]
         joints = {unit.reads.data_ptr() for unit in program.units if unit.kind == "gate"}
-        found[str(whole)] = {
+        plans[str(whole)] = {
             "launches": len(names),
             "kernels": {name: names.count(name) for name in dict.fromkeys(names)},
-            # A skip is written by an encoder block into the very buffer that a gate reads: nothing is concatenated.
+            # An encoder block writes its skip directly into the buffer that a gate reads, without concatenation.
             "skips": sum(
                 any(unit.writes.untyped_storage().data_ptr() == pointer for pointer in joints)
                 for unit in program.units
                 if unit.part.startswith("downs") and unit.kind == "block"
             ),
         }
-    return found
+    return plans
 
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32", int: "i32"}
@@ -236,20 +236,20 @@ def compile_for(arch: int, kernel, arguments: tuple, constants: dict, warps: int
 
     signature = dict.fromkeys(kernel.arg_names, "constexpr")
     attributes = {}
-    for place, (name, given) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
-        signature[name] = TYPES[given.dtype if isinstance(given, torch.Tensor) else type(given)]
-        if isinstance(given, torch.Tensor):
-            attributes[place,] = [["tt.divisibility", 16]]
+    for position, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
+        signature[name] = TYPES[value.dtype if isinstance(value, torch.Tensor) else type(value)]
+        if isinstance(value, torch.Tensor):
+            attributes[position,] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", arch, 32)
-    made = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages, **options})
-    ptx = made.asm["ptx"]
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", dump(made.asm["cubin"], "--dump-resource-usage"))
+    binary = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages, **options})
+    ptx = binary.asm["ptx"]
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", dump(binary.asm["cubin"], "--dump-resource-usage"))
     assert usage
     return {
         "registers": int(usage[1]),
         "stack": int(usage[2]),
-        "shared": made.metadata.shared,
+        "shared": binary.metadata.shared,
         "products": len(re.findall(r"(?:wgmma\.mma_async|mma)\.sync[^\n]*\.f32\.bf16\.bf16", ptx)),
         "wide_copies": len(re.findall(r"cp\.async\.cg\.shared\.global [^\n]*, 0x10", ptx)),
         "to_shared": len(re.findall(r"st\.shared", ptx)),
@@ -263,14 +263,14 @@ def compile_for(arch: int, kernel, arguments: tuple, constants: dict, warps: int
 
 
 def compiled(arch: int, which: str) -> dict:
-    """One of each kind, at the sizes of the full network; those of the fast path by name, or all."""
+    """One kernel of each kind, at the sizes of the full network; `which` selects those of the upper rungs."""
     from voxtune.kernels.convnext.direct import voxtune_tiled
     from voxtune.kernels.convnext.im2col import voxtune_product
     from voxtune.kernels.convnext.layer_norm import voxtune_norm_warp
     from voxtune.ladder.program import Program
 
     f, b = torch.empty(16), torch.empty(16, dtype=torch.bfloat16)
-    found = {
+    kernels = {
         "tiled": compile_for(
             arch, voxtune_tiled, (f, f, f, f, 64, 64, 64, 64, 64),
             {"SIDE": 3, "TAPS": 16, "TILE": 16, "BLOCK_K": 16, "ALONE": False}, 8, 3,
@@ -283,43 +283,43 @@ def compiled(arch: int, which: str) -> dict:
         ),
     }  # fmt: skip
     net = ConvNeXtUNet(ConvNeXtConfig()).eval()
-    wanted = {
+    names = {
         "downs.0.0.block.1": "conv",
         "ups.3.1.block.4": "conv_residual",
         "mid_block1.block.4": "conv_8x8",
         "ups.2.4": "up",
     }
-    wanted |= {
+    names |= {
         "downs.1.2": "down",
         "ups.3.1.in_conv": "depthwise",
         "ups.1.0": "gate",
         "init_conv": "stem",
         "final_conv": "end",
     }
-    wanted = {part: name for part, name in wanted.items() if which == "all" or name in which.split(",")}
+    names = {part: name for part, name in names.items() if which == "all" or name in which.split(",")}
     for launch in Program(net, (64, 64), 1, processors=132).launches:
-        if launch.part in wanted and (name := wanted[launch.part]) not in found:
-            one = launch.chained() if arch >= 90 else launch
-            found[name] = compile_for(
-                arch, one.kernel, one.arguments, one.constants, one.warps, one.stages, **one.options
+        if launch.part in names and (name := names[launch.part]) not in kernels:
+            form = launch.chained() if arch >= 90 else launch
+            kernels[name] = compile_for(
+                arch, form.kernel, form.arguments, form.constants, form.warps, form.stages, **form.options
             )
     for launch in Program(net, (64, 64), 1, processors=132, whole=256).launches:
         if launch.part == "ups.0.1":
-            found["block"] = compile_for(
+            kernels["block"] = compile_for(
                 arch, launch.kernel, launch.arguments, launch.constants, launch.warps, launch.stages
             )
-    return found
+    return kernels
 
 
 if __name__ == "__main__":
-    what, *rest = sys.argv[1:]
+    check, *rest = sys.argv[1:]
     simple = {"golden": golden, "variants": variants, "loop": loop, "weights": weights, "plan": plan}
     print(
         json.dumps(
             rungs(*rest)
-            if what == "rungs"
+            if check == "rungs"
             else compiled(int(rest[0]), rest[1])
-            if what == "compiled"
-            else simple[what](*rest)
+            if check == "compiled"
+            else simple[check](*rest)
         )
     )

@@ -34,13 +34,13 @@ def test_runs_on_a_cpu(tmp_path):
     done = voxtune("--rungs", "7,10-11", "--size", "8x8", "--json", "-o", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert "interpreter" in done.stderr
-    found = json.loads(done.stdout)
-    assert [row["number"] for row in found["rows"]] == [7, 10, 11]
-    assert all(row["error"] < 1e-5 for row in found["rows"])
+    tables = json.loads(done.stdout)
+    assert [row["number"] for row in tables["rows"]] == [7, 10, 11]
+    assert all(row["error"] < 1e-5 for row in tables["rows"])
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["ladder.html", "ladder.json", "ladder.svg"]
 
 
-def test_a_rung_that_fails_takes_no_other_with_it():
+def test_other_rungs_run_after_a_failure():
     import torch
 
     from voxtune.diffusion import DiffusionConfig, make_schedule
@@ -65,11 +65,11 @@ def test_a_rung_that_fails_takes_no_other_with_it():
     rungs = [
         Rung(number=n, name=make.__name__, does="", kernels=(), make=make) for n, make in ((6, broken), (10, Plain))
     ]
-    said, kept = [], []
-    found = climb(setting, rungs, report=said.append, save=lambda so_far: kept.append(len(so_far["rows"])))
-    assert kept == [1], "after every rung that ran, what there is so far"
-    assert [row["number"] for row in found["rows"]] == [10]
-    assert found["failed"] == [
+    messages, saved = [], []
+    tables = climb(setting, rungs, report=messages.append, save=lambda partial: saved.append(len(partial["rows"])))
+    assert saved == [1], "results are saved after every successful rung"
+    assert [row["number"] for row in tables["rows"]] == [10]
+    assert tables["failed"] == [
         {"number": 6, "name": "broken", "reason": "RuntimeError: out of shared memory: 376 KiB of 227 KiB"}
     ]
-    assert "failed: RuntimeError" in said[0]
+    assert "failed: RuntimeError" in messages[0]

@@ -1,4 +1,4 @@
-"""The fast path: right in every form, as few launches as it says, and compiled to what it claims."""
+"""The upper rungs: correct in every variant, with the stated number of launches, compiled to the expected instructions."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ def test_golden():
 
 
 @pytest.mark.parametrize("extent", ["quick", pytest.param("all", marks=pytest.mark.slow)])
-def test_split_sums_whole_blocks_batches_and_oblong_images(extent):
+def test_split_reductions_whole_blocks_batches_and_non_square_images(extent):
     for name, error in run("variants", extent).items():
         assert error < 1e-6, name
 
 
 @pytest.mark.slow
-def test_the_loop_draws_what_the_plain_sampler_draws():
-    found = run("loop")
-    assert found["error"] < 1e-5
-    assert found["again"] and found["plain"]
-    assert found["launches"] == 1 + 2 * found["planned"]  # the first noise, then the steps: update and noise inside
+def test_the_loop_generates_the_same_image_as_the_plain_sampler():
+    result = run("loop")
+    assert result["error"] < 1e-5
+    assert result["again"] and result["plain"]
+    assert result["launches"] == 1 + 2 * result["planned"]  # initial noise, then two steps with update and noise fused
 
 
-def test_weights_arrive_before_they_are_read():
-    found = run("weights")
-    for form, error in found["errors"].items():
+def test_weights_are_copied_before_they_are_read():
+    result = run("weights")
+    for form, error in result["errors"].items():
         assert error < 1e-6, form
-    assert found["bytes"] > 4 * found["parameters"]  # all of them, packed and padded
+    assert result["bytes"] > 4 * result["parameters"]  # all of them, packed and padded
 
 
 def test_launches_of_the_full_network():
-    found = run("plan", interpret=False)
-    apart, whole = found["0"], found["256"]
-    assert apart["launches"] <= 75
-    assert whole["launches"] < apart["launches"]
-    assert whole["kernels"]["voxtune_block"] == 10  # 8x8 and 16x16: six and four
-    assert apart["skips"] == whole["skips"] == 8
+    plans = run("plan", interpret=False)
+    separate, whole = plans["0"], plans["256"]
+    assert separate["launches"] <= 75
+    assert whole["launches"] < separate["launches"]
+    assert whole["kernels"]["voxtune_block"] == 10  # six at 8x8, four at 16x16
+    assert separate["skips"] == whole["skips"] == 8
 
 
 PRODUCTS = ("product", "conv", "conv_residual", "conv_8x8", "up", "down", "gate", "stem", "block")
@@ -58,22 +58,22 @@ COPIED = ("product", "conv", "conv_residual", "conv_8x8", "up")
         pytest.param(80, "all", marks=pytest.mark.slow),
     ],
 )
-def test_compiled_for_real_gpus(arch, which):
-    found = run("compiled", arch, which, interpret=False)
-    for name, one in found.items():
-        # A few bytes of stack hold the masks of 49 taps, no values.
-        assert one["stack"] <= 16 and one["registers"] <= 255 and one["shared"] <= 160_000, (name, one)
-    # Rung 2: one load of the tile's inputs a channel, then taps out of shared memory.
-    assert found["tiled"]["to_shared"] and found["tiled"]["from_shared"] > found["tiled"]["from_memory"]
-    # Rung 3: warps reduce by shuffles.
-    assert found["norm_warp"]["shuffles"] >= 10
-    # Rungs 4 and up: the matrix units, in BF16 with float32 accumulation; operands copied 16 bytes at a time.
-    for name in found.keys() & set(PRODUCTS):
-        assert found[name]["products"], name
-    for name in found.keys() & set(COPIED):
-        assert found[name]["wide_copies"] >= 4, name
-    # Rung 6: programs meet inside the kernel.
-    assert found["block"]["atomics"] >= 2 and found["block"]["acquires"] >= 2
-    # Rung 10 on Hopper: a launch waits for its predecessor inside, not before its start.
-    for name in found.keys() & {"conv", "depthwise", "gate", "end"}:
-        assert found[name]["chained"] == (arch >= 90), name
+def test_compiled_instructions(arch, which):
+    kernels = run("compiled", arch, which, interpret=False)
+    for name, kernel in kernels.items():
+        # A few bytes of stack hold the masks of 49 taps, not values.
+        assert kernel["stack"] <= 16 and kernel["registers"] <= 255 and kernel["shared"] <= 160_000, (name, kernel)
+    # Rung 2: one load of the tile's inputs per channel; the taps are read from shared memory.
+    assert kernels["tiled"]["to_shared"] and kernels["tiled"]["from_shared"] > kernels["tiled"]["from_memory"]
+    # Rung 3: reduction by warp shuffles.
+    assert kernels["norm_warp"]["shuffles"] >= 10
+    # Rungs 4 and up: tensor cores in BF16 with float32 accumulation; operands are copied 16 bytes at a time.
+    for name in kernels.keys() & set(PRODUCTS):
+        assert kernels[name]["products"], name
+    for name in kernels.keys() & set(COPIED):
+        assert kernels[name]["wide_copies"] >= 4, name
+    # Rung 6: grid-wide barriers in the kernel.
+    assert kernels["block"]["atomics"] >= 2 and kernels["block"]["acquires"] >= 2
+    # Rung 10 on Hopper: the kernel itself waits for its predecessor, after it has started.
+    for name in kernels.keys() & {"conv", "depthwise", "gate", "end"}:
+        assert kernels[name]["chained"] == (arch >= 90), name

@@ -27,8 +27,8 @@ def command(
 ) -> None:
     """Run the 2D network in eleven stages of optimisation; write time, launches, transfers and error of each."""
     output = Output(json=json, quiet=quiet)
-    place = choose_device(device)
-    on_gpu = place.startswith("cuda")
+    target = choose_device(device)
+    on_gpu = target.startswith("cuda")
     if not on_gpu:
         # Triton reads this when a kernel is defined, so it must be set before kernels are imported.
         os.environ["TRITON_INTERPRET"] = "1"
@@ -45,17 +45,17 @@ def command(
     from voxtune.ladder.rungs import Setting, rungs_of
     from voxtune.workloads.convnext import ConvNeXtConfig, ConvNeXtUNet
 
-    chosen = rungs_of(rungs)
-    sides = parse_size(size or ("64x64" if on_gpu else TINY_SIZE))
-    if len(sides) != 2:
+    selected = rungs_of(rungs)
+    dimensions = parse_size(size or ("64x64" if on_gpu else TINY_SIZE))
+    if len(dimensions) != 2:
         raise InputError(f"--size {size}: expected height and width, such as 64x64")
     torch.manual_seed(0)
     config = ConvNeXtConfig() if on_gpu else ConvNeXtConfig(width=TINY_WIDTH, multipliers=TINY_MULTIPLIERS)
-    network = ConvNeXtUNet(config).eval().to(place)
+    network = ConvNeXtUNet(config).eval().to(target)
     count = steps or (100 if on_gpu else TINY_STEPS)
     setting = Setting(
         network=network,
-        size=(sides[0], sides[1]),
+        size=(dimensions[0], dimensions[1]),
         schedule=make_schedule(DiffusionConfig(schedule="linear", steps=max(100, count))),
         timesteps=spaced_steps(max(100, count), count),
         batch=batch,
@@ -67,10 +67,10 @@ def command(
         """Called after every rung, so that an interrupted run keeps its results."""
         write(reports | rows, out)
 
-    tables = reports | climb(setting, chosen, runs=20 if on_gpu else 1, report=output.say, save=save)
+    tables = reports | climb(setting, selected, runs=20 if on_gpu else 1, report=output.say, save=save)
     failed = "; ".join(f"rung {one['number']}: {one['reason']}" for one in tables["failed"])
     if not tables["rows"]:
-        raise InputError(f"no rung ran on {place}: {failed}")
+        raise InputError(f"no rung ran on {target}: {failed}")
     for path in write(tables, out):
         output.say(f"wrote {path}")
     if not quiet and not json:

@@ -116,7 +116,7 @@ class Loop:
 
 
 def begin(program: Program, *, draw: bool) -> Launch:
-    """Generates the initial noise, or takes the image in `program.x`, and writes it in the layout of the stem."""
+    """Generates the initial noise, or uses the image in `program.x`, and writes it in the layout of the stem."""
     batch, channels, pixels = program.x.shape
     block = divisor(pixels, 256)
     return Launch(
