@@ -1,4 +1,4 @@
-"""Records what a rung does: every launch and every transfer between host and device. The tables are computed from these records."""
+"""Records every launch and every transfer of a rung between host and device. The tables are computed from these records."""
 
 from __future__ import annotations
 
