@@ -15,7 +15,7 @@ from tests.factories import GOLDENS
 from tests.factories.nifti import write_mask
 from voxtune.cli.main import main
 
-CHUNKS = [pytest.param(n, marks=[pytest.mark.slow] if n >= 3 else []) for n in range(6)]
+CHUNKS = [pytest.param(n, marks=[pytest.mark.slow] if n >= 2 else []) for n in range(6)]
 
 
 def mutate(data, seed):

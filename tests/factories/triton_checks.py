@@ -16,7 +16,7 @@ INTERPRETER_ERRORS = {"torch.float32": 5e-7, "torch.float16": 5e-4, "torch.bfloa
 # What the small kernels are compiled for: (compute capability, types).
 COMPILED = [
     (90, "bf16"),
-    pytest.param(90, "fp32", marks=pytest.mark.slow),
+    pytest.param(90, "bf16,fp32", marks=pytest.mark.slow),
     pytest.param(80, "bf16,fp32", marks=pytest.mark.slow),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 
 import pytest
@@ -37,8 +38,6 @@ def truth_of(net, args):
 
 
 def make_double(net):
-    import copy
-
     return copy.deepcopy(net).double()
 
 
@@ -125,10 +124,16 @@ def test_a_new_pass_joins_the_plans_of_its_stage(monkeypatch):
     assert select("bf16", PassStage.FUSION)[0] == "bf16"
 
 
-@pytest.mark.parametrize("alone", REWRITING)
-def test_each_pass_alone_keeps_the_network(alone):
+@pytest.fixture(scope="module")
+def captured_network():
+    """(captured graph, inputs, their result in float64)"""
     net, args = make("med_ddpm")
-    captured = capture(net, args)
+    return capture(net, args), args, truth_of(net, args)
+
+
+@pytest.mark.parametrize("alone", REWRITING)
+def test_each_pass_alone_keeps_the_network(captured_network, alone):
+    captured, args, truth = copy.deepcopy(captured_network)
     plan = (
         Plan.of("cleanup", "fuse_norm", "channels_last", alone)
         if alone not in ("cleanup", "fuse_norm", "channels_last")
@@ -138,7 +143,7 @@ def test_each_pass_alone_keeps_the_network(alone):
     for name in (p for p in BY_NAME if p in plan.names):
         BY_NAME[name].rewrite(captured, context, {})
     with torch.no_grad():
-        assert error(captured.module(*args), truth_of(net, args)) < 5e-6
+        assert error(captured.module(*args), truth) < 5e-6
 
 
 class Blocks(nn.Module):

@@ -35,8 +35,9 @@ def test_settings_and_keywords_give_the_same_samples(model, cond):
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_samples_are_reproducible_and_independent_of_the_batch(model, cond, name):
+    cond = cond[..., :8]
     batched = model.sample(cond, sampler=name, steps=3, seed=9)
-    assert batched.shape == (3, 1, 16, 16, 16)
+    assert batched.shape == (3, 1, 16, 16, 8)
     assert torch.isfinite(batched).all()
     assert batched.abs().max() <= 1.0001
     assert torch.equal(batched, model.sample(cond, sampler=name, steps=3, seed=9))
