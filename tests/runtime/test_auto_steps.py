@@ -16,7 +16,7 @@ from voxtune.diffusion import SAMPLERS, SPACINGS
 from voxtune.errors import InputError
 from voxtune.runtime.model import Model
 from voxtune.runtime.sampling import AutoSampling, Evidence
-from voxtune.runtime.storage import read_safetensors, read_without_library, store_auto
+from voxtune.runtime.storage import read_safetensors, store_auto
 
 EVIDENCE = Evidence(file="steps.json", sha256="0" * 64, subjects=64, summary="ddim, 3 steps: non-inferior to ddpm, 10")
 AUTO = AutoSampling(sampler="ddim", steps=3, spacing="leading", clip=False, evidence=EVIDENCE)
@@ -113,16 +113,9 @@ def test_settings_cannot_be_stored_in_a_published_checkpoint():
         store_auto(GOLDENS / "med_ddpm_tiny.pt", AUTO)
 
 
-def test_the_reader_without_the_library_reads_the_same_tensors(folder):
-    tensors, _ = read_without_library(folder / "model.safetensors")
-    expected, _ = read_safetensors(folder / "model.safetensors")
-    assert tensors.keys() == expected.keys()
-    assert all(torch.equal(tensors[k], expected[k]) for k in expected)
-
-
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"[]", b"\x09" + b"\0" * 7 + b'{"a": 12}'])
-def test_the_reader_without_the_library_refuses_damaged_files(tmp_path, damage):
+def test_damaged_weights_are_refused(tmp_path, damage):
     path = tmp_path / "model.safetensors"
     path.write_bytes(damage)
     with pytest.raises(InputError, match="damaged"):
-        read_without_library(path)
+        read_safetensors(path)
