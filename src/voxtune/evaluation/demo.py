@@ -26,8 +26,8 @@ from voxtune.runtime.sampling import SamplerSettings
 from voxtune.runtime.storage import load, provenance
 from voxtune.segmentation.segmenter import load_segmenter, shipped_segmenter
 
-# The gate's inputs and the steps of its trajectory: few, since a step takes about a second on a CPU.
-GATE_INPUTS, GATE_STEPS = 2, 4
+# The gate's inputs and the steps of its trajectory: few, since a step takes about a second on a CPU, and six in float64.
+GATE_INPUTS, GATE_STEPS = 1, 4
 # The metrics that one volume allows, in the order in which they are printed.
 METRICS = {
     "dice_brain": "Dice of the brain: mask and generated volume",

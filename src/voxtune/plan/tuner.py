@@ -23,7 +23,7 @@ from voxtune.errors import InputError
 from voxtune.files import one_line
 from voxtune.plan.build import PlanTarget
 from voxtune.plan.cache import identity
-from voxtune.plan.gate import STEPS, Gate, Trajectory, Verdict, trajectory_of, vary, volume_of
+from voxtune.plan.gate import FLOAT64_COST, STEPS, Gate, Trajectory, Verdict, trajectory_of, vary, volume_of
 from voxtune.plan.hazards import refuses_half, slow_half
 from voxtune.plan.measure import Timing, clocked, measure
 from voxtune.plan.passes import BY_NAME, PassStage, precision_of, select
@@ -224,7 +224,7 @@ def tune(
     started = time.monotonic()
     target = PlanTarget(model, (tuple(args), kwargs or {}))
     ladder = ladder or (GPU_LADDER if target.device.type == "cuda" else CPU_LADDER)
-    references, verdict = 2 * checks, 2 * checks + 2 * STEPS
+    references, verdict = (FLOAT64_COST + 1) * checks, 2 * checks + STEPS
     judged = verdict if gate_last else verdict * len(ladder)
     work = _Work(progress, TIMED + references + COMPARED * len(ladder) + judged)
     gate = gate_for(target, trajectory, checks, work.tick)
