@@ -46,9 +46,10 @@ LEAVES = {"config", "errors", "files", "precision", "versions"}
 # Modules of fewer lines than this belong in their importer, if they have only one.
 SMALL = 60
 LARGE = 600
-MOST_FILES = 232
+# Many short files hide where a thing is.
+MEAN_LINES = 130
 # Modules that are loaded by name: by an entry point, by `python -m`, by a worker process or by a registry.
-LOADED_BY_NAME = {"plan/passes", "cli", "workloads", "report/sections"}
+LOADED_BY_NAME = {"plan/passes", "cli", "kernels", "workloads", "report/sections"}
 # Phrases of version 0.1 that a reader has to read twice (shared vocabulary: docs/development/contributing.md, "Language").
 BANNED = (
     r"\bmend(s|ed|ing)?\b",
@@ -167,11 +168,10 @@ def test_the_command_line_starts_without_torch():
 
 
 def test_files_have_a_sensible_size():
-    files = source_files()
-    assert len(files) <= MOST_FILES, f"{len(files)} source files"
-    for file in files:
-        lines = file.read_text().count("\n")
-        assert lines <= LARGE, f"{name_of(file)} has {lines} lines: two modules in one?"
+    lines = {name_of(file): file.read_text().count("\n") for file in source_files()}
+    assert sum(lines.values()) >= MEAN_LINES * len(lines), f"{len(lines)} files: merge small ones"
+    for name, count in lines.items():
+        assert count <= LARGE, f"{name} has {count} lines: two modules in one?"
 
 
 def importers() -> dict[str, set[str]]:

@@ -46,7 +46,7 @@ def volume_of(out: Path) -> np.ndarray:
 
 def test_tune_prints_the_waterfall_and_sample_uses_it(capsys, model, tmp_path):
     plan, mask = tmp_path / "plan.json", write_mask(tmp_path / "sub-9_dseg.nii.gz")
-    code, out, err = run(capsys, "tune", model, "--shape", "16,16,16", "-o", plan)
+    code, out, err = run(capsys, "tune", model, "--size", "16,16,16", "-o", plan)
     assert code == 0, err
     assert "baseline" in out and "channels_last" in out and "kept" in out and "error" in out
     plan_json = json.loads(plan.read_text())
@@ -70,7 +70,7 @@ def test_a_model_with_a_feature_cache_is_tuned_in_both_parts(capsys, model, tmp_
         folder, AutoSampling(sampler="ddim", steps=3, cache=FeatureCache(interval=2, depth=0), evidence=evidence)
     )
     monkeypatch.setattr(tuner, "_faster", lambda *_: True)
-    code, out, err = run(capsys, "tune", folder, "--shape", "16,16,16")
+    code, out, err = run(capsys, "tune", folder, "--size", "16,16,16")
     assert code == 0, err
     assert "the outer levels" in out
     assert sum(line.endswith("kept") for line in out.splitlines()) == 4, "baseline and plan, of each part"
@@ -93,8 +93,8 @@ def test_sampling_without_a_tuned_plan_says_how_to_get_one(capsys, model, tmp_pa
     ("arguments", "word"),
     [
         (("tune", "nowhere"), "nowhere"),
-        (("tune", CHECKPOINT, "--shape", "15,16,16"), "multiple of"),
-        (("tune", CHECKPOINT, "--shape", "16,16"), "3 dimensions"),
+        (("tune", CHECKPOINT, "--size", "15,16,16"), "multiple of"),
+        (("tune", CHECKPOINT, "--size", "16,16"), "3 dimensions"),
     ],
 )
 def test_wrong_tuning_is_one_line_and_exit_2(capsys, arguments, word):

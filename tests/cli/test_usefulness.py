@@ -114,7 +114,7 @@ def test_folders_hold_out_their_last_subjects(capsys, folders, tmp_path):
         (lambda a, s: ["--subjects", s, "--segment-steps", 0], "steps 0"),
         (lambda a, s: ["--subjects", s, "--steps", "few"], "whole number"),
         (lambda a, s: ["--subjects", s, "--steps", 9], "1 to 4"),
-        (lambda a, s: ["--subjects", s, "--sampler", "euler"], "unknown sampler"),
+        (lambda a, s: ["--subjects", s, "--sampler", "no-such-sampler"], "unknown sampler"),
         (lambda a, s: ["--subjects", s, "--resamples", 3], "resamples"),
     ],
 )

@@ -188,8 +188,8 @@ def test_exact_denoiser_recovers_the_image(name):
 
 
 def test_invalid_arguments():
-    with pytest.raises(InputError, match="unknown sampler 'euler'"):
-        get_sampler("euler")
+    with pytest.raises(InputError, match="unknown sampler 'no-such-sampler'"):
+        get_sampler("no-such-sampler")
     with pytest.raises(InputError, match="1 to 250"):
         spaced_steps(T, 251)
     with pytest.raises(InputError, match="noise source"):

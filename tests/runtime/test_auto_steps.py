@@ -86,7 +86,7 @@ def test_a_config_without_auto_loads(folder):
         ({"steps": 11}, "exceed the 10"),
         ({"steps": 0}, "at least 1"),
         ({"steps": "3"}, "expected int"),
-        ({"sampler": "euler"}, "unknown sampler 'euler'"),
+        ({"sampler": "no-such-sampler"}, "unknown sampler 'no-such-sampler'"),
         ({"spacing": "karras"}, "unknown step spacing 'karras'"),
         ({"clip": 1}, "expected bool"),
         ({"more": 1}, "unknown setting"),

@@ -63,7 +63,7 @@ def test_progress_counts_the_steps(model, cond):
         ({"cond": None}, "mask"),
         ({"cond": torch.zeros(1, 3, 16, 16, 16)}, "shape"),
         ({"cond": torch.zeros(1, 2, 16, 15, 16)}, "multiple of"),
-        ({"sampler": "euler"}, "unknown sampler"),
+        ({"sampler": "no-such-sampler"}, "unknown sampler"),
         ({"steps": 11}, "1 to 10"),
         ({"seed": -1}, "seed"),
         ({"indices": [1, 2]}, "2 indices for 1"),

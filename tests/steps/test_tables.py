@@ -205,7 +205,7 @@ def test_distances_are_those_of_the_worst_volume():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"samplers": ("euler",)}, "unknown sampler"),
+        ({"samplers": ("no-such-sampler",)}, "unknown sampler"),
         ({"steps": (99,)}, "1 to 24"),
         ({"steps": ()}, "no sampler, spacing or steps"),
         ({"options": {"batch": 0}}, "batch"),

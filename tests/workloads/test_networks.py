@@ -142,4 +142,4 @@ def test_config_is_checked_when_constructed(bad):
 def test_unknown_workload_suggests_the_closest():
     with pytest.raises(InputError, match="did you mean 'med-ddpm'"):
         workload("med-dpm")
-    assert list(WORKLOADS) == ["med-ddpm", "med-ddpm-brats", "convnext"]
+    assert {"med-ddpm", "med-ddpm-brats", "convnext"} <= set(WORKLOADS)

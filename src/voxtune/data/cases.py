@@ -108,7 +108,7 @@ def _from_contract(text: str) -> Legend:
     try:
         labels = json.loads(text)["data"]["labels"]
         return {int(label["value"]): LabelName(name=str(label["name"])) for label in labels}
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError, OverflowError):
         return {}
 
 

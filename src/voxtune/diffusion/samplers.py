@@ -258,7 +258,10 @@ def cached_denoiser(full: Full, shallow: Shallow, full_at: Iterable[bool]) -> De
 
     def denoise(x: Tensor, t_N: Tensor) -> Tensor:
         nonlocal deep
-        if next(schedule):
+        full_step = next(schedule, None)
+        if full_step is None:
+            raise InputError("the feature cache requires a sampler that evaluates the network once per step; omit cache")
+        if full_step:
             eps, deep = full(x, t_N)
             return eps
         assert deep is not None, "the first step runs the full network"

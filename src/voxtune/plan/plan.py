@@ -82,7 +82,7 @@ class Plan:
             raise InputError(f"{path}: cannot be read as a plan: {error}") from None
         try:
             return cls.from_json(json.loads(text), str(path))
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # also a number of too many digits
             raise InputError(f"{path}: is not valid JSON: {error}") from None
 
 
