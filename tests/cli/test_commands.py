@@ -243,7 +243,10 @@ def test_doctor_lists_its_checks(capsys):
         (["info", "med-ddpm", "--size", "100,100,100"], "16"),
         (["sample", CHECKPOINT, "-m", CHECKPOINT, "-o", "x"], "med_ddpm_tiny.pt"),
         (["sample", CHECKPOINT, "-m", "x", "-o", "y", "--device", "tpu"], "tpu"),
-        (["sample", "m", "-o", "x", "--sampler", "no-such-sampler"], "unknown sampler 'no-such-sampler'; choose from ddpm, "),
+        (
+            ["sample", "m", "-o", "x", "--sampler", "no-such-sampler"],
+            "unknown sampler 'no-such-sampler'; choose from ddpm, ",
+        ),
         (["sample", "m", "-o", "x", "--fit", "stretch"], "unknown fit 'stretch'; choose from auto, pad, resample"),
         (["usefulness", "m", "-o", "x", "--spacing", "karras"], "unknown spacing 'karras'; choose from trailing, "),
         (["train", "--cohort", "1", "-o", "x", "--autocast", "fp8"], "fp8"),

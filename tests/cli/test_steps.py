@@ -352,7 +352,10 @@ def test_a_bare_machine_makes_the_table_from_packed_subjects(folders, tmp_path):
         (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", "5,x"], "whole numbers"),
         (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", "auto"], "--steps auto cannot be used"),
         (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", "7"], "1 to 4"),
-        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--samplers", "no-such-sampler", "--steps", 2], "unknown sampler"),
+        (
+            lambda a, s: ["--segmenter", s, "--held-out", 2, "--samplers", "no-such-sampler", "--steps", 2],
+            "unknown sampler",
+        ),
         (lambda a, s: ["--segmenter", s, "--store", "--numerics"], "--numerics"),
         (lambda a, s: ["--segmenter", s, "--numerics", "--held-out", 2, "--steps", "2,3"], "single value"),
         (lambda a, s: ["--segmenter", s, "--resamples", 3], "resamples"),

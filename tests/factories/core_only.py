@@ -23,7 +23,8 @@ import torch
 torch.set_num_threads(1)
 from voxtune.cli.main import main
 if sys.argv[2] == "one":
-    sys.exit(main(sys.argv[3:]))
+    sys.argv = ["voxtune", *sys.argv[3:]]  # as a model card records it
+    sys.exit(main(sys.argv[1:]))
 for command in json.loads(sys.argv[3]):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -260,7 +260,9 @@ def cached_denoiser(full: Full, shallow: Shallow, full_at: Iterable[bool]) -> De
         nonlocal deep
         full_step = next(schedule, None)
         if full_step is None:
-            raise InputError("the feature cache requires a sampler that evaluates the network once per step; omit cache")
+            raise InputError(
+                "the feature cache requires a sampler that evaluates the network once per step; omit cache"
+            )
         if full_step:
             eps, deep = full(x, t_N)
             return eps

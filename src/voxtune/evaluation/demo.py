@@ -27,7 +27,7 @@ from voxtune.runtime.storage import load, provenance
 from voxtune.segmentation.segmenter import load_segmenter, shipped_segmenter
 
 # The gate's inputs and the steps of its trajectory: few, since a step takes about a second on a CPU, and six in float64.
-GATE_INPUTS, GATE_STEPS = 1, 4
+GATE_INPUTS, GATE_STEPS = 1, 3
 # The metrics that one volume allows, in the order in which they are printed.
 METRICS = {
     "dice_brain": "Dice of the brain: mask and generated volume",
@@ -150,6 +150,7 @@ def _planned(
             checks=GATE_INPUTS,
             seconds=60 * minutes,
             gate_last=True,
+            quick=True,
             say=lambda line: output.say(f"         {line}"),
             progress=lambda fraction: update(round(100 * fraction)),
         )

@@ -42,8 +42,9 @@ def measure(
     repeats: int = 10,
     seconds: float = 3.0,
     give_up_ms: float = math.inf,
+    least: int = 3,
 ) -> Timing:
-    """At least three runs, at most `repeats`, about `seconds` in all; only two if both take longer than `give_up_ms`."""
+    """At least `least` runs, at most `repeats`, about `seconds` in all; only two if both take longer than `give_up_ms`."""
     gpu = device.type == "cuda"
     if gpu:
         torch.cuda.synchronize(device)
@@ -57,7 +58,7 @@ def measure(
     first = time.perf_counter() - started
     times: list[float] = []
     until = time.perf_counter() + seconds
-    while len(times) < 3 or (len(times) < repeats and time.perf_counter() < until):
+    while len(times) < least or (len(times) < repeats and time.perf_counter() < until):
         times.append(_once(call, device, gpu))
         if len(times) == 2 and min(times) > give_up_ms:
             break

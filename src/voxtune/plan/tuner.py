@@ -39,6 +39,7 @@ WORTH = 0.995
 HOPELESS = 1.3
 # Evaluations of a network, for the progress bar: to time it, and to time a rung and the best plan beside it.
 TIMED, COMPARED = 4, 8
+QUICK: dict[str, Any] = {"repeats": 2, "least": 2}
 BASELINE = Plan.of(*select("fp32"))
 SHARED = (PassStage.CLEANUP, PassStage.SHARING)
 
@@ -213,10 +214,13 @@ def tune(
     checks: int = 3,
     seconds: float = math.inf,
     gate_last: bool = False,
+    quick: bool = False,
     say: Say = lambda _line: None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Tuned:
     """Climbs `ladder`; starts no rung after `seconds`. The gate checks `checks` inputs, and samples along `trajectory`.
+
+    With `quick` every plan is timed by two runs and compared once, for networks whose steps take seconds.
 
     With `gate_last` rungs are kept for their speed, and only the fastest plan is gated in the end; if it is refused, the next
     fastest, down to the baseline. `progress` receives (done, total) evaluations of the network.
@@ -229,7 +233,7 @@ def tune(
     work = _Work(progress, TIMED + references + COMPARED * len(ladder) + judged)
     gate = gate_for(target, trajectory, checks, work.tick)
     with work.job(TIMED + references):
-        best = _baseline(target, gate, work.tick)
+        best = _baseline(target, gate, work.tick, quick)
     say(_line(best.rows[0]))
     kept = [(best.rows[0], best.network)]
     for rung in ladder:
@@ -241,7 +245,7 @@ def tune(
             plan = _extended(best.plan, rung)
             if not rung.apart and set(plan.names) <= set(best.plan.names):
                 continue
-            row, network = _try(target, rung, plan, None if gate_last else gate, kept[-1], work.tick)
+            row, network = _try(target, rung, plan, None if gate_last else gate, kept[-1], work.tick, quick)
             best.rows.append(row)
             say(_line(row))
             if network is not None:
@@ -280,10 +284,10 @@ def _extended(plan: Plan, rung: TunerRung) -> Plan:
     return Plan((*steps, *(Step(n) for n in rung.add if n not in names)))
 
 
-def _baseline(target: PlanTarget, gate: Gate, on_call: Callable[[], None]) -> Tuned:
+def _baseline(target: PlanTarget, gate: Gate, on_call: Callable[[], None], quick: bool) -> Tuned:
     """Float32, nothing rewritten. The gate knows its error already."""
     network = target.build(BASELINE)
-    timing = _time(network, target, on_call)
+    timing = _time(network, target, on_call, **(QUICK if quick else {}))
     error = gate.yardstick("fp32")[0]
     verdict = Verdict(math.isfinite(error), None, {"precision": "fp32", "relative": error})
     if not verdict.passed:
@@ -298,6 +302,7 @@ def _try(
     gate: Gate | None,
     best: tuple[TuningRow, Optimized],
     on_call: Callable[[], None],
+    quick: bool,
 ) -> tuple[TuningRow, Optimized | None]:
     """Builds, times and gates a rung; without a `gate` it is kept if it is faster."""
     row = TuningRow(rung.name, plan.names)
@@ -314,7 +319,7 @@ def _try(
         if missing:
             row.why = "; ".join(missing)
             return row, None
-        row.timing, row.best = _time_both(network, best, target, on_call)
+        row.timing, row.best = _time_both(network, best, target, on_call, quick)
         if not _faster(row.timing, row.best):
             row.why = "not faster than the best so far"
             return row, None
@@ -339,7 +344,11 @@ def _time(network: Optimized, target: PlanTarget, on_call: Callable[[], None], *
 
 
 def _time_both(
-    network: Optimized, best: tuple[TuningRow, Optimized], target: PlanTarget, on_call: Callable[[], None]
+    network: Optimized,
+    best: tuple[TuningRow, Optimized],
+    target: PlanTarget,
+    on_call: Callable[[], None],
+    quick: bool = False,
 ) -> tuple[Timing, Timing]:
     """Times a network and then the best one again: a machine's speed drifts, and other work comes and goes.
 
@@ -348,10 +357,11 @@ def _time_both(
     """
     row, best_network = best
     assert row.timing is not None, "only a plan that was timed is the best"
-    timing = _time(network, target, on_call, give_up_ms=HOPELESS * row.timing.p80_ms)
-    best_timing = _time(best_network, target, on_call, repeats=5, seconds=2.0)
+    give_up = {"give_up_ms": HOPELESS * row.timing.p80_ms}
+    timing = _time(network, target, on_call, **(QUICK if quick else {}), **give_up)
+    best_timing = _time(best_network, target, on_call, **(QUICK if quick else {"repeats": 5, "seconds": 2.0}))
     close = WORTH * best_timing.p20_ms <= timing.p50_ms and timing.p20_ms <= best_timing.p80_ms
-    if close:
+    if close and not quick:
         again = _time(network, target, on_call, repeats=5, seconds=2.0)
         if again.p50_ms < timing.p50_ms:
             timing = replace(again, first_s=timing.first_s)

@@ -183,6 +183,7 @@ def tune_model(
     checks: int = 3,
     seconds: float = math.inf,
     gate_last: bool = False,
+    quick: bool = False,
     say: Say = lambda _line: None,
     progress: Callable[[float], None] = lambda _fraction: None,
 ) -> tuple[Model, Plan]:
@@ -207,7 +208,13 @@ def tune_model(
         remember(result.plan)
         return result
 
-    limits: dict[str, Any] = {"ladder": ladder, "checks": checks, "seconds": seconds, "gate_last": gate_last}
+    limits: dict[str, Any] = {
+        "ladder": ladder,
+        "checks": checks,
+        "seconds": seconds,
+        "gate_last": gate_last,
+        "quick": quick,
+    }
     if cache is None:
         whole = tuned(model.network, args, 0.0, 1.0, **limits)
         return Model(model.config, whole.network, model.noise), whole.plan
