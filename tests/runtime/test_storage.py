@@ -214,11 +214,11 @@ def test_private_umask_stays_private(tmp_path):
 
 def test_the_included_model_is_loaded_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    model = load("demo")
+    model = voxtune.load("demo")
     mask = model.example_mask()
     assert mask.shape == (1, 2, *model.config.size) and set(mask.unique().tolist()) == {-1.0, 1.0}
     brain, tumour = ((mask[0] > 0).sum(dim=(1, 2, 3))).tolist()
     assert brain > 20 * tumour > 0
     (tmp_path / "demo").mkdir()  # a folder of that name is what the user means
     with pytest.raises(InputError, match="demo"):
-        load("demo")
+        voxtune.load("demo")
