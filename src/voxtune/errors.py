@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 # Optional dependencies: import name -> extra in pyproject.toml.
 EXTRAS = {
@@ -31,6 +32,17 @@ def install_command(library: str) -> str:
 def missing_dependency(library: str, purpose: str) -> InputError:
     title = "PyYAML" if library == "yaml" else library
     return InputError(f"{purpose} requires {title}, which is not installed: {install_command(library)}")
+
+
+def check_installed(purpose: str, *libraries: str) -> None:
+    """Raises before any work if optional libraries are missing; one command installs all of them."""
+    missing = [library for library in libraries if find_spec(library) is None]
+    if missing:
+        extras = ",".join(dict.fromkeys(EXTRAS[library] for library in missing))
+        raise InputError(
+            f"{purpose} requires {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
+            f'pip install "voxtune[{extras}]"'
+        )
 
 
 @contextmanager

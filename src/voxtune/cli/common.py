@@ -56,7 +56,9 @@ PlanOption = Annotated[
     str, typer.Option(help="Plan: auto (the fastest known plan that passes the gate), baseline, or a plan file.")
 ]
 # Of the commands that measure a model on held-out subjects.
-ModelArgument = Annotated[Path, typer.Argument(help="Model folder, published .pt checkpoint, or demo (the included model).")]
+ModelArgument = Annotated[
+    Path, typer.Argument(help="Model folder, published .pt checkpoint, or demo (the included model).")
+]
 SubjectsOption = Annotated[Path | None, typer.Option(help="A file of packed subjects, instead of simulated subjects.")]
 RealOption = Annotated[Path | None, typer.Option(help="Folder of real volumes, instead of simulated subjects.")]
 MasksOption = Annotated[Path | None, typer.Option(help="Folder of the masks of the real volumes.")]

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, choose_device
+from voxtune.errors import check_installed
 
 
 def command(
@@ -28,6 +29,7 @@ def command(
     from voxtune.evaluation.demo import demonstrate
     from voxtune.runtime.storage import demo_model
 
+    check_installed("voxtune demo", "nilearn", "scipy", "pandas", "pyarrow")
     output = Output(json=json, quiet=quiet)
     started = time.perf_counter()
     result = demonstrate(

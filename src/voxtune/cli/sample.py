@@ -48,7 +48,9 @@ def command(
     sampler: SamplerOption = None,
     steps: Annotated[
         str | None,
-        typer.Option(help="Number of sampling steps, or auto: the settings stored with the model by voxtune steps."),
+        typer.Option(
+            help="Number of sampling steps, or auto: the settings stored by voxtune steps. A number uses the model's default sampler."
+        ),
     ] = None,
     spacing: SpacingOption = None,
     clip: ClipOption = None,

@@ -31,7 +31,7 @@ GATE_INPUTS, GATE_STEPS = 1, 3
 # The metrics that one volume allows, in the order in which they are printed.
 METRICS = {
     "dice_brain": "Dice of the brain: mask and generated volume",
-    "dice_brain_real": "the same for the simulated subject: the segmenter's own limit",
+    "dice_brain_real": "the same segmenter on the simulated subject, for comparison",
     "dice_tumour": "Dice of the tumour: mask and generated volume",
     "dice_tumour_real": "the same for the simulated subject",
     "ms_ssim": "MS-SSIM of the generated volume and the simulated subject",

@@ -42,7 +42,7 @@ class Session:
         return str(self.meta["name"])
 
     def save(self, folder: str | Path) -> Path:
-        with optional_import("a session"):
+        with optional_import("reading a profiling session"):
             import pyarrow.parquet as pq
 
         folder = Path(folder)
@@ -58,7 +58,7 @@ class Session:
 
 def frame(rows: list[dict[str, Any]], table: str) -> pd.DataFrame:
     """The rows as a frame of that table. Missing keys become null; unknown keys are an internal error."""
-    with optional_import("a session"):
+    with optional_import("reading a profiling session"):
         import pandas as pd
 
     names = [c.name for c in schema.TABLES[table]]
@@ -116,7 +116,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
 def _read_table(path: Path, table: str) -> pd.DataFrame:
     if not path.exists() and table != "launches":
         return empty(table)
-    with optional_import("a session"):
+    with optional_import("reading a profiling session"):
         import pandas  # noqa: F401  a table becomes a frame
         import pyarrow as pa
         import pyarrow.parquet as pq

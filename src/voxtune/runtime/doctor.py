@@ -70,7 +70,10 @@ def _processor() -> Iterator[Check]:
     amx = bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
     consequence = "" if amx else "this CPU has no matrix units for BF16: float32 is faster"
     yield Check(
-        name="cpu features", level="ok" if amx else "note", value=f"{features}, AMX {amx}", consequence=consequence
+        name="cpu features",
+        level="ok" if amx else "note",
+        value=f"{features}, AMX {'yes' if amx else 'no'}",
+        consequence=consequence,
     )
 
 
