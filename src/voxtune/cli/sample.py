@@ -49,7 +49,8 @@ def command(
     steps: Annotated[
         str | None,
         typer.Option(
-            help="Number of sampling steps, or auto: the settings stored by voxtune steps. A number uses the model's default sampler."
+            help="Number of sampling steps, or auto: the settings stored by voxtune steps. "
+            "A number uses the model's default sampler."
         ),
     ] = None,
     spacing: SpacingOption = None,
