@@ -121,7 +121,7 @@ def test_the_table_agrees_with_its_verdicts(monkeypatch):
     tuned = tuning.tune(net, args, ladder=ladder, checks=1, say=lines.append)
     shown = [(r.timing.p50_ms, r.best and r.best.p50_ms, r.kept) for r in tuned.rows]
     assert shown == [(12.0, None, True), (10.6, 10.0, False), (8.0, 9.02, True), (13.0, 14.0, True)]
-    assert "10.60 ms" in lines[1] and "best     10.00" in lines[1] and "not faster" in lines[1]
+    assert "10.60 ms" in lines[1] and "best so far     10.00" in lines[1] and "not faster" in lines[1]
     for row in tuned.plan.evidence["waterfall"][1:]:
         assert row["kept"] == (row["p50_ms"] < row["best_p50_ms"])
 

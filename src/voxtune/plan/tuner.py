@@ -376,7 +376,7 @@ def _line(row: TuningRow) -> str:
     """The row as text: name, step time, step time of the best so far beside it, memory, error, verdict."""
     timing, verdict = row.timing, row.verdict
     ms = f"{timing.p50_ms:9.2f} ms" if timing else f"{'-':>12}"
-    best = f"(best {row.best.p50_ms:9.2f})" if row.best else " " * 16
+    best = f"(best so far {row.best.p50_ms:9.2f})" if row.best else " " * 23
     gib = f"{timing.peak_gib:6.2f} GiB" if timing and timing.peak_gib is not None else f"{'-':>10}"
     error = f"error {verdict.error:.1e}" if verdict and math.isfinite(verdict.error) else " " * 13
     return f"{row.name:32} {ms} {best} {gib}  {error}  {'kept' if row.kept else row.why}"
