@@ -47,6 +47,7 @@ bench-gpu: $(STAMP) ## Measure denoising steps, volumes, the ladder and single k
 	$(BIN)/python benchmarks/gpu_unet3d_sample.py
 	$(BIN)/python benchmarks/gpu_unet2d_ladder.py --part top,rungs
 	$(BIN)/python benchmarks/gpu_volume.py
+	$(BIN)/python benchmarks/gpu_sustained.py
 	$(BIN)/python benchmarks/gpu_group_norm.py
 	$(BIN)/python benchmarks/gpu_conv3d.py
 	$(BIN)/python benchmarks/gpu_small_kernels.py

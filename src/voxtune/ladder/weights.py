@@ -7,7 +7,6 @@ memory, then the step), early (the same, but each operation waits only for its o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -58,9 +57,8 @@ class Weights:
             for device, _, _ in group:
                 device.fill_(float("nan"))
 
-    def first_step(self, form: str, terms: list[Tensor], launch_all: Callable[[Launch], None] | None = None) -> float:
+    def first_step(self, form: str, terms: list[Tensor]) -> float:
         """Seconds from the first byte of the first weight to the end of the first step."""
-        run = launch_all or (lambda launch: launch())
         launches = list(self.program.step(terms, None))
         self._synchronise()
         start = time.perf_counter()
@@ -68,12 +66,12 @@ class Weights:
             for group in self.groups:
                 for device, host, _ in group:
                     device.copy_(host)
-            self._steps(launches, [None] * len(self.groups), run)
+            self._steps(launches, [None] * len(self.groups))
         else:
             copied = self._queue()
             # Unless "early", everything waits for the last weight.
             events = copied if form == "early" else [copied[-1], *[None] * (len(copied) - 1)]
-            self._steps(launches, events, run)
+            self._steps(launches, events)
         self._synchronise()
         return time.perf_counter() - start
 
@@ -90,14 +88,12 @@ class Weights:
                 copied.append(event)
         return copied
 
-    def _steps(
-        self, launches: list[Launch], events: list[torch.cuda.Event | None], run: Callable[[Launch], None]
-    ) -> None:
+    def _steps(self, launches: list[Launch], events: list[torch.cuda.Event | None]) -> None:
         for unit, event in zip(self.program.units, events, strict=True):
             if event is not None:
                 torch.cuda.current_stream().wait_event(event)
             for launch in launches[unit.first : unit.last]:
-                run(launch)
+                launch()
 
     def _synchronise(self) -> None:
         if self.on_gpu:

@@ -39,6 +39,7 @@ WORTH = 0.995
 HOPELESS = 1.3
 # Evaluations of a network, for the progress bar: to time it, and to time a rung and the best plan beside it.
 TIMED, COMPARED = 4, 8
+# How `measure` times a plan with `quick`.
 QUICK: dict[str, Any] = {"repeats": 2, "least": 2}
 BASELINE = Plan.of(*select("fp32"))
 SHARED = (PassStage.CLEANUP, PassStage.SHARING)
@@ -348,7 +349,7 @@ def _time_both(
     best: tuple[TuningRow, Optimized],
     target: PlanTarget,
     on_call: Callable[[], None],
-    quick: bool = False,
+    quick: bool,
 ) -> tuple[Timing, Timing]:
     """Times a network and then the best one again: a machine's speed drifts, and other work comes and goes.
 
