@@ -98,6 +98,11 @@ def test_fp32_is_confirmed_or_refuted_by_counters() -> None:
     proof = prove_precision(session, claims_fp32=True)
     assert proof["holds"] is True and proof["tensor_launches"] == 0 and proof["time_share"] == 1.0
     assert prove_precision(session, claims_fp32=False)["holds"] is None
+    # A launch whose instructions were not counted: utilisation decides, and that of rounding is none.
+    session.launches.loc[rows[3], ["inst_hmma", "inst_gmma", "tensor_pct"]] = [None, None, 0.01]
+    assert prove_precision(session, claims_fp32=True)["holds"] is True
+    session.launches.loc[rows[3], "tensor_pct"] = 0.2
+    assert prove_precision(session, claims_fp32=True)["holds"] is False
     session.launches.loc[rows[3], ["inst_hmma", "tensor_pct"]] = [100.0, 40.0]
     assert prove_precision(session, claims_fp32=True)["holds"] is False
 

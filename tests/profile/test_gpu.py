@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 def test_every_tier_on_the_gpu_at_hand(tmp_path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    options = RecordOptions(mode="train", size=(32, 32), limit_s=240)
+    options = RecordOptions(mode="train", size=(32, 32), limit_s=150)
     (recorded,) = record("convnext", ["baseline"], tmp_path, options=options, say=print)
     session = recorded.session
     assert session is not None, recorded.error

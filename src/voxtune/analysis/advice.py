@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from voxtune.analysis.frame import family, kernels, milliseconds, numbers, on_gpu, steps
-from voxtune.analysis.ledger import layout_ledger, tensor_use
+from voxtune.analysis.ledger import layout_ledger
 from voxtune.analysis.roofline import card_of
 from voxtune.analysis.step import step_totals, transfers
 from voxtune.analysis.table import Column, Table
+from voxtune.profile.counters import tensor_use
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -18,14 +18,12 @@ from voxtune.analysis.frame import (
     steps,
 )
 from voxtune.analysis.table import Column, Table
+from voxtune.profile.counters import tensor_use
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from voxtune.profile.session import Session
-
-# Below this, tensor pipe utilisation is rounding.
-TENSOR_PCT = 0.1
 
 
 def layout_ledger(session: Session) -> Table:
@@ -95,19 +93,6 @@ def precision_audit(session: Session) -> Table:
         row.pop("unmeasured")
     extra = {"tensor_time_pct": summary["tensor_time"], "not_measured_pct": summary["unmeasured"]}
     return Table(f"Precision audit: {session.name}", columns, rows, notes, extra=extra)
-
-
-def tensor_use(rows: pd.DataFrame) -> list[bool | None]:
-    """Per launch: whether it used tensor cores; None where no counter was read.
-
-    Counts of matrix instructions decide. The pipe's utilisation is used only without them: some versions of Nsight
-    Compute include constants loaded by HFMA2.MMA in it.
-    """
-    instructions = np.nansum([numbers(rows, "inst_hmma"), numbers(rows, "inst_gmma")], axis=0)
-    counted = rows["inst_hmma"].notna().to_numpy(bool) | rows["inst_gmma"].notna().to_numpy(bool)
-    pct = numbers(rows, "tensor_pct")
-    by_pipe = [None if np.isnan(p) else bool(p > TENSOR_PCT) for p in pct]
-    return [bool(n > 0) if known else p for n, known, p in zip(instructions, counted, by_pipe, strict=True)]
 
 
 def _audit(cells: dict[str, Any], rows: pd.DataFrame, count: int) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from voxtune.analysis.frame import Array, kernels, module_names, numbers, share, short, steps
-from voxtune.analysis.ledger import tensor_use
 from voxtune.analysis.table import Column, Table
+from voxtune.profile.counters import tensor_use
 
 if TYPE_CHECKING:
     import pandas as pd

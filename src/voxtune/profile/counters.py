@@ -26,6 +26,8 @@ Identity = tuple[str, str, str]
 # Times within this factor, or this many microseconds, count as equal. Wider than in `align`: an isolated operator finds
 # the caches in another state.
 _SIMILAR_FACTOR, _SIMILAR_US = 1.6, 4.0
+# Utilisation of the tensor pipes, in %, up to which a launch ran no matrix product: FP32 kernels of a few microseconds read 0.01.
+TENSOR_PCT = 0.1
 
 
 @dataclass
@@ -155,28 +157,39 @@ def _assignment(session: Session, read: int, matched: dict[int, Any]) -> Assignm
     return Assignment(read, len(matched), len(kernels), share)
 
 
+def tensor_use(rows: pd.DataFrame) -> list[bool | None]:
+    """Per launch: whether it used tensor cores; None where no counter was read.
+
+    Counts of matrix instructions decide. The pipe's utilisation is used only without them: some versions of Nsight
+    Compute include constants loaded by HFMA2.MMA in it.
+    """
+    counts = rows[["inst_hmma", "inst_gmma"]].astype("float64")
+    known, used = counts.notna().any(axis=1), counts.fillna(0).sum(axis=1) > 0
+    pct = rows["tensor_pct"].astype("float64")
+    return [
+        bool(u) if k else None if math.isnan(p) else p > TENSOR_PCT for k, u, p in zip(known, used, pct, strict=True)
+    ]
+
+
 def prove_precision(session: Session, *, claims_fp32: bool) -> dict[str, Any]:
     """Checks by counters whether the step computed in FP32 only: no launch may have used the tensor cores.
 
     `holds` is None if too few launches were counted to decide.
     """
     kernels = session.launches[session.launches["kind"] == "kernel"]
-    busy = kernels["tensor_pct"].fillna(0) > 0
-    # Some versions know only the plain tensor metric, which includes HFMA2.MMA. Then the instructions decide.
-    if kernels["inst_hmma"].notna().any():
-        busy &= ~((kernels["inst_hmma"] == 0) & (kernels["inst_gmma"].fillna(0) == 0)).fillna(False)
-    counted = kernels["tensor_pct"].notna()
+    use = tensor_use(kernels)
+    busy, counted = [u is True for u in use], [u is not None for u in use]
     total = float(kernels["duration_us"].sum())
     share = float(kernels.loc[counted, "duration_us"].sum()) / total if total else 0.0
-    used = bool(busy.any())
+    used = any(busy)
     proof: dict[str, Any] = {
         "claim": "fp32" if claims_fp32 else None,
         "holds": None,
         "by": "tensor_pct",
-        "launches_counted": int(counted.sum()),
+        "launches_counted": sum(counted),
         "launches": len(kernels),
         "time_share": round(share, 5),
-        "tensor_launches": int(busy.sum()),
+        "tensor_launches": sum(busy),
         "tensor_time_share": round(float(kernels.loc[busy, "duration_us"].sum()) / total, 5) if total else 0.0,
         "tensor_kernels": sorted(set(kernels.loc[busy, "name"]))[:10],
     }
