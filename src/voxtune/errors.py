@@ -1,9 +1,11 @@
-"""Errors that the user can fix: invalid input, and optional dependencies that are not installed."""
+"""Errors that the user can fix: invalid input, invalid files, and optional dependencies that are not installed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.util import find_spec
 
 # Optional dependencies: import name -> extra in pyproject.toml.
@@ -22,6 +24,61 @@ class InputError(ValueError):
 
     The command line prints the message and exits with code 2.
     """
+
+
+class FilesError(InputError):
+    """Problems of files. The message is the first one and the number of the others; `rows` holds all, as (file, problem)."""
+
+    def __init__(self, rows: Iterable[tuple[str, str]]):
+        self.rows = tuple(rows)
+        file, problem = self.rows[0]
+        others = len(self.rows) - 1
+        more = f"; and {others} more {'file' if others == 1 else 'files'} with errors" if others else ""
+        super().__init__(f"{file}: {problem}{more}")
+
+    def __reduce__(self) -> tuple[type[FilesError], tuple[tuple[tuple[str, str], ...]]]:
+        return type(self), (self.rows,)
+
+
+class FileProblems:
+    """Collects problems of files, to raise them as one FilesError. Problems of one file share a row."""
+
+    def __init__(self) -> None:
+        self._problems: dict[str, list[str]] = {}
+
+    def add(self, file: object, error: InputError | str) -> None:
+        """Adds a problem; the file's name at the beginning of the message is dropped, because the row has it."""
+        rows = error.rows if isinstance(error, FilesError) else ((str(file), str(error)),)
+        for name, message in rows:
+            problem = message.removeprefix(f"{name}: ")
+            problems = self._problems.setdefault(name, [])
+            if problem not in problems:
+                problems.append(problem)
+
+    def raise_all(self) -> None:
+        if self._problems:
+            raise FilesError((name, "; ".join(problems)) for name, problems in self._problems.items())
+
+
+# The options of the command that runs; none when Voxtune is used from Python.
+_OPTIONS: ContextVar[frozenset[str]] = ContextVar("options", default=frozenset())
+
+
+@contextmanager
+def command_options(options: Iterable[str]) -> Iterator[None]:
+    """Within the block, errors advise these options, such as "--fit"."""
+    token = _OPTIONS.set(frozenset(options))
+    try:
+        yield
+    finally:
+        _OPTIONS.reset(token)
+
+
+def advice(*cures: str) -> str:
+    """The cures whose options the running command has, joined by "or"; if there are none, those that need no option."""
+    needed = {cure: set(re.findall(r"--[a-z][a-z-]*", cure)) for cure in cures}
+    fitting = [cure for cure in cures if needed[cure] and needed[cure] <= _OPTIONS.get()]
+    return ", or ".join(fitting or (cure for cure in cures if not needed[cure]))
 
 
 def install_command(library: str) -> str:

@@ -72,3 +72,9 @@ def check_output_path(file: Path, overwrite: bool) -> None:
 def one_line(error: BaseException) -> str:
     """The message of an error on one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def printable(text: str) -> str:
+    """The text on one line with control characters escaped: file names may contain terminal commands."""
+    escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))
+    return "".join(escaped)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.factories.contracts import BRATS
 from voxtune.data.pairing import pair_folders
-from voxtune.errors import InputError
+from voxtune.errors import FilesError, InputError
 
 
 def touch(folder, *names):
@@ -55,8 +57,12 @@ def test_unmatched_files_are_named(tmp_path):
     pairing = pair_folders(tmp_path / "i", tmp_path / "m")
     assert [p.id for p in pairing.pairs] == ["a"]
     assert {f.code for f in pairing.report.errors} == {"unmatched"}
-    with pytest.raises(InputError, match=r"b\.nii: no mask.*z\.nii: no image"):
+    with pytest.raises(FilesError, match=r"b\.nii: no mask.*; and 1 more file with errors") as caught:
         pairing.report.raise_errors()
+    assert [(Path(file).name, problem[:8]) for file, problem in caught.value.rows] == [
+        ("b.nii", "no mask "),
+        ("z.nii", "no image"),
+    ]
 
 
 def test_ambiguous_files_are_named(tmp_path):

@@ -80,7 +80,7 @@ def test_file_that_cannot_be_read_is_a_finding(tmp_path):
 
 
 def test_raise_errors_gives_all_messages_on_one_line():
-    with pytest.raises(InputError, match=r"unknown label.*none of the model's labels") as caught:
+    with pytest.raises(InputError, match=r"unknown label.*none of the labels of the model") as caught:
         check_mask(volume(mask(9)), WHOLE_HEAD).raise_errors()
     assert "\n" not in str(caught.value)
 

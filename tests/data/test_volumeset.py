@@ -8,7 +8,6 @@ import pytest
 
 from voxtune.data.contract import generic_contract
 from voxtune.data.volumeset import (
-    FileErrors,
     check_modalities,
     find_images,
     find_masks,
@@ -90,13 +89,13 @@ def test_a_volume_is_placed_by_its_mask(tmp_path):
     write(tmp_path / "a_T1w.nii.gz")
     labels = write(tmp_path / "a_dseg.nii.gz", mask())
     [file] = find_images(tmp_path)
-    placed = read_placed(file, labels, CONTRACT, strict=True)
+    placed = read_placed(file, labels, CONTRACT)
     assert (placed.image_DHW.min(), placed.image_DHW.max()) == (-1.0, 1.0)
     np.testing.assert_array_equal(placed.labels_DHW, mask().transpose(2, 1, 0))
     assert not placed.constant
-    assert read_placed(file, None, CONTRACT, strict=True).labels_DHW is None
+    assert read_placed(file, None, CONTRACT).labels_DHW is None
     [flat] = find_images(write(tmp_path / "flat" / "b.nii.gz", np.full((8, 8, 8), 3.0, dtype=np.float32)).parent)
-    assert read_placed(flat, None, CONTRACT, strict=True).constant
+    assert read_placed(flat, None, CONTRACT).constant
 
 
 @pytest.mark.parametrize(
@@ -113,7 +112,7 @@ def test_invalid_masks_are_rejected_by_name(tmp_path, labels, affine, message):
     path = write(tmp_path / "a_dseg.nii.gz", labels, affine)
     [file] = find_images(tmp_path)
     with pytest.raises(InputError, match=message) as error:
-        read_placed(file, path, CONTRACT, strict=True)
+        read_placed(file, path, CONTRACT)
     assert "a_dseg.nii.gz" in str(error.value) or "a_T1w.nii.gz" in str(error.value)
 
 
@@ -121,9 +120,11 @@ def test_the_grid_of_a_mask_is_checked_even_if_its_labels_are_not(tmp_path):
     write(tmp_path / "a_T1w.nii.gz")
     [file] = find_images(tmp_path)
     other = write(tmp_path / "b_dseg.nii.gz", mask(3))
-    assert read_placed(file, other, CONTRACT, strict=False).labels_DHW is not None
+    assert read_placed(file, other, CONTRACT, labels_for=None).labels_DHW is not None
     with pytest.raises(InputError, match="shape"):
-        read_placed(file, write(tmp_path / "a_dseg.nii.gz", np.ones((4, 4, 4), dtype=np.uint8)), CONTRACT, strict=False)
+        read_placed(
+            file, write(tmp_path / "a_dseg.nii.gz", np.ones((4, 4, 4), dtype=np.uint8)), CONTRACT, labels_for=None
+        )
 
 
 def test_pairs_must_share_a_grid(tmp_path):
@@ -138,12 +139,3 @@ def test_pairs_must_share_a_grid(tmp_path):
         with pytest.raises(InputError) as error:
             read_pair(real, synth)
         assert str(synth.path) in str(error.value)
-
-
-def test_errors_are_collected_without_duplicates():
-    errors = FileErrors()
-    for i in (0, 0, 1, 2, 3, 4, 5, 6):
-        errors.add(InputError(f"file{i}"))
-    with pytest.raises(InputError, match=r"file0; file1; .*file4; and 2 more") as error:
-        errors.raise_all()
-    assert "file6" not in str(error.value)

@@ -15,6 +15,8 @@ from typing import Any, get_args, get_type_hints
 import typer
 from typer.core import TyperCommand
 
+from voxtune.errors import command_options
+
 # Deprecated option -> its name today. Accepted with a warning, and left out of the help.
 OLD_OPTIONS = {"--output": "--out", "--shape": "--size"}
 
@@ -172,6 +174,10 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, self._with_current_options(args))
+
+    def invoke(self, ctx: Any) -> Any:
+        with command_options(name for param in self.params for name in param.opts):
+            return super().invoke(ctx)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         for param in self.params:

@@ -34,7 +34,7 @@ EXIT_OK, EXIT_INTERNAL, EXIT_INPUT, EXIT_NEGATIVE, EXIT_INTERRUPTED = 0, 1, 2, 3
 EXIT_CODES = {
     EXIT_OK: "done",
     EXIT_INTERNAL: "internal error (check: slower than allowed)",
-    EXIT_INPUT: "wrong input or usage (one line on standard error)",
+    EXIT_INPUT: "wrong input or usage (one line on standard error; a table if several files have errors)",
     EXIT_NEGATIVE: "negative result (doctor: a problem was found, profile: not everything was recorded, check: undecided)",
     EXIT_INTERRUPTED: "interrupted by Ctrl-C",
 }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import sys
+import tempfile
 import traceback
 from typing import Annotated
 
@@ -12,7 +13,8 @@ import typer
 
 from voxtune.cli.choices import Command
 from voxtune.cli.common import EXIT_CODES, EXIT_INPUT, EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK
-from voxtune.errors import InputError
+from voxtune.errors import FilesError, InputError
+from voxtune.files import printable
 
 # In the order of the help.
 COMMANDS = (
@@ -36,6 +38,9 @@ COMMANDS = (
     "estimate",
     "doctor",
 )
+
+# Rows of a table of files with errors; a text file has all of them.
+SHOWN_ROWS = 20
 
 app = typer.Typer(
     help="Fast 3D diffusion U-Nets for brain MRI: sample, train, profile and check them.",
@@ -95,7 +100,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted()
     except InputError as error:
-        return _fail(str(error))
+        one_line = "--json" in (sys.argv[1:] if arguments is None else arguments)
+        return _fail_files(error, one_line=one_line) if isinstance(error, FilesError) else _fail(str(error))
     except Exception as error:
         usage = getattr(error, "format_message", None)  # wrong usage, reported by the parser
         return _fail(usage() or "missing command; see voxtune --help") if usage else _internal_error()
@@ -111,5 +117,50 @@ def _interrupted() -> int:
 
 
 def _fail(message: str, code: int = EXIT_INPUT) -> int:
-    print(f"voxtune: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"voxtune: error: {printable(message)}", file=sys.stderr)
     return code
+
+
+def _fail_files(error: FilesError, *, one_line: bool) -> int:
+    """Prints the problems of several files as a table, or on `one_line`; many also go to a text file."""
+    rows = [(printable(file), printable(problem)) for file, problem in error.rows]
+    if len(rows) == 1:
+        return _fail(str(error))
+    complete = f"; all of them: {_list_file(rows)}" if one_line or len(rows) > SHOWN_ROWS else ""
+    if one_line:
+        return _fail(f"{error}{complete}")
+    _fail(f"{len(rows)} files cannot be used:")
+    _print_rows(rows[:SHOWN_ROWS])
+    if len(rows) > SHOWN_ROWS:
+        print(f"{len(rows) - SHOWN_ROWS} more{complete}", file=sys.stderr)
+    return EXIT_INPUT
+
+
+def _print_rows(rows: list[tuple[str, str]]) -> None:
+    """A table that fits a terminal; elsewhere, or without rich, a line for each row."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        width = max(len(file) for file, _ in rows)
+        for file, problem in rows:
+            print(f"  {file:{width}}  {problem}", file=sys.stderr)
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("file", overflow="fold", ratio=2)
+    table.add_column("problem", overflow="fold", ratio=3)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console(stderr=True).print(table)
+
+
+def _list_file(rows: list[tuple[str, str]]) -> str:
+    """Writes all rows to a text file in the system's temporary folder, and returns its path."""
+    try:
+        handle, name = tempfile.mkstemp(prefix="voxtune-errors-", suffix=".txt")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.writelines(f"{name}\t{problem}\n" for name, problem in rows)
+    except OSError as error:
+        return f"not written, {error.strerror or error}"
+    return name

@@ -27,7 +27,7 @@ from voxtune.data.grid import Mode, fit
 from voxtune.data.nifti import Volume, read_labels, read_volume
 from voxtune.data.orientation import reorder
 from voxtune.data.pairing import Pair, pair_folders
-from voxtune.data.preflight import Finding, Report, check_lost_labels, check_mask, check_pair
+from voxtune.data.preflight import Report, check_lost_labels, check_mask, check_pair, error_finding
 from voxtune.errors import InputError
 
 T = TypeVar("T")
@@ -127,7 +127,7 @@ class PairedFolders:
                 report += check_pair(read_volume(path), mask)
             placed = fit(mask, self.contract, self.mode).apply(mask.array, label=True)
         except InputError as error:
-            return report + Report(findings=(Finding(level="error", code="unusable", message=str(error)),))
+            return report + Report(findings=(error_finding("unusable", pair.mask, str(error)),))
         return report + check_lost_labels(mask.array, placed, self.contract, mask.name)
 
     def _prepare(self, index: int) -> tuple[np.ndarray, np.ndarray]:

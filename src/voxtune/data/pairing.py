@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from voxtune.data.preflight import Finding, Report
+from voxtune.data.preflight import Finding, Report, error_finding
 from voxtune.errors import InputError
 
 MASK_ENDINGS = frozenset({"dseg", "seg", "mask", "label", "labels", "probseg"})
@@ -63,19 +63,19 @@ def pair_folders(images_dir: str | Path, masks_dir: str | Path, images: tuple[st
         else:
             findings.append(pair)
     if not pairs and not findings:
-        findings.append(_finding("no-files", f"{images_dir}: no NIfTI images (.nii, .nii.gz) in this folder"))
+        findings.append(
+            error_finding("no-files", images_dir, f"{images_dir}: no NIfTI images (.nii, .nii.gz) in this folder")
+        )
     return Pairing(pairs=tuple(pairs), report=Report(findings=tuple(findings)))
 
 
 def _pair(key: str, image_files: list[Path], mask_files: list[Path], images: tuple[str, ...]) -> Pair | Finding:
     if not mask_files:
-        return _finding(
-            "unmatched", f"{_names(image_files)}: no mask with a matching name; add one or remove the image"
-        )
+        return _finding("unmatched", image_files, "no mask with a matching name; add one or remove the image")
     if not image_files:
-        return _finding("unmatched", f"{_names(mask_files)}: no image with a matching name; add one or remove the mask")
+        return _finding("unmatched", mask_files, "no image with a matching name; add one or remove the mask")
     if len(mask_files) > 1:
-        return _finding("ambiguous", f"{_names(mask_files)}: several masks for subject {key}; keep one")
+        return _finding("ambiguous", mask_files, f"several masks for subject {key}; keep one")
     chosen = []
     for name in images:
         candidates = [p for p in image_files if same_modality(split_name(p, images)[1], name)]
@@ -83,10 +83,10 @@ def _pair(key: str, image_files: list[Path], mask_files: list[Path], images: tup
             candidates = image_files
         if not candidates:
             return _finding(
-                "unmatched", f"{mask_files[0]}: no {name} image for subject {key}, only {_names(image_files)}"
+                "unmatched", mask_files[:1], f"no {name} image for subject {key}, only {_names(image_files)}"
             )
         if len(candidates) > 1:
-            return _finding("ambiguous", f"{_names(candidates)}: several {name} images for subject {key}; keep one")
+            return _finding("ambiguous", candidates, f"several {name} images for subject {key}; keep one")
         chosen.append(candidates[0])
     return Pair(id=key, images=tuple(chosen), mask=mask_files[0])
 
@@ -149,5 +149,5 @@ def _names(paths: list[Path]) -> str:
     return ", ".join(map(str, paths[:4])) + more
 
 
-def _finding(code: str, message: str) -> Finding:
-    return Finding(level="error", code=code, message=message)
+def _finding(code: str, files: list[Path], problem: str) -> Finding:
+    return error_finding(code, _names(files), f"{_names(files)}: {problem}")

@@ -12,7 +12,7 @@ import numpy as np
 
 from voxtune.data.contract import DataContract, unknown_labels
 from voxtune.data.nifti import Volume, check_affine, exact_labels, read_labels
-from voxtune.errors import InputError
+from voxtune.errors import FileProblems, InputError, advice
 
 log = logging.getLogger("voxtune")
 # Number of warnings that are shown; the rest are counted.
@@ -23,12 +23,39 @@ AFFINE_TOLERANCE_MM = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
+class Consumer:
+    """What a mask is checked for: its name in messages, and what cures a mask with other labels."""
+
+    name: str = "the model"
+    label_cures: tuple[str, ...] = (
+        "give the meaning of its values with --labels",
+        "choose a --workload with these labels",
+        "renumber the mask",
+    )
+
+
+MODEL = Consumer()
+
+
+def segmenter_consumer(name: str) -> Consumer:
+    """The segmenter that an evaluation compares masks with."""
+    cures = (
+        "give the meaning of its values with --labels",
+        "pass a --segmenter for these labels",
+        "omit --masks to skip Dice",
+        "use a segmenter for these labels",
+    )
+    return Consumer(name=name, label_cures=cures)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One problem. Errors stop the work, warnings do not."""
+    """One problem of `file`. Errors stop the work, warnings do not."""
 
     level: Literal["error", "warning"]
     code: str
     message: str
+    file: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +77,11 @@ class Report:
         return tuple(f for f in self.findings if f.level == "warning")
 
     def raise_errors(self) -> None:
-        """Raises one InputError with the messages of all errors."""
-        if self.errors:
-            raise InputError("; ".join(f.message for f in self.errors))
+        """Raises one FilesError with all errors."""
+        problems = FileProblems()
+        for finding in self.errors:
+            problems.add(finding.file, finding.message)
+        problems.raise_all()
 
     def raise_or_warn(self, warn: Callable[[str], None] = log.warning) -> None:
         """Raises the errors; without errors, passes the first warnings to `warn` and counts the rest."""
@@ -70,49 +99,54 @@ class Report:
         return Report(findings=self.findings + other.findings)
 
 
-def check_mask(mask: Volume | str | Path, contract: DataContract) -> Report:
-    """Checks whether a mask, in memory or in a file, can be used with this contract."""
+def check_mask(mask: Volume | str | Path, contract: DataContract, consumer: Consumer = MODEL) -> Report:
+    """Checks whether a mask, in memory or in a file, can be used with this contract, which is that of `consumer`."""
     if not isinstance(mask, Volume):
+        path = mask
         try:
-            mask = read_labels(mask)
+            mask = read_labels(path)
         except InputError as error:
-            return _report(_error("unreadable", str(error)))
+            return _report(error_finding("unreadable", path, str(error)))
     name, array = mask.name, mask.array
     findings = []
     if array.ndim != 3 or 0 in array.shape:
-        findings.append(_error("dimension", f"{name}: shape {mask.shape} is not that of a 3D volume"))
+        findings.append(error_finding("dimension", name, f"{name}: shape {mask.shape} is not that of a 3D volume"))
     try:
         check_affine(np.asarray(mask.affine), name)
     except InputError as error:
-        findings.append(_error("affine", str(error)))
+        findings.append(error_finding("affine", name, str(error)))
     if findings:
         return _report(*findings)
     try:
         labels = exact_labels(array, name)
     except InputError as error:
         code = "values" if np.isfinite(array).all() else "nan"
-        return _report(_error(code, str(error)))
-    return _check_labels(labels, contract, name)
+        return _report(error_finding(code, name, str(error)))
+    return _check_labels(labels, contract, name, consumer)
 
 
-def _check_labels(labels: np.ndarray, contract: DataContract, name: str) -> Report:
+def _check_labels(labels: np.ndarray, contract: DataContract, name: str, consumer: Consumer) -> Report:
     values = [int(v) for v in np.unique(labels)]
     if values == [0]:
         return _report(
-            _error("empty", f"{name}: the mask is empty, all voxels are 0; expected {contract.describe_labels()}")
+            error_finding(
+                "empty", name, f"{name}: the mask is empty, all voxels are 0; expected {contract.describe_labels()}"
+            )
         )
     findings = []
     unknown = unknown_labels(labels, contract)
-    both = f"the mask has {_some(values)}, the model {contract.describe_labels()}"
+    both = f"the mask has {_some(values)}, {consumer.name} {contract.describe_labels()}"
     if unknown:
-        findings.append(_error("unknown-label", f"{name}: unknown label {_some(unknown)}; {both}; renumber the mask"))
+        message = f"{name}: unknown label {_some(unknown)}; {both}; {advice(*consumer.label_cures)}"
+        findings.append(error_finding("unknown-label", name, message))
     missing = [v for v in contract.values if v not in values]
     if len(missing) == len(contract.values):
-        findings.append(_error("no-label", f"{name}: none of the model's labels is in the mask; {both}"))
+        message = f"{name}: none of the labels of {consumer.name} is in the mask; {both}"
+        findings.append(error_finding("no-label", name, message))
     else:
         for value in missing:
             message = f"{name}: label {contract.name_of(value)} is not in the mask; {both}; the result will not show it"
-            findings.append(Finding(level="warning", code="missing-label", message=message))
+            findings.append(Finding(level="warning", code="missing-label", message=message, file=name))
     return _report(*findings)
 
 
@@ -120,14 +154,14 @@ def check_pair(image: Volume, mask: Volume) -> Report:
     """Checks whether an image and its mask are on the same grid."""
     if image.shape != mask.shape:
         message = f"{image.name}: shape {image.shape} differs from that of its mask {mask.name}, {mask.shape}"
-        return _report(_error("pair-shape", f"{message}; resample one to the other"))
+        return _report(error_finding("pair-shape", image.name, f"{message}; resample one to the other"))
     # Differences between affines are largest at the corners.
     corners = np.array([[x, y, z, 1] for x in (0, 1) for y in (0, 1) for z in (0, 1)], dtype=np.float64)
     corners[:, :3] *= np.array(image.shape) - 1
     distance_mm = float(np.abs(corners @ (image.affine - mask.affine).T).max())
     if not distance_mm <= max(AFFINE_TOLERANCE_MM, 0.01 * min(mask.spacing)):
         message = f"{image.name}: displaced by {distance_mm:.3g} mm from its mask {mask.name}; their affines differ"
-        return _report(_error("pair-affine", f"{message}; resample one to the other"))
+        return _report(error_finding("pair-affine", image.name, f"{message}; resample one to the other"))
     return Report()
 
 
@@ -137,12 +171,12 @@ def check_lost_labels(before: np.ndarray, after: np.ndarray, contract: DataContr
     reason = "is smaller than the model's voxels and was lost in resampling"
     messages = [f"{name}: label {contract.name_of(value)} {reason}" for value in lost]
     if lost and not after.any():
-        return _report(_error("lost-all", "; ".join(messages) + "; check the mask's spacing"))
-    return _report(*(Finding(level="warning", code="lost-label", message=message) for message in messages))
+        return _report(error_finding("lost-all", name, "; ".join(messages) + "; check the mask's spacing"))
+    return _report(*(Finding(level="warning", code="lost-label", message=message, file=name) for message in messages))
 
 
-def _error(code: str, message: str) -> Finding:
-    return Finding(level="error", code=code, message=message)
+def error_finding(code: str, file: str | Path, message: str) -> Finding:
+    return Finding(level="error", code=code, message=message, file=str(file))
 
 
 def _report(*findings: Finding) -> Report:

@@ -12,11 +12,8 @@ from voxtune.data.contract import DataContract, scale_image
 from voxtune.data.grid import fit
 from voxtune.data.nifti import Volume, read_labels, read_volume
 from voxtune.data.pairing import MASK_ENDINGS, SYNTHETIC, nifti_files, same_modality, split_name
-from voxtune.data.preflight import check_mask, check_pair
+from voxtune.data.preflight import MODEL, Consumer, check_mask, check_pair
 from voxtune.errors import InputError
-
-# Number of file errors in one message; the rest are counted.
-SHOWN_ERRORS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,19 +97,24 @@ def pair_by_subject(
 
 
 def read_placed(
-    file: VolumeFile, mask_path: Path | None, contract: DataContract, *, strict: bool = True, by_mask: bool = True
+    file: VolumeFile,
+    mask_path: Path | None,
+    contract: DataContract,
+    *,
+    labels_for: Consumer | None = MODEL,
+    by_mask: bool = True,
 ) -> Placed:
     """Reads a volume and its mask on the contract's grid; a larger volume is cropped around its labels.
 
     Without `by_mask` it is cropped around its centre, as a volume without a mask: volumes that are compared must be placed
-    in the same way. A mask on another grid is an error; `strict` also checks its labels.
+    in the same way. A mask on another grid is an error; its labels must be those of `labels_for`, if given.
     """
     volume = read_volume(file.path)
     mask = None if mask_path is None else read_labels(mask_path)
     if mask is not None:
         check_pair(volume, mask).raise_errors()
-        if strict:
-            check_mask(mask, contract).raise_errors()
+        if labels_for is not None:
+            check_mask(mask, contract, labels_for).raise_errors()
     labelled = mask if by_mask else None
     placement = fit(volume if labelled is None else labelled, contract, label=labelled is not None)
     image = placement.apply(volume.array, label=False, fill=float(volume.array.min()))
@@ -137,23 +139,6 @@ def read_pair(reference: VolumeFile, synthetic: VolumeFile) -> tuple[np.ndarray,
 def _unit(volume: Volume) -> np.ndarray:
     low, high = float(volume.array.min()), float(volume.array.max())
     return (volume.array - np.float32(low)) / np.float32(high - low if high > low else 1.0)
-
-
-class FileErrors:
-    """Collects errors of several files, to raise them in one message."""
-
-    def __init__(self) -> None:
-        self.messages: list[str] = []
-
-    def add(self, error: InputError) -> None:
-        if str(error) not in self.messages:
-            self.messages.append(str(error))
-
-    def raise_all(self) -> None:
-        if self.messages:
-            more = len(self.messages) - SHOWN_ERRORS
-            shown = "; ".join(self.messages[:SHOWN_ERRORS])
-            raise InputError(f"{shown}; and {more} more" if more > 0 else shown)
 
 
 def masks_of(files: Sequence[VolumeFile], masks: Mapping[str, Path]) -> list[Path | None]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from voxtune.data.cohort import cohort_contract
 from voxtune.data.contract import DataContract
+from voxtune.data.preflight import segmenter_consumer
 from voxtune.data.volumeset import (
-    FileErrors,
     Placed,
     VolumeFile,
     check_modalities,
@@ -24,7 +24,7 @@ from voxtune.data.volumeset import (
     read_pair,
     read_placed,
 )
-from voxtune.errors import InputError
+from voxtune.errors import FileProblems, InputError
 from voxtune.quality.metrics import (
     Metric,
     SetMeasurements,
@@ -105,7 +105,8 @@ class Reader:
         self.features, self.segmenter, self.progress = features, segmenter, progress
         self.pair_metrics = [m for m in metrics if "partner" in m.needs]
         self.set_metrics = [m for m in metrics if "partner" not in m.needs]
-        self.errors = FileErrors()
+        self.errors = FileProblems()
+        self.labels_for = None if segmenter is None else segmenter_consumer(segmenter.name)
         self.constant: list[Path] = []
         self.done = 0
         self.total = sum(len(part or []) for part in (sets.real, sets.synth, sets.training, sets.pairs))
@@ -117,11 +118,11 @@ class Reader:
         for file, mask in zip(files, masks_of(files, {} if neighbours_only else self.masks), strict=True):
             try:
                 # Labels must be those of the network that they are compared with.
-                strict = self.segmenter is not None and self.features is self.segmenter
-                placed = read_placed(file, mask, contract, strict=strict, by_mask=self.by_mask)
+                labels_for = self.labels_for if self.features is self.segmenter else None
+                placed = read_placed(file, mask, contract, labels_for=labels_for, by_mask=self.by_mask)
                 self._measure(placed, mask, readings, neighbours_only)
             except InputError as error:
-                self.errors.add(error)
+                self.errors.add(file.path, error)
             self._step()
         return readings
 
@@ -133,7 +134,7 @@ class Reader:
                 partner, image = (torch.from_numpy(array) for array in read_pair(real, synth))
                 rows[synth.path] = measure(VolumeInput(image=image, partner=partner), self.pair_metrics)
             except InputError as error:
-                self.errors.add(InputError(str(error) if str(synth.path) in str(error) else f"{synth.path}: {error}"))
+                self.errors.add(synth.path, error)
             self._step()
         return rows
 
@@ -161,7 +162,7 @@ class Reader:
         if mask is None:
             return {"classes": values}
         if self.segmenter is not self.features or not self.by_mask:  # around the labels, as in sampling
-            placed = read_placed(placed.file, mask, contract)
+            placed = read_placed(placed.file, mask, contract, labels_for=self.labels_for)
             labels_DHW = self.segmenter.describe(torch.from_numpy(placed.image_DHW)[None, None])[0][0]
         assert placed.labels_DHW is not None and labels_DHW is not None
         return {"mask": torch.from_numpy(placed.labels_DHW), "predicted": labels_DHW, "classes": values}

@@ -20,7 +20,7 @@ from voxtune.data.nifti import Volume, read_labels, write_volume
 from voxtune.data.pixels import check_png, png, to_pixels
 from voxtune.data.preflight import check_lost_labels, check_mask
 from voxtune.diffusion.noise import check_seed
-from voxtune.errors import InputError
+from voxtune.errors import FileProblems, InputError
 from voxtune.files import write_atomic
 from voxtune.runtime.model import Model, check_size
 from voxtune.runtime.sampling import SamplerSettings
@@ -57,16 +57,15 @@ class GeneratedVolume:
 def prepare(
     model: Model, masks: Iterable[Path], *, mode: Mode = "auto", size: Shape | None = None
 ) -> list[MaskRequest]:
-    """Reads and checks all masks; raises one error that names every invalid mask."""
+    """Reads and checks all masks; raises one FilesError with every invalid mask."""
     contract = mask_contract(model)
-    requests, errors = [], []
+    requests, problems = [], FileProblems()
     for path in masks:
         try:
             requests.append(_prepare_one(path, contract, mode, size))
         except InputError as error:
-            errors.append(str(error))
-    if errors:
-        raise InputError("; ".join(errors))
+            problems.add(path, error)
+    problems.raise_all()
     return requests
 
 

@@ -76,6 +76,14 @@ class Segmenter:
     def device(self) -> torch.device:
         return next(self.network.parameters()).device
 
+    @property
+    def name(self) -> str:
+        """The name in messages."""
+        if self.path is None:
+            return "the segmenter"
+        folder = self.path.parent
+        return "the included segmenter" if folder == shipped_segmenter() else f"the segmenter {folder}"
+
     def to(self, device: torch.device | str) -> Segmenter:
         self.network.to(device)
         return self
@@ -150,6 +158,6 @@ def check_segmenter(segmenter: Segmenter, contract: DataContract) -> None:
     difference = contract_difference(segmenter.config.data, contract)
     if difference:
         raise InputError(
-            f"segmenter {segmenter.path}: {difference}; train one on subjects packed for this model (voxtune pack --model "
+            f"{segmenter.name}: {difference}; train one on subjects packed for this model (voxtune pack --model "
             "MODEL, voxtune train --workload segment --subjects) and pass it with --segmenter"
         )
