@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.factories.contracts import BRATS
-from voxtune.data.pairing import pair_folders
+from voxtune.data.pairing import folder_images, pair_folders
 from voxtune.errors import FilesError, InputError
 
 
@@ -88,10 +88,68 @@ def test_four_images_per_subject_in_the_order_of_the_contract(tmp_path, endings)
     assert [p.name for p in pairing.pairs[1].images] == [f"BraTS-2{e}.nii.gz" for e in endings]
 
 
+def test_bids_names_of_four_images_per_subject(tmp_path):
+    names = [f"sub-1_ses-{i}" for i in (1, 2)]
+    for name in names:
+        touch(tmp_path, *(f"{name}{e}.nii.gz" for e in ("_T1w", "_ce-gadolinium_T1w", "_T2w", "_FLAIR", "_dseg")))
+    pairing = pair_folders(tmp_path, tmp_path, BRATS.images)
+    assert pairing.report.ok and [p.id for p in pairing.pairs] == names
+    assert [p.name for p in pairing.pairs[0].images][1] == "sub-1_ses-1_ce-gadolinium_T1w.nii.gz"
+    # An image with a contrast agent is not the T1w image of a model for one image.
+    assert [p.images[0].name for p in pair_folders(tmp_path, tmp_path, ("T1w",)).pairs] == [
+        f"{name}_T1w.nii.gz" for name in names
+    ]
+
+
 def test_a_missing_channel_is_named(tmp_path):
-    touch(tmp_path, "a_t1.nii", "a_t1ce.nii", "a_flair.nii", "a_seg.nii")
-    message = pair_folders(tmp_path, tmp_path, BRATS.images).report.errors[0].message
-    assert "no T2 image for subject a" in message
+    touch(tmp_path, *(f"{s}_{e}.nii.gz" for s in "ab" for e in ("t1", "t1ce", "t2", "flair", "seg")))
+    (tmp_path / "a_t2.nii.gz").unlink()
+    [message] = [f.message for f in pair_folders(tmp_path, tmp_path, BRATS.images).report.errors]
+    assert "no T2w image for subject a" in message
+
+
+@pytest.mark.parametrize(
+    ("endings", "images", "message"),
+    [
+        (["t2"], ("T1w",), "2 T2w images, but no T1w; T1w is required"),
+        (["t2", "flair"], ("T1w",), "2 FLAIR and 2 T2w images, but no T1w; T1w is required"),
+        (["t1", "t2"], BRATS.images, "2 T1w and 2 T2w images, but no T1ce or FLAIR"),
+        (["image"], BRATS.images, "2 unnamed images, but no T1w, T1ce, T2w or FLAIR"),
+    ],
+)
+def test_a_folder_of_other_kinds_is_refused_in_one_line(tmp_path, endings, images, message):
+    touch(tmp_path, *(f"{s}_{e}.nii.gz" for s in "ab" for e in (*endings, "seg")))
+    [finding] = pair_folders(tmp_path, tmp_path, images).report.errors
+    assert finding.message.startswith(f"{tmp_path}: {message}")
+
+
+def test_ignored_kinds_are_said(tmp_path):
+    touch(tmp_path, *(f"{s}_{e}.nii.gz" for s in "ab" for e in ("t1", "t2", "seg")))
+    pairing = pair_folders(tmp_path, tmp_path, ("T1w",))
+    assert len(pairing.pairs) == 2
+    assert [f.message for f in pairing.report.warnings] == [f"{tmp_path}: ignoring 2 T2w images; only T1w is used"]
+
+
+def test_names_without_a_kind_are_the_single_image(tmp_path):
+    touch(tmp_path / "i", "a.nii", "b_image.nii", "c_FLAIR.nii")
+    touch(tmp_path / "m", "a.nii", "b.nii", "c.nii")
+    assert [p.id for p in pair_folders(tmp_path / "i", tmp_path / "m", ("FLAIR",)).pairs] == ["a", "b", "c"]
+    pairing = pair_folders(tmp_path / "i", tmp_path / "m", ("T1w",))
+    assert [p.id for p in pairing.pairs] == ["a", "b"]
+    assert "no T1w image for subject c" in pairing.report.errors[0].message
+
+
+def test_the_kind_of_a_folder(tmp_path):
+    touch(tmp_path / "none", "a.nii", "a_seg.nii")
+    touch(tmp_path / "one", "a_t2.nii", "b_T2w.nii", "a_seg.nii")
+    touch(tmp_path / "two", *(f"{s}_{e}.nii" for s in "abc" for e in ("T1w", "T2w", "seg")))
+    assert folder_images(tmp_path / "none", tmp_path / "none") == ()
+    assert folder_images(tmp_path / "one", tmp_path / "one") == ("T2w",)
+    with pytest.raises(InputError) as error:
+        folder_images(tmp_path / "two", tmp_path / "two")
+    assert str(error.value) == (
+        f"{tmp_path / 'two'}: 3 T1w and 3 T2w images; choose one: --image T1w or --image T2w (both: --image T1w,T2w)"
+    )
 
 
 def test_masks_below_the_images_folder(tmp_path):

@@ -18,8 +18,9 @@ import numpy as np
 
 from voxtune.data.cohort import LABELS, TUMOUR, Subject, subject
 from voxtune.data.contract import Shape
+from voxtune.data.modality import NIFTI_NAME
 from voxtune.data.nifti import write_volume
-from voxtune.data.pairing import NIFTI_NAME, Pair
+from voxtune.data.pairing import Pair
 from voxtune.errors import InputError
 from voxtune.files import write_atomic
 from voxtune.versions import __version__

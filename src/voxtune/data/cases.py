@@ -14,15 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from voxtune.data.bids import is_simulated, read_json, sidecar_path
-from voxtune.data.pairing import (
-    MASK_ENDINGS,
-    NIFTI_NAME,
-    SYNTHETIC,
-    group_by_subject,
-    nifti_files,
-    same_modality,
-    split_name,
-)
+from voxtune.data.modality import MASK_ENDINGS, NIFTI_NAME, PLAIN_ENDINGS, SYNTHETIC, kind_name, same_kind, split_name
+from voxtune.data.pairing import group_by_subject, nifti_files
 from voxtune.errors import InputError
 from voxtune.files import one_line
 
@@ -166,9 +159,8 @@ def _case(
     record = read_json(sidecar_path(path))
     subject, ending = split_name(path)
     number = SYNTHETIC.search(path.name)
-    # As the file spells it: T1w, not t1w.
-    modality = NIFTI_NAME.sub("", path.name)[-len(ending) :] if ending else ""
-    note = " ".join(part for part in (number.group(1) if number else "", modality) if part)
+    kind = "" if ending in PLAIN_ENDINGS else kind_name(ending)
+    note = " ".join(part for part in (number.group(1) if number else "", kind) if part)
     reference = _partner(references.get(subject, []), ending)
     mask = None if masks else _recorded_mask(path, record)
     origin: Origin = "synthetic" if number or real else "simulated" if is_simulated(path) else "volume"
@@ -187,8 +179,8 @@ def _case(
 
 def _partner(candidates: list[Path], ending: str) -> Path | None:
     """The candidate of the same modality, else the only one without a modality; None if it would be a guess."""
-    matches = [p for p in candidates if ending and same_modality(split_name(p)[1], ending)]
-    matches = matches or [p for p in candidates if not ending or split_name(p)[1] in ("", "image", "img")]
+    matches = [p for p in candidates if ending and same_kind(split_name(p)[1], ending)]
+    matches = matches or [p for p in candidates if not ending or split_name(p)[1] in ("", *PLAIN_ENDINGS)]
     return matches[0] if len(matches) == 1 else None
 
 

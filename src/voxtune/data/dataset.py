@@ -99,6 +99,7 @@ class PairedFolders:
         pairing.report.raise_errors()
         self.contract = contract if size is None else replace(contract, size=size)
         self.pairs = pairing.pairs
+        self._matching = pairing.report
         self.mode = mode
         self._cache = _Cache(cache_bytes)
 
@@ -111,7 +112,7 @@ class PairedFolders:
 
     def check(self) -> Report:
         """Checks every mask and pair."""
-        report = Report()
+        report = self._matching
         for pair in self.pairs:
             masked = check_mask(pair.mask, self.contract)
             report += masked

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from voxtune.data.modality import (
+    MASK_ENDINGS,
+    NIFTI_NAME,
+    choices,
+    describe_counts,
+    find_kind,
+    image_kind,
+    kind_name,
+    listed,
+    same_kind,
+    split_name,
+)
 from voxtune.data.preflight import Finding, Report, error_finding
 from voxtune.errors import InputError
-
-MASK_ENDINGS = frozenset({"dseg", "seg", "mask", "label", "labels", "probseg"})
-# Spellings of each modality: BIDS, BraTS up to 2021, BraTS since 2023.
-MODALITIES = (
-    frozenset({"t1", "t1w", "t1n"}),
-    frozenset({"t1ce", "t1c", "t1gd"}),
-    frozenset({"t2", "t2w"}),
-    frozenset({"flair", "t2f"}),
-)
-IMAGE_ENDINGS = frozenset({"image", "img"}).union(*MODALITIES)
-NIFTI_NAME = re.compile(r"\.nii(\.gz)?$", re.IGNORECASE)
-# The mark of a generated volume in a file name.
-SYNTHETIC = re.compile(r"_desc-(synth\d+)(?=_|\.)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,28 +42,76 @@ class Pairing:
 def pair_folders(images_dir: str | Path, masks_dir: str | Path, images: tuple[str, ...] = ("T1w",)) -> Pairing:
     """Matches the NIfTI files below two folders, which may be the same, by name.
 
-    `images` are the image names of the contract. If there are several, each subject requires one file for each, which is
-    identified by the ending of its name.
+    `images` are the image names of the contract. Each subject requires one file for each, which is identified by the
+    ending of its name; a single image may also have a name that states no kind.
     """
-    image_files = [p for p in nifti_files(images_dir) if split_name(p, images)[1] not in MASK_ENDINGS]
-    mask_files = nifti_files(masks_dir)
-    marked = [p for p in mask_files if split_name(p, images)[1] in MASK_ENDINGS]
-    mask_files = marked or [p for p in mask_files if Path(images_dir).resolve() != Path(masks_dir).resolve()]
-    if set(image_files) & set(mask_files):
-        image_files = [p for p in image_files if p not in set(mask_files)]
+    image_files, mask_files = _find_files(images_dir, masks_dir, images)
+    wrong, ignored = _check_kinds(images_dir, image_files, images)
+    if wrong is not None:
+        return Pairing(pairs=(), report=Report(findings=(wrong,)))
     by_image, by_mask = group_by_subject(image_files, images), group_by_subject(mask_files, images)
-    pairs, findings = [], []
+    pairs, findings = [], [] if ignored is None else [ignored]
     for key in sorted(by_image.keys() | by_mask.keys()):
         pair = _pair(key, by_image.get(key, []), by_mask.get(key, []), images)
         if isinstance(pair, Pair):
             pairs.append(pair)
         else:
             findings.append(pair)
-    if not pairs and not findings:
+    if not by_image and not by_mask:
         findings.append(
             error_finding("no-files", images_dir, f"{images_dir}: no NIfTI images (.nii, .nii.gz) in this folder")
         )
     return Pairing(pairs=tuple(pairs), report=Report(findings=tuple(findings)))
+
+
+def folder_images(images_dir: str | Path, masks_dir: str | Path) -> tuple[str, ...]:
+    """The one image kind that the file names in a folder state, or no kind. Raises InputError if they state several."""
+    image_files, _ = _find_files(images_dir, masks_dir, ())
+    kinds = [kind for path in image_files if (kind := image_kind(path)) is not None]
+    names = tuple(dict.fromkeys(kinds))
+    if len(names) > 1:
+        raise InputError(f"{images_dir}: {describe_counts(kinds)}; {choices(names)}")
+    return names
+
+
+def _find_files(
+    images_dir: str | Path, masks_dir: str | Path, images: tuple[str, ...]
+) -> tuple[list[Path], list[Path]]:
+    """(image files, mask files)."""
+    image_files = [p for p in nifti_files(images_dir) if split_name(p, images)[1] not in MASK_ENDINGS]
+    mask_files = nifti_files(masks_dir)
+    marked = [p for p in mask_files if split_name(p, images)[1] in MASK_ENDINGS]
+    mask_files = marked or [p for p in mask_files if Path(images_dir).resolve() != Path(masks_dir).resolve()]
+    if set(image_files) & set(mask_files):
+        image_files = [p for p in image_files if p not in set(mask_files)]
+    return image_files, mask_files
+
+
+def _check_kinds(
+    images_dir: str | Path, image_files: list[Path], images: tuple[str, ...]
+) -> tuple[Finding | None, Finding | None]:
+    """(an error if the folder lacks an image of the contract, a warning if it has images of other kinds)."""
+    endings = [split_name(p, images)[1] for p in image_files]
+    unnamed = [ending for ending in endings if _plain(ending, images)]
+    needed = [kind_name(name) for name in images]
+    missing = [name for name in needed if not any(same_kind(ending, name) for ending in endings)]
+    if image_files and missing and not (len(images) == 1 and unnamed):
+        counts = describe_counts([kind_name(e) for e in endings if e not in unnamed] + ["unnamed"] * len(unnamed))
+        message = (
+            f"{images_dir}: {counts}, but no {listed(missing, 'or')}; {listed(needed)} is required: give a folder of "
+        )
+        message += "such images, or choose another --image or model"
+        return error_finding("image-kind", images_dir, message), None
+    others = [kind_name(e) for e in endings if e not in unnamed and not any(same_kind(e, name) for name in images)]
+    if others:
+        message = f"{images_dir}: ignoring {describe_counts(others)}; only {listed(needed)} is used"
+        return None, Finding(level="warning", code="other-kinds", message=message, file=str(images_dir))
+    return None, None
+
+
+def _plain(ending: str, images: tuple[str, ...]) -> bool:
+    """Whether an ending states no image kind and is no name in `images`."""
+    return find_kind(ending) is None and not any(same_kind(ending, name) for name in images)
 
 
 def _pair(key: str, image_files: list[Path], mask_files: list[Path], images: tuple[str, ...]) -> Pair | Finding:
@@ -78,50 +123,17 @@ def _pair(key: str, image_files: list[Path], mask_files: list[Path], images: tup
         return _finding("ambiguous", mask_files, f"several masks for subject {key}; keep one")
     chosen = []
     for name in images:
-        candidates = [p for p in image_files if same_modality(split_name(p, images)[1], name)]
+        candidates = [p for p in image_files if same_kind(split_name(p, images)[1], name)]
         if not candidates and len(images) == 1:
-            candidates = image_files
+            candidates = [p for p in image_files if _plain(split_name(p, images)[1], images)]
         if not candidates:
             return _finding(
-                "unmatched", mask_files[:1], f"no {name} image for subject {key}, only {_names(image_files)}"
+                "unmatched", mask_files[:1], f"no {kind_name(name)} image for subject {key}, only {_names(image_files)}"
             )
         if len(candidates) > 1:
-            return _finding("ambiguous", candidates, f"several {name} images for subject {key}; keep one")
+            return _finding("ambiguous", candidates, f"several {kind_name(name)} images for subject {key}; keep one")
         chosen.append(candidates[0])
     return Pair(id=key, images=tuple(chosen), mask=mask_files[0])
-
-
-def split_name(path: Path, images: Iterable[str] = ()) -> tuple[str, str]:
-    """Splits a file name into subject and ending (lower case): sub-01_desc-x_dseg -> (sub-01, dseg)."""
-    stem = NIFTI_NAME.sub("", path.name)
-    known = MASK_ENDINGS | IMAGE_ENDINGS | {name.lower() for name in images}
-    ending = ""
-    while True:
-        head, separator, tail = _last_part(stem)
-        if not separator and stem.lower() in known and not ending:
-            # A file such as t1.nii.gz or seg.nii.gz in a folder named after its subject.
-            return path.parent.name, stem.lower()
-        if not separator or not head or not (tail.lower() in known or tail.lower().startswith("desc-")):
-            return stem, ending
-        stem = head
-        ending = ending or ("" if tail.lower().startswith("desc-") else tail.lower())
-
-
-def _last_part(stem: str) -> tuple[str, str, str]:
-    head, separator, tail = stem.rpartition("_")
-    if tail.lower().startswith("desc-"):
-        return head, separator, tail
-    # BraTS since 2023 uses a hyphen before the ending: BraTS-GLI-00000-000-t1n.
-    inner_head, inner_separator, inner_tail = tail.rpartition("-")
-    if inner_separator and inner_tail.lower() in MASK_ENDINGS | IMAGE_ENDINGS:
-        return f"{head}{separator}{inner_head}", inner_separator, inner_tail
-    return head, separator, tail
-
-
-def same_modality(ending: str, name: str) -> bool:
-    """Whether two endings are spellings of the same modality, such as t1w and t1n."""
-    name = name.lower()
-    return ending == name or any(ending in group and name in group for group in MODALITIES)
 
 
 def group_by_subject(files: list[Path], images: tuple[str, ...] = ()) -> dict[str, list[Path]]:

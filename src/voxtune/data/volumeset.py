@@ -10,8 +10,9 @@ import numpy as np
 
 from voxtune.data.contract import DataContract, scale_image
 from voxtune.data.grid import fit
+from voxtune.data.modality import MASK_ENDINGS, SYNTHETIC, same_kind, split_name
 from voxtune.data.nifti import Volume, read_labels, read_volume
-from voxtune.data.pairing import MASK_ENDINGS, SYNTHETIC, nifti_files, same_modality, split_name
+from voxtune.data.pairing import nifti_files
 from voxtune.data.preflight import MODEL, Consumer, check_mask, check_pair
 from voxtune.errors import InputError
 
@@ -44,7 +45,7 @@ def find_images(folder: str | Path, image: str | None = None, *, synthetic: bool
     named = [(path, *split_name(path, known)) for path in nifti_files(folder)]
     files = [VolumeFile(path=p, subject=s, modality=m) for p, s, m in named if m not in MASK_ENDINGS]
     if image is not None:
-        files = [f for f in files if not f.modality or same_modality(f.modality, image)]
+        files = [f for f in files if not f.modality or same_kind(f.modality, image)]
     files = [f for f in files if bool(SYNTHETIC.search(f.path.name)) == synthetic] or files
     if not files:
         kind = "NIfTI images (.nii, .nii.gz)" if image is None else f"{image} images"
@@ -72,7 +73,7 @@ def check_modalities(sets: Iterable[Sequence[VolumeFile]]) -> None:
     seen: dict[str, VolumeFile] = {}
     for files in sets:
         for file in files:
-            if file.modality and not any(same_modality(file.modality, known) for known in seen):
+            if file.modality and not any(same_kind(file.modality, known) for known in seen):
                 seen[file.modality] = file
     if len(seen) > 1:
         names = ", ".join(f"{m} ({f.path.name})" for m, f in seen.items())
