@@ -23,6 +23,7 @@ from tests.factories.nifti import write_mask
 from voxtune.cli.choices import OLD_OPTIONS, REGISTRIES
 from voxtune.cli.common import EXIT_CODES
 from voxtune.cli.main import COMMANDS, app
+from voxtune.config import to_mapping
 from voxtune.diffusion import SAMPLERS
 
 
@@ -315,3 +316,22 @@ def test_ctrl_c_exits_with_130(tmp_path):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     assert "interrupted" in process.communicate(timeout=60)[1] and process.returncode == 130
+
+
+def test_sample_warns_in_one_line_of_masks_unlike_the_training_data(capsys, imported_model, tmp_path):
+    model = shutil.copytree(imported_model, tmp_path / "model")
+    masks = [write_mask(tmp_path / f"sub-0{n}_dseg.nii.gz") for n in (1, 2)]
+    config = json.loads((model / "config.json").read_text())
+    data = to_mapping(voxtune.load("demo").config.training_data)
+    for labelled_ml, lines in ((760.0, 0), (250.0, 1)):
+        statistics = {**data, "labelled_ml": dict.fromkeys(data["labelled_ml"], labelled_ml)}
+        statistics["extent_mm"] = [dict.fromkeys(data["labelled_ml"], mm) for mm in (60.0, 132.0, 96.0)]
+        statistics["labels"] = []
+        (model / "config.json").write_text(json.dumps({**config, "training_data": statistics}))
+        options = ("--steps", 1, "--plan", "baseline", "--device", "cpu", "--overwrite")
+        code, _, err = run(capsys, "sample", model, "-m", masks[0], "-m", masks[1], "-o", tmp_path / "out", *options)
+        assert code == 0, err
+        warnings = [line for line in err.splitlines() if "training data" in line]
+        assert len(warnings) == lines, err
+    assert "2 of 2 masks are far outside the training data of this model, such as" in warnings[0]
+    assert "sub-01_dseg.nii.gz: labels of 760 ml in total (training: 250 ml); results may be invalid" in warnings[0]

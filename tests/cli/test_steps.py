@@ -22,7 +22,7 @@ from voxtune.data.subjects import cohort_sources, pack, unpack
 from voxtune.evaluation.bench import Bench
 from voxtune.plan.hazards import slow_half
 from voxtune.runtime.model import Model, SamplingConfig
-from voxtune.runtime.storage import load, save, weights_sha256
+from voxtune.runtime.storage import demo_model, load, save, weights_sha256
 from voxtune.segmentation.segmenter import Segmenter, SegmenterConfig, save_segmenter
 from voxtune.workloads import without_zeros
 from voxtune.workloads.segment import SegmentConfig
@@ -120,6 +120,21 @@ def test_the_first_subjects_are_left_out(capsys, folders, tmp_path):
     assert figures == pytest.approx([figures[0]] * 3, abs=0.01)
     code, _, err = run(capsys, *requested, "--subjects", subjects, "--skip", 2, "-o", tmp_path / "few")
     assert code == 2 and "at least 2" in err
+
+
+def test_warns_in_one_line_of_subjects_unlike_the_training_data(capsys, folders, tmp_path):
+    model, segmenter = copied(folders[0], tmp_path), folders[1]
+    options = ("--segmenter", segmenter, "--held-out", 2, "--samplers", "ddim", "--steps", "1", "--spacings", "logsnr")
+    config = json.loads((model / "config.json").read_text())
+    data = json.loads((demo_model() / "config.json").read_text())["training_data"]
+    child = {key: value / 3 for key, value in data["labelled_ml"].items()}
+    for name, statistics, lines in (("like", data, 0), ("unlike", {**data, "labelled_ml": child}, 1)):
+        (model / "config.json").write_text(json.dumps({**config, "training_data": statistics}))
+        code, _, err = run(capsys, "steps", model, *options, *QUICK, "-o", tmp_path / name)
+        assert code == 0, err
+        warnings = [line for line in err.splitlines() if "training data of the model" in line]
+        assert len(warnings) == lines, err
+    assert "2 of 2 subjects are far outside" in warnings[0] and "ml in total (training: 402 to 575 ml)" in warnings[0]
 
 
 def test_other_subjects_confirm_what_a_search_passed(capsys, folders, tmp_path):

@@ -146,6 +146,7 @@ def _grid_size(size: str | None, model: Model) -> tuple[int, ...] | None:
 def _requests(
     model: Model, masks: list[Path] | None, fit: str, size: tuple[int, ...] | None, output: Output
 ) -> list[MaskRequest]:
+    from voxtune.data.training_data import unlike_masks
     from voxtune.runtime.generate import mask_contract, prepare
 
     mask_contract(model)
@@ -156,6 +157,10 @@ def _requests(
         output.say(f"{request.path.name}: {request.placement.describe()}")
         for warning in request.warnings:
             output.warn(warning)
+    placed = ((r.path.name, r.labels_DHW, r.placement.source_spacing) for r in requests)
+    unlike = unlike_masks(model.config.training_data, model.config.data, placed)
+    if unlike is not None:
+        output.warn(unlike)
     return requests
 
 

@@ -104,7 +104,7 @@ def command(
         overwrite=overwrite,
         device=choose_device(device),
     )
-    table = run(request, output.say)
+    table = run(request, output.say, output.warn)
     for note in table.notes:
         output.warn(note)
     output.say(f"wrote {request.result}, {request.result.with_suffix('.md')}")

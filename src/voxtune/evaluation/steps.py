@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,23 @@ from voxtune.data.splits import (
     held_out_packed,
     single_image_contract,
 )
+from voxtune.data.training_data import measure, unlike_subjects
 from voxtune.errors import InputError
 from voxtune.evaluation.step_search import TableOptions, confirm_table, numerics_table, step_table
 from voxtune.files import check_output_path, write_atomic
 from voxtune.quality.bootstrap import Bootstrap
 from voxtune.quality.step_table import FORMAT, NON_INFERIOR, StepTable
-from voxtune.runtime.model import Model
+from voxtune.runtime.model import Model, ModelConfig
 from voxtune.runtime.planned import by_plan, optimize
 from voxtune.runtime.sampling import AutoSampling, Evidence, FeatureCache, SamplerSettings
 from voxtune.runtime.storage import config_file, load, read_json, store_auto, weights_sha256
-from voxtune.segmentation.segmenter import Segmenter, check_segmenter, load_segmenter, shipped_segmenter
+from voxtune.segmentation.segmenter import (
+    Segmenter,
+    SegmenterConfig,
+    check_segmenter,
+    load_segmenter,
+    shipped_segmenter,
+)
 from voxtune.workloads import split
 
 
@@ -163,8 +170,8 @@ class StepsRequest:
         return TableOptions(seed=self.seed, batch=self.batch, margin=self.margin, bootstrap=bootstrap)
 
 
-def run(request: StepsRequest, say: Say) -> StepTable:
-    """Runs the search, writes the table and, with `store`, the choice."""
+def run(request: StepsRequest, say: Say, warn: Say | None = None) -> StepTable:
+    """Runs the search, writes the table and, with `store`, the choice. Without `warn`, warnings go to `say`."""
     options = request.options()
     samplers, spacings = parse_names(request.samplers, "--samplers"), parse_names(request.spacings, "--spacings")
     numbers, caches = parse_steps(request.steps), parse_caches(request.cache)
@@ -177,6 +184,7 @@ def run(request: StepsRequest, say: Say) -> StepTable:
     seen = 0 if earlier is None else earlier.seen
     skip = seen if request.skip is None else request.skip
     subjects = _subjects(request, contract, skip)
+    _warn_of_unlike(subjects, {"the model": model.config, "the segmenter": segmenter.config}, warn or say)
     about |= {"skip": skip} | ({} if earlier is None else {"confirms": earlier.to_json()})
 
     def complete(table: StepTable) -> StepTable:
@@ -299,6 +307,25 @@ def _subjects(request: StepsRequest, contract: DataContract, skip: int) -> HeldO
     if request.real is not None and request.masks is not None:
         return held_out_folders(contract, request.real, request.masks, skip=skip)
     return held_out_cohort(contract, HELD_OUT if request.held_out is None else request.held_out, skip=skip)
+
+
+def _warn_of_unlike(
+    subjects: HeldOut, configs: Mapping[str, ModelConfig | SegmenterConfig], warn: Callable[[str], None]
+) -> None:
+    """Warns, in one line for each network, of subjects that are far outside its training data."""
+    numbers = range(len(subjects)) if any(config.training_data is not None for config in configs.values()) else ()
+    measured = [
+        measure(
+            subjects.contract,
+            cond_CDHW=subjects.condition([number])[0].numpy(),
+            images_CDHW=subjects.images_NDHW[number][None].numpy(),
+        )
+        for number in numbers
+    ]
+    for owner, config in configs.items():
+        line = unlike_subjects(config.training_data, subjects.contract, measured, owner)
+        if line is not None:
+            warn(line)
 
 
 def _one(values: Sequence[Any] | None, option: str) -> Any:

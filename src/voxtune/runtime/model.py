@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from voxtune.config import from_mapping, to_mapping
 from voxtune.data.contract import DataContract, encode_mask, example_labels
+from voxtune.data.training_data import TrainingData
 from voxtune.diffusion import (
     DiffusionConfig,
     cached_denoiser,
@@ -51,6 +52,7 @@ class ModelConfig:
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     data: DataContract | None = None
+    training_data: TrainingData | None = None
 
     def __post_init__(self) -> None:
         network = self.network
@@ -92,9 +94,11 @@ class ModelConfig:
             "diffusion": DiffusionConfig,
             "sampling": SamplingConfig,
             "data": DataContract,
+            "training_data": TrainingData,
         }
         values = {k: from_mapping(parts[k], rest.pop(k), f"{where}: {k}") for k in parts if rest.get(k) is not None}
-        rest.pop("data", None)
+        for optional in ("data", "training_data"):
+            rest.pop(optional, None)
         size = rest.pop("size", None)
         if not isinstance(size, list | tuple) or not all(type(s) is int for s in size):
             raise InputError(f"{where}: size must be a list of whole numbers, got {size!r}")

@@ -15,6 +15,7 @@ from torch import Tensor
 from voxtune.config import from_mapping, to_mapping
 from voxtune.data.contract import DataContract
 from voxtune.data.splits import contract_difference
+from voxtune.data.training_data import TrainingData
 from voxtune.errors import InputError
 from voxtune.files import reporting_os_errors, write_atomic
 from voxtune.runtime.storage import CARD, CONFIG, WEIGHTS, check_state, read_json, read_safetensors, write_safetensors
@@ -30,6 +31,7 @@ class SegmenterConfig:
 
     network: SegmentConfig = field(default_factory=SegmentConfig)
     data: DataContract
+    training_data: TrainingData | None = None
 
     def __post_init__(self) -> None:
         if any(s % self.network.divisor for s in self.data.size):
