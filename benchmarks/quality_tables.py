@@ -67,8 +67,13 @@ def limiting(row: Data) -> str:
     return f"**{text}**" if row["verdict"] in NON_INFERIOR else text
 
 
+def timestep_spacing(row: Data) -> str:
+    """The spacing of the row's timesteps; files of version 0.1 call it spacing."""
+    return row["timestep_spacing"] if "timestep_spacing" in row else row["spacing"]
+
+
 def steps_grid(data: Data) -> str:
-    plain = [r for r in data["rows"] if r.get("worsening") and r["clip"] and r["spacing"] == "trailing"]
+    plain = [r for r in data["rows"] if r.get("worsening") and r["clip"] and timestep_spacing(r) == "trailing"]
     plain = [r for r in plain if not r.get("cache") and r["seed"] == data["seed"]]
     numbers = sorted({r["steps"] for r in plain})
     rows = []
@@ -81,7 +86,7 @@ def steps_grid(data: Data) -> str:
 def steps_varied(data: Data) -> str:
     rows = []
     for r in data["rows"]:
-        varied = not r["clip"] or r["spacing"] != "trailing" or r.get("cache")
+        varied = not r["clip"] or timestep_spacing(r) != "trailing" or r.get("cache")
         if varied or (r.get("worsening") and r["seed"] != data["seed"]):
             rows.append([r["name"], f"{r['seconds_per_volume'] * 1e3:.1f}", limiting(r), verdict(r["verdict"])])
     return table(["setting", "ms per volume", "share of margin", "verdict"], rows)

@@ -186,10 +186,10 @@ def scenarios(run: Runner) -> Iterator[str]:  # noqa: PLR0915
     draws = {
         "default": ("--steps", "3"),
         "ddpm all": ("--sampler", "ddpm", "--steps", "5", "--count", "2", "--batch", "2", "--seed", "3"),
-        "ddim logsnr": ("--sampler", "ddim", "--steps", "4", "--spacing", "logsnr", "--no-clip"),
+        "ddim logsnr": ("--sampler", "ddim", "--steps", "4", "--timestep-spacing", "logsnr", "--no-clip"),
         "dpm++ cache": ("--sampler", "dpm++", "--steps", "4", "--cache", "2"),
-        "sde-dpm++": ("--sampler", "sde-dpm++", "--steps", "4", "--spacing", "linspace"),
-        "unipc": ("--sampler", "unipc", "--steps", "4", "--spacing", "leading"),
+        "sde-dpm++": ("--sampler", "sde-dpm++", "--steps", "4", "--timestep-spacing", "linspace"),
+        "unipc": ("--sampler", "unipc", "--steps", "4", "--timestep-spacing", "leading"),
         "ipndm": ("--sampler", "ipndm", "--steps", "4", "--picture"),
         "auto plan": ("--sampler", "ddim", "--steps", "2", "--plan", "auto"),
     }

@@ -1,6 +1,7 @@
 """Configuration dataclasses to and from JSON or YAML mappings; the annotations of a dataclass are its schema.
 
 Every configuration class of this project is a frozen, keyword-only dataclass that validates its values when constructed.
+A class variable `OLD_NAMES` maps names of settings in older files to the names of today.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def from_mapping(cls: type[T], data: Any, where: str) -> T:
     """Builds dataclass `cls` from untrusted `data`; `where` is the file and field named in error messages."""
     if not isinstance(data, Mapping):
         raise InputError(f"{where}: expected a mapping of settings, got {type(data).__name__}")
+    data = current_names(cls, data)
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     unknown = [k for k in data if k not in fields]
@@ -37,6 +39,12 @@ def from_mapping(cls: type[T], data: Any, where: str) -> T:
         return cls(**values)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
+
+
+def current_names(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    """`data` with the names that older files use for settings of `cls` replaced by those of today."""
+    old = getattr(cls, "OLD_NAMES", {})
+    return {old[name] if name in old and old[name] not in data else name: value for name, value in data.items()}
 
 
 def to_mapping(config: Any) -> dict[str, Any]:

@@ -51,9 +51,9 @@ def test_help_lists_the_choices_of_every_registry(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     texts = {name: run(capsys, name, "--help")[1] for name in COMMANDS}
     used = {
-        "sample": ("sampler", "spacing", "fit"),
-        "usefulness": ("sampler", "spacing"),
-        "steps": ("sampler", "spacing"),
+        "sample": ("sampler", "timestep_spacing", "fit"),
+        "usefulness": ("sampler", "timestep_spacing"),
+        "steps": ("sampler", "timestep_spacing"),
         "train": ("trainable", "decay", "loss", "autocast"),
         "profile": ("workload", "configuration", "tier"),
         "study": ("workload", "configuration", "study"),
@@ -82,6 +82,12 @@ def test_deprecated_spellings_still_work(capsys, tmp_path, monkeypatch):
         warning, error = err.splitlines()
         assert code == 2 and warning == "warning: --output is deprecated; use --out" and "nowhere" in error
     assert "--output" not in run(capsys, "report", "--help")[1]
+    for command in ("sample", "usefulness"):
+        code, _, err = run(capsys, command, "nowhere", "-o", "x", "--spacing", "karras")
+        assert code == 2 and err.startswith("warning: --spacing is deprecated; use --timestep-spacing\n")
+        assert "unknown timestep spacing" in err
+    code, _, err = run(capsys, "steps", "nowhere", "-o", "x", "--spacings=karras")
+    assert code == 2 and err.startswith("warning: --spacings is deprecated; use --timestep-spacings\n")
     code, _, err = run(capsys, "report", "nowhere", "--window", "seed")
     assert code == 2 and err.startswith("warning: --window seed is deprecated; use --window paper\n")
     code, _, err = run(capsys, "study", "seed", "--size", "1,two")
@@ -182,19 +188,22 @@ def test_sample_uses_the_given_spacing_and_clipping(capsys, model, tmp_path):
         "--device",
         "cpu",
     )
-    variants = {"plain": (), "logsnr": ("--spacing", "logsnr"), "free": ("--no-clip",)}
+    variants = {"plain": (), "logsnr": ("--timestep-spacing", "logsnr"), "free": ("--no-clip",)}
     volumes = {}
     for name, more in variants.items():
         code, _, err = run(capsys, *arguments, *more, "-o", tmp_path / name)
         assert code == 0, err
         [sidecar] = (tmp_path / name).glob("sub-1_*.json")
         record = json.loads(sidecar.read_text())
-        assert (record["spacing"], record["clip"]) == ("logsnr" if name == "logsnr" else "trailing", name != "free")
+        assert (record["timestep_spacing"], record["clip"]) == (
+            "logsnr" if name == "logsnr" else "trailing",
+            name != "free",
+        )
         volumes[name] = nib.load(sidecar.with_suffix(".nii.gz")).get_fdata()
     assert not np.array_equal(volumes["plain"], volumes["logsnr"])
     assert not np.array_equal(volumes["plain"], volumes["free"])
-    code, _, err = run(capsys, *arguments, "--spacing", "karras", "-o", tmp_path / "out")
-    assert code == 2 and "unknown spacing 'karras'" in err and not (tmp_path / "out").exists()
+    code, _, err = run(capsys, *arguments, "--timestep-spacing", "karras", "-o", tmp_path / "out")
+    assert code == 2 and "unknown timestep spacing 'karras'" in err and not (tmp_path / "out").exists()
 
 
 def test_sample_writes_on_the_masks_grid(capsys, model, tmp_path):
@@ -249,7 +258,10 @@ def test_doctor_lists_its_checks(capsys):
             "unknown sampler 'no-such-sampler'; choose from ddpm, ",
         ),
         (["sample", "m", "-o", "x", "--fit", "stretch"], "unknown fit 'stretch'; choose from auto, pad, resample"),
-        (["usefulness", "m", "-o", "x", "--spacing", "karras"], "unknown spacing 'karras'; choose from trailing, "),
+        (
+            ["usefulness", "m", "-o", "x", "--timestep-spacing", "karras"],
+            "unknown timestep spacing 'karras'; choose from trailing, ",
+        ),
         (["train", "--cohort", "1", "-o", "x", "--autocast", "fp8"], "fp8"),
         (["estimate", "resnet"], "unknown workload 'resnet'; choose from med-ddpm, "),
         (["estimate", "convnext", "--mode", "infer"], "infer"),

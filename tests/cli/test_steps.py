@@ -63,7 +63,11 @@ def test_a_choice_is_stored_with_its_evidence_and_sampled_with(capsys, folders, 
     assert [row["name"] for row in table["rows"]][:4] == ["ddpm 4, reference", "ddpm 4, seed 1", "ddim 1", "ddim 2"]
     auto = load(model).config.sampling.auto
     chosen = next(row for row in table["rows"] if row["name"] == table["chosen"])
-    assert (auto.sampler, auto.steps, auto.spacing) == (chosen["sampler"], chosen["steps"], chosen["spacing"])
+    assert (auto.sampler, auto.steps, auto.timestep_spacing) == (
+        chosen["sampler"],
+        chosen["steps"],
+        chosen["timestep_spacing"],
+    )
     assert auto.evidence.sha256 == hashlib.sha256((tmp_path / "out" / "steps.json").read_bytes()).hexdigest()
     assert "non-inferior" in auto.evidence.summary and "3 simulated subjects" in auto.evidence.summary
     mask = write_mask(tmp_path / "a_dseg.nii.gz")
@@ -104,7 +108,7 @@ def test_the_first_subjects_are_left_out(capsys, folders, tmp_path):
         "ddim",
         "--steps",
         "2",
-        "--spacings",
+        "--timestep-spacings",
         "logsnr",
         *QUICK,
     )
@@ -141,7 +145,7 @@ def test_other_subjects_confirm_what_a_search_passed(capsys, folders, tmp_path):
     model, segmenter = copied(folders[0], tmp_path), folders[1]
     requested = ("steps", model, "--segmenter", segmenter, "--held-out", 3, "--margin", 100, *QUICK)
     result = []
-    candidates = ("--samplers", "ddim", "--steps", "1,2,3", "--spacings", "trailing")
+    candidates = ("--samplers", "ddim", "--steps", "1,2,3", "--timestep-spacings", "trailing")
     for name, options in {"a": candidates, "b": ("--confirm", tmp_path / "a" / "steps.json", "--store")}.items():
         code, out, err = run(capsys, *requested, *options, "-o", tmp_path / name, "--json")
         assert code == 0, err
@@ -383,12 +387,15 @@ def test_a_bare_machine_makes_the_table_from_packed_subjects(folders, tmp_path):
         ),
         (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--cache", "2:2"], "depth 2"),
         (lambda a, s: ["--segmenter", s, "--numerics", "--cache", "2"], "--numerics"),
-        (lambda a, s: ["--segmenter", s, "--numerics", "--spacings", "logsnr"], "--numerics"),
+        (lambda a, s: ["--segmenter", s, "--numerics", "--timestep-spacings", "logsnr"], "--numerics"),
         (
-            lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--spacings", "karras"],
-            "unknown step spacing",
+            lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--timestep-spacings", "karras"],
+            "unknown timestep spacing",
         ),
-        (lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--spacings", "logsnr,"], "comma-separated"),
+        (
+            lambda a, s: ["--segmenter", s, "--held-out", 2, "--steps", 2, "--timestep-spacings", "logsnr,"],
+            "comma-separated",
+        ),
     ],
 )
 def test_wrong_requests_end_with_one_line(capsys, folders, tmp_path, change, word):

@@ -81,11 +81,18 @@ def test_the_cohort_and_more_volumes_than_subjects(capsys, folders, tmp_path):
     code, _, err = run(capsys, "usefulness", folders[0], "-o", tmp_path / "file", *options)
     assert code == 2 and "is a file" in err
     more = ("--subjects", folders[1], "--volumes", 6, "--seeds", 1, "--steps", 1, "--overwrite", "--json", *QUICK)
-    code, out, err = run(capsys, "usefulness", folders[0], "-o", tmp_path, *more, "--spacing", "logsnr", "--no-clip")
+    code, out, err = run(
+        capsys, "usefulness", folders[0], "-o", tmp_path, *more, "--timestep-spacing", "logsnr", "--no-clip"
+    )
     assert code == 0, err
     result = json.loads(out)
     assert [(a["real"], a["synthetic"]) for a in result["arms"]] == [(4, 0), (0, 6), (4, 6)]
-    assert [result["drawing"][k] for k in ("sampler", "steps", "spacing", "clip")] == ["ddpm", 1, "logsnr", False]
+    assert [result["drawing"][k] for k in ("sampler", "steps", "timestep_spacing", "clip")] == [
+        "ddpm",
+        1,
+        "logsnr",
+        False,
+    ]
 
 
 def test_folders_hold_out_their_last_subjects(capsys, folders, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.factories import GOLDENS
-from voxtune.diffusion import SPACINGS, DiffusionConfig, make_schedule, noise_source, normal, spaced_steps
+from voxtune.diffusion import TIMESTEP_SPACINGS, DiffusionConfig, make_schedule, noise_source, normal, spaced_steps
 from voxtune.diffusion.noise import philox
 from voxtune.diffusion.schedule import recognise
 from voxtune.errors import InputError
@@ -41,7 +41,7 @@ def test_other_betas_are_a_custom_schedule():
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
-@pytest.mark.parametrize("spacing", SPACINGS)
+@pytest.mark.parametrize("spacing", TIMESTEP_SPACINGS)
 @pytest.mark.parametrize("steps", [1, 2, 7, 50, 249, 250])
 def test_spaced_steps_decrease_and_stay_in_range(spacing, steps, schedule):
     timesteps = spaced_steps(250, steps, spacing, make_schedule(DiffusionConfig(schedule=schedule, steps=250)))
@@ -61,7 +61,7 @@ def test_logsnr_spacing_is_even_in_log_snr(total):
     even = (schedule.log_snr[0] - max(schedule.log_snr[total - 1], torch.tensor(-5.1))) / 14
     # As even as whole steps allow; near both ends a single step is a large part of the interval.
     assert (gaps - even).abs().max() < 0.2 * even
-    with pytest.raises(InputError, match="unknown step spacing"):
+    with pytest.raises(InputError, match="unknown timestep spacing"):
         spaced_steps(total, 15, "karras")
 
 

@@ -59,7 +59,7 @@ def test_the_stored_choice_is_that_of_the_table_over_other_subjects():
     assert [chosen[k] for k in ("sampler", "steps", "spacing", "clip")] == [
         auto.sampler,
         auto.steps,
-        auto.spacing,
+        auto.timestep_spacing,
         auto.clip,
     ]
     assert chosen.get("cache") == cache

@@ -12,14 +12,14 @@ import torch
 import voxtune
 from tests.factories import GOLDENS
 from voxtune.cli.main import main
-from voxtune.diffusion import SAMPLERS, SPACINGS
+from voxtune.diffusion import SAMPLERS, TIMESTEP_SPACINGS
 from voxtune.errors import InputError
 from voxtune.runtime.model import Model
 from voxtune.runtime.sampling import AutoSampling, Evidence
 from voxtune.runtime.storage import read_safetensors, store_auto
 
 EVIDENCE = Evidence(file="steps.json", sha256="0" * 64, subjects=64, summary="ddim, 3 steps: non-inferior to ddpm, 10")
-AUTO = AutoSampling(sampler="ddim", steps=3, spacing="leading", clip=False, evidence=EVIDENCE)
+AUTO = AutoSampling(sampler="ddim", steps=3, timestep_spacing="leading", clip=False, evidence=EVIDENCE)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_auto_uses_the_stored_settings(folder, cond):
     model = voxtune.load(folder)
     assert model.config.sampling.auto == AUTO
     assert replace(model.config.sampling, auto=None) == plain.config.sampling
-    explicit = plain.sample(cond, sampler="ddim", steps=3, spacing="leading", clip=False)
+    explicit = plain.sample(cond, sampler="ddim", steps=3, timestep_spacing="leading", clip=False)
     assert torch.equal(model.sample(cond, steps="auto"), explicit)
     # Without options, the stored settings are used; with a sampler or a number of steps, the model's defaults.
     assert torch.equal(model.sample(cond), explicit)
@@ -49,8 +49,8 @@ def test_auto_uses_the_stored_settings(folder, cond):
 
 
 def test_every_sampler_and_spacing_can_be_stored(folder):
-    for sampler, spacing in itertools.zip_longest(SAMPLERS, SPACINGS, fillvalue="trailing"):
-        auto = AutoSampling(sampler=sampler, steps=2, spacing=spacing, evidence=EVIDENCE)
+    for sampler, spacing in itertools.zip_longest(SAMPLERS, TIMESTEP_SPACINGS, fillvalue="trailing"):
+        auto = AutoSampling(sampler=sampler, steps=2, timestep_spacing=spacing, evidence=EVIDENCE)
         store_auto(folder, auto)
         assert voxtune.load(folder).config.sampling.auto == auto
 
@@ -80,6 +80,28 @@ def test_a_config_without_auto_loads(folder):
     assert voxtune.load(folder).config.sampling.auto is None
 
 
+def test_a_config_of_version_0_1_loads(folder):
+    """It called the spacing of the timesteps `spacing`, as the contract calls that of the voxels."""
+    store_auto(folder, AUTO)
+    path = folder / "config.json"
+    expected = voxtune.load(folder).config
+    text = path.read_text()
+    assert text.count('"timestep_spacing"') == 2 and expected.sampling.auto.timestep_spacing == "leading"
+    path.write_text(text.replace('"timestep_spacing"', '"spacing"'))
+    assert voxtune.load(folder).config == expected
+    stored = json.loads(text)
+    stored["sampling"]["spacing"] = "linspace"  # both names
+    path.write_text(json.dumps(stored))
+    with pytest.raises(InputError, match="unknown setting 'spacing'"):
+        voxtune.load(folder)
+
+
+def test_the_former_name_of_a_keyword_is_deprecated(folder):
+    model = voxtune.load(folder)
+    with pytest.warns(DeprecationWarning, match="timestep_spacing"):
+        assert model.resolve(steps=2, spacing="leading") == model.resolve(steps=2, timestep_spacing="leading")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -87,7 +109,7 @@ def test_a_config_without_auto_loads(folder):
         ({"steps": 0}, "at least 1"),
         ({"steps": "3"}, "expected int"),
         ({"sampler": "no-such-sampler"}, "unknown sampler 'no-such-sampler'"),
-        ({"spacing": "karras"}, "unknown step spacing 'karras'"),
+        ({"timestep_spacing": "karras"}, "unknown timestep spacing 'karras'"),
         ({"clip": 1}, "expected bool"),
         ({"more": 1}, "unknown setting"),
         ({"evidence": None}, "expected a mapping"),

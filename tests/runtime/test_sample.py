@@ -26,10 +26,10 @@ def cond():
 
 
 def test_settings_and_keywords_give_the_same_samples(model, cond):
-    settings = SamplerSettings(sampler="dpm++", steps=3, spacing="leading", clip=False)
-    assert model.resolve(sampler="dpm++", steps=3, spacing="leading", clip=False) == settings
+    settings = SamplerSettings(sampler="dpm++", steps=3, timestep_spacing="leading", clip=False)
+    assert model.resolve(sampler="dpm++", steps=3, timestep_spacing="leading", clip=False) == settings
     small = cond[:1, :, :8, :8, :8]
-    expected = model.sample(small, sampler="dpm++", steps=3, spacing="leading", clip=False, seed=1)
+    expected = model.sample(small, sampler="dpm++", steps=3, timestep_spacing="leading", clip=False, seed=1)
     assert torch.equal(model.sample(small, settings=settings, seed=1), expected)
 
 

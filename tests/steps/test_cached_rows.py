@@ -90,7 +90,15 @@ def test_an_equal_and_faster_cache_is_chosen():
 
 def test_a_cache_is_confirmed_together_with_the_row_without_it(tmp_path):
     rows = [
-        {"name": name, "sampler": "ddim", "steps": 20, "spacing": "logsnr", "clip": True, "seed": 0, "verdict": verdict}
+        {
+            "name": name,
+            "sampler": "ddim",
+            "steps": 20,
+            "timestep_spacing": "logsnr",
+            "clip": True,
+            "seed": 0,
+            "verdict": verdict,
+        }
         for name, verdict in (("plain", "not worse"), ("kept", "not worse"), ("other", "worse: fid"))
     ]
     rows[1]["cache"] = {"interval": 4, "depth": 1}
@@ -132,7 +140,7 @@ def test_caching_is_not_tried_without_a_non_inferior_row():
 
 def test_more_steps_are_tried_where_arithmetic_leaves_them_less_to_do():
     model = analytic.model()
-    settings = {"sampler": "ddim", "steps": 6, "spacing": "leading", "clip": False}
+    settings = {"sampler": "ddim", "steps": 6, "timestep_spacing": "leading", "clip": False}
     row = StepRow(name="ddim 6", record=settings, seconds=1.0, metrics={})
     numbers = (4, 6, 8, 12, 24)
     tried = {
@@ -145,7 +153,7 @@ def test_more_steps_are_tried_where_arithmetic_leaves_them_less_to_do():
     assert 0.2 < shallow_share(model.config.network, analytic.SIZE, 0) < 0.3
     assert tried == {2: [6, 8], 4: [6, 8], 12: [12]}
     way, _ = _cached_candidates(model, FeatureCache(interval=2, depth=0), row, numbers)
-    assert (way.sampler, way.spacing, way.clip) == ("ddim", "leading", False)
+    assert (way.sampler, way.timestep_spacing, way.clip) == ("ddim", "leading", False)
     assert (
         _cached_candidates(
             model, FeatureCache(interval=2), StepRow(**{**vars(row), "record": {**settings, "steps": 2}}), (2,)

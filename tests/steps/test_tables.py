@@ -97,10 +97,12 @@ def test_one_spacing_is_compared_alone():
         analytic.segmenter(),
         samplers=("ddim",),
         steps=(3, 20),
-        spacings=("logsnr",),
+        timestep_spacings=("logsnr",),
         options=QUICK,
     )
-    assert [row.record["spacing"] for row in result.rows] == ["trailing"] * 2 + ["logsnr"] * (len(result.rows) - 2)
+    assert [row.record["timestep_spacing"] for row in result.rows] == ["trailing"] * 2 + ["logsnr"] * (
+        len(result.rows) - 2
+    )
     assert [row.name for row in result.rows[2:4]] == ["ddim 3 logsnr", "ddim 20 logsnr"]
     assert result.rows[4].name in ("ddim 3 logsnr no clip", "ddim 20 logsnr no clip")
 
@@ -207,7 +209,7 @@ def test_distances_are_those_of_the_worst_volume():
     [
         ({"samplers": ("no-such-sampler",)}, "unknown sampler"),
         ({"steps": (99,)}, "1 to 24"),
-        ({"steps": ()}, "no sampler, spacing or steps"),
+        ({"steps": ()}, "no sampler, timestep spacing or steps"),
         ({"options": {"batch": 0}}, "batch"),
         ({"options": {"margin": -1.0}}, "margin"),
     ],

@@ -204,10 +204,10 @@ def test_few_must_be_fewer(few):
 def test_stored_settings_are_used():
     model, masks = analytic.model(4), volumes(2)
     evidence = Evidence(file="steps.json", sha256="0" * 64, subjects=64, summary="")
-    auto = AutoSampling(sampler="ddim", steps=2, spacing="leading", clip=False, evidence=evidence)
+    auto = AutoSampling(sampler="ddim", steps=2, timestep_spacing="leading", clip=False, evidence=evidence)
     stored = Model(replace(model.config, sampling=replace(model.config.sampling, auto=auto)), model.network)
     outcome = generate_volumes(stored, masks, 2, stored.resolve(steps="auto"), seed=0, batch=2, say=lambda _: None)
-    explicit = model.resolve(sampler="ddim", steps=2, spacing="leading", clip=False)
+    explicit = model.resolve(sampler="ddim", steps=2, timestep_spacing="leading", clip=False)
     expected = generate_volumes(model, masks, 2, explicit, seed=0, batch=2, say=lambda _: None)
     assert torch.equal(outcome.volumes.images_NDHW, expected.volumes.images_NDHW)
 

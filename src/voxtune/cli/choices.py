@@ -18,7 +18,12 @@ from typer.core import TyperCommand
 from voxtune.errors import command_options
 
 # Deprecated option -> its name today. Accepted with a warning, and left out of the help.
-OLD_OPTIONS = {"--output": "--out", "--shape": "--size"}
+OLD_OPTIONS = {
+    "--output": "--out",
+    "--shape": "--size",
+    "--spacing": "--timestep-spacing",
+    "--spacings": "--timestep-spacings",
+}
 
 
 def _samplers() -> Iterable[str]:
@@ -27,10 +32,10 @@ def _samplers() -> Iterable[str]:
     return SAMPLERS
 
 
-def _spacings() -> Iterable[str]:
-    from voxtune.diffusion import SPACINGS
+def _timestep_spacings() -> Iterable[str]:
+    from voxtune.diffusion import TIMESTEP_SPACINGS
 
-    return SPACINGS
+    return TIMESTEP_SPACINGS
 
 
 def _fits() -> Iterable[str]:
@@ -115,7 +120,7 @@ def _studies() -> Iterable[str]:
 
 REGISTRIES: dict[str, Callable[[], Iterable[str]]] = {
     "sampler": _samplers,
-    "spacing": _spacings,
+    "timestep_spacing": _timestep_spacings,
     "fit": _fits,
     "workload": _workloads,
     "trainable": _trainable,

@@ -45,8 +45,12 @@ DeviceOption = Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda
 SamplerOption = Annotated[
     str | None, typer.Option(help="Sampler: {sampler}. Default: the model's.", **one_of("sampler"))
 ]
-SpacingOption = Annotated[
-    str | None, typer.Option(help="Spacing of the timesteps: {spacing}. Default: the model's.", **one_of("spacing"))
+TimestepSpacingOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Spacing of the timesteps: {timestep_spacing}. Default: the model's.",
+        **one_of("timestep_spacing", word="timestep spacing"),
+    ),
 ]
 ClipOption = Annotated[
     bool | None,
@@ -225,7 +229,7 @@ def sampler_options(
     *,
     sampler: str | None = None,
     steps: str | None = None,
-    spacing: str | None = None,
+    timestep_spacing: str | None = None,
     clip: bool | None = None,
     cache: str | None = None,
 ) -> SamplerOptions:
@@ -233,7 +237,7 @@ def sampler_options(
     options: SamplerOptions = {
         "sampler": sampler,
         "steps": parse_steps(steps),
-        "spacing": spacing,
+        "timestep_spacing": timestep_spacing,
         "clip": clip,
         "cache": cache,
     }

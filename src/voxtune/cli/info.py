@@ -50,7 +50,7 @@ def _sampling(settings: dict[str, Any]) -> str:
     cache = settings.get("cache")
     cached = f", feature cache {cache['interval']}:{cache['depth']}" if cache else ""
     stored = ", stored by voxtune steps" if "steps_auto" in settings else ""
-    return f"{settings['sampler']}, {settings['steps']} steps, {settings['spacing']} spacing{cached} (default{stored})"
+    return f"{settings['sampler']}, {settings['steps']} steps, {settings['timestep_spacing']} spacing{cached} (default{stored})"
 
 
 def _grid(facts: dict[str, Any]) -> str | None:

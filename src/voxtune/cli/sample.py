@@ -18,7 +18,7 @@ from voxtune.cli.common import (
     PlanOption,
     QuietOption,
     SamplerOption,
-    SpacingOption,
+    TimestepSpacingOption,
     choose_device,
     parse_size,
     sampler_options,
@@ -53,7 +53,7 @@ def command(
             "A number uses the model's default sampler."
         ),
     ] = None,
-    spacing: SpacingOption = None,
+    timestep_spacing: TimestepSpacingOption = None,
     clip: ClipOption = None,
     cache: Annotated[
         str | None,
@@ -91,7 +91,7 @@ def command(
     images = loaded.config.network.dimensions == 2
     grid = _grid_size(size, loaded)
     check_seed(seed)
-    given = sampler_options(sampler=sampler, steps=steps, spacing=spacing, clip=clip, cache=cache)
+    given = sampler_options(sampler=sampler, steps=steps, timestep_spacing=timestep_spacing, clip=clip, cache=cache)
     settings = loaded.resolve(warn=output.warn, **given)
     if settings.cache and settings.cache.interval > 1 and not isinstance(settings, AutoSampling):
         output.warn(f"cache {settings.cache} was not measured for this model; measure it with voxtune steps --cache")

@@ -51,8 +51,8 @@ def command(
     steps: Annotated[
         str | None, typer.Option(help="Comma-separated numbers of steps to compare. Default: 5,8,10,15,20,25,50.")
     ] = None,
-    spacings: Annotated[
-        str | None, typer.Option(help="Comma-separated spacings to compare: {spacing}. Default: all.")
+    timestep_spacings: Annotated[
+        str | None, typer.Option(help="Comma-separated timestep spacings to compare: {timestep_spacing}. Default: all.")
     ] = None,
     cache: Annotated[
         str | None,
@@ -92,7 +92,7 @@ def command(
         segmenter=segmenter,
         samplers=samplers,
         steps=steps,
-        spacings=spacings,
+        timestep_spacings=timestep_spacings,
         cache=cache,
         plan=plan,
         seed=seed,

@@ -3,7 +3,7 @@
 from voxtune.diffusion.noise import noise_source, normal
 from voxtune.diffusion.samplers import SAMPLERS, cached_denoiser, full_steps, get_sampler
 from voxtune.diffusion.schedule import (
-    SPACINGS,
+    TIMESTEP_SPACINGS,
     DiffusionConfig,
     Schedule,
     add_noise,
@@ -15,7 +15,7 @@ from voxtune.diffusion.schedule import (
 
 __all__ = [
     "SAMPLERS",
-    "SPACINGS",
+    "TIMESTEP_SPACINGS",
     "DiffusionConfig",
     "Schedule",
     "add_noise",

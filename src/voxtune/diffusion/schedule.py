@@ -160,7 +160,7 @@ MIN_LOG_SNR = -5.1
 def logsnr(total: int, steps: int, schedule: Schedule | None) -> list[int]:
     """From the noisiest step to the cleanest in equal parts of log(alpha / sigma) (Lu et al. 2022)."""
     if schedule is None:
-        raise InputError("step spacing 'logsnr' requires the schedule")
+        raise InputError("timestep spacing 'logsnr' requires the schedule")
     log_snr = schedule.log_snr[:total]
     targets = torch.linspace(max(float(log_snr[-1]), MIN_LOG_SNR), float(log_snr[0]), steps, dtype=log_snr.dtype)
     nearest = (log_snr[None] - targets[:, None]).abs().argmin(dim=1).tolist()
@@ -171,8 +171,8 @@ def logsnr(total: int, steps: int, schedule: Schedule | None) -> list[int]:
     return timesteps
 
 
-# Every list of spacings (options, help texts, checks of stored settings) derives from this registry.
-SPACINGS: dict[str, Callable[[int, int, Schedule | None], list[int]]] = {
+# Every list of timestep spacings (options, help texts, checks of stored settings) derives from this registry.
+TIMESTEP_SPACINGS: dict[str, Callable[[int, int, Schedule | None], list[int]]] = {
     "trailing": trailing,
     "linspace": linspace,
     "leading": leading,
@@ -180,14 +180,14 @@ SPACINGS: dict[str, Callable[[int, int, Schedule | None], list[int]]] = {
 }
 
 
-def check_spacing(name: str) -> None:
-    if name not in SPACINGS:
-        raise InputError(f"unknown step spacing {name!r}; choose from {', '.join(SPACINGS)}")
+def check_timestep_spacing(name: str) -> None:
+    if name not in TIMESTEP_SPACINGS:
+        raise InputError(f"unknown timestep spacing {name!r}; choose from {', '.join(TIMESTEP_SPACINGS)}")
 
 
 def spaced_steps(total: int, steps: int, spacing: str = "trailing", schedule: Schedule | None = None) -> list[int]:
     """`steps` of the `total` training steps, from the noisiest down. The spacing "logsnr" requires the schedule."""
-    check_spacing(spacing)
+    check_timestep_spacing(spacing)
     if not isinstance(steps, int) or not 1 <= steps <= total:
         raise InputError(f"sampling steps must lie in 1 to {total} (the model's diffusion steps), got {steps}")
-    return SPACINGS[spacing](total, steps, schedule)
+    return TIMESTEP_SPACINGS[spacing](total, steps, schedule)

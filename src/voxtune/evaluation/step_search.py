@@ -13,7 +13,7 @@ from torch import Tensor
 from voxtune.data.splits import HeldOut
 from voxtune.diffusion import full_steps
 from voxtune.diffusion.samplers import SAMPLERS
-from voxtune.diffusion.schedule import SPACINGS
+from voxtune.diffusion.schedule import TIMESTEP_SPACINGS
 from voxtune.errors import InputError
 from voxtune.evaluation.bench import Bench, Judge, Say, TableOptions
 from voxtune.quality.step_table import StepRow, StepTable, closest_row, faster_row, fewest_steps
@@ -35,26 +35,26 @@ def step_table(
     *,
     samplers: Sequence[str] = tuple(SAMPLERS),
     steps: Sequence[int] | None = None,
-    spacings: Sequence[str] = tuple(SPACINGS),
+    timestep_spacings: Sequence[str] = tuple(TIMESTEP_SPACINGS),
     caches: Sequence[FeatureCache] = (),
     options: TableOptions | None = None,
     say: Say = lambda _line: None,
     on_update: Callable[[StepTable], None] = lambda _table: None,
 ) -> StepTable:
-    """Compares every sampler and number of steps with DDPM with all steps; then varies spacing and clamping of the best.
+    """Compares every sampler and number of steps with DDPM with all steps; then varies timesteps and clamping of the best.
 
-    All candidates have the first of `spacings`; the others are tried around the best rows. `caches` are tried on the row
-    chosen so far, and taken if they are non-inferior and faster. `on_update` receives the table after every row, so that an
-    interrupted run leaves a result.
+    All candidates have the first of `timestep_spacings`; the others are tried around the best rows. `caches` are tried on
+    the row chosen so far, and taken if they are non-inferior and faster. `on_update` receives the table after every row, so
+    that an interrupted run leaves a result.
     """
-    candidates = _candidates(model, samplers, steps, spacings)
+    candidates = _candidates(model, samplers, steps, timestep_spacings)
     numbers = sorted({settings.steps for settings in candidates})
     _check_caches(model, caches, numbers)
     bench = Bench(model, subjects, segmenter, options or TableOptions(), say)
     rows = _Rows(bench, model, candidates, on_update)
     for settings in candidates:
         rows.add(settings)
-    _vary(bench, rows.rows.copy(), numbers, spacings[1:], rows.add)
+    _vary(bench, rows.rows.copy(), numbers, timestep_spacings[1:], rows.add)
     chosen, notes = fewest_steps(rows.rows), list[str]()
     if chosen is not None and caches:
         cached, notes = _cached_rows(bench, model, caches, chosen, numbers, rows.add)
@@ -175,34 +175,34 @@ def distances(volumes_NDHW: Tensor, reference_NDHW: Tensor) -> dict[str, float]:
 
 def settings_name(settings: SamplerSettings) -> str:
     parts = [f"{settings.sampler} {settings.steps}"]
-    parts += [settings.spacing] if settings.spacing != "trailing" else []
+    parts += [settings.timestep_spacing] if settings.timestep_spacing != "trailing" else []
     parts += [] if settings.clip else ["no clip"]
     return " ".join([*parts, *([f"cache {settings.cache}"] if settings.cache else [])])
 
 
 def _candidates(
-    model: Model, samplers: Sequence[str], steps: Sequence[int] | None, spacings: Sequence[str]
+    model: Model, samplers: Sequence[str], steps: Sequence[int] | None, timestep_spacings: Sequence[str]
 ) -> list[SamplerSettings]:
     """Every sampler with every number of steps; raises InputError for what the model does not support."""
     available = model.available_steps
     numbers = [n for n in STEPS if n < available] if steps is None else list(steps)
-    if not samplers or not numbers or not spacings:
-        raise InputError(f"no sampler, spacing or steps to compare; the model has {available} steps")
+    if not samplers or not numbers or not timestep_spacings:
+        raise InputError(f"no sampler, timestep spacing or steps to compare; the model has {available} steps")
     every = [
-        model.resolve(sampler=s, steps=n, spacing=spacing)
-        for spacing, s, n in itertools.product(spacings, samplers, numbers)
+        model.resolve(sampler=s, steps=n, timestep_spacing=spacing)
+        for spacing, s, n in itertools.product(timestep_spacings, samplers, numbers)
     ]
-    return [settings for settings in every if settings.spacing == spacings[0]]
+    return [settings for settings in every if settings.timestep_spacing == timestep_spacings[0]]
 
 
 def _vary(
     bench: Bench,
     plain: Sequence[StepRow],
     numbers: Sequence[int],
-    spacings: Sequence[str],
+    timestep_spacings: Sequence[str],
     add: Callable[[SamplerSettings], StepRow],
 ) -> None:
-    """Tries the best row of each sampler with other spacings, then the best of these without clamping.
+    """Tries the best row of each sampler with other timestep spacings, then the best of these without clamping.
 
     A setting that is non-inferior is tried with fewer steps, until it is not.
     """
@@ -216,7 +216,7 @@ def _vary(
                 break
 
     for name in _names(plain):
-        changes: list[dict[str, Any]] = [*({"spacing": s} for s in spacings), {"clip": False}]
+        changes: list[dict[str, Any]] = [*({"timestep_spacing": s} for s in timestep_spacings), {"clip": False}]
         for change in changes:
             own = [row for row in rows if row.record["sampler"] == name]
             descend(_changed(fewest_steps(own) or closest_row(own), **change))

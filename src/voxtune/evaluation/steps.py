@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from voxtune.config import current_names
 from voxtune.data.contract import DataContract
 from voxtune.data.splits import (
     HeldOut,
@@ -70,12 +71,13 @@ def read_earlier(path: Path, model: Model, model_sha256: str | None) -> EarlierT
     if data.get("chosen") is None:
         raise InputError(f"{path}: has no chosen setting, so there is nothing to confirm")
     try:
-        chosen = next(row for row in data["rows"] if row["name"] == data["chosen"])
-        similar = sorted((row for row in data["rows"] if _confirmable(chosen, row)), key=lambda row: int(row["steps"]))
+        rows = [current_names(SamplerSettings, row) for row in data["rows"]]
+        chosen = next(row for row in rows if row["name"] == data["chosen"])
+        similar = sorted((row for row in rows if _confirmable(chosen, row)), key=lambda row: int(row["steps"]))
         candidates = tuple(_settings(model, row, path) for row in [chosen, *similar])
         counts = {name: int(data[name]) for name in ("subjects", "skip")}
         margin = float(data["margin"])
-    except (KeyError, TypeError, ValueError, OverflowError, StopIteration) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, StopIteration) as error:
         raise InputError(f"{path}: damaged ({type(error).__name__}: {error}); run the search again") from None
     if min(counts.values()) < 0:
         raise InputError(f"{path}: damaged: {counts}; run the search again")
@@ -92,7 +94,7 @@ def read_earlier(path: Path, model: Model, model_sha256: str | None) -> EarlierT
 
 def _confirmable(chosen: dict[str, Any], row: dict[str, Any]) -> bool:
     """Whether a row is non-inferior and equals the chosen one but for more steps, or for feature caching."""
-    same = all(row[name] == chosen[name] for name in ("sampler", "spacing", "clip"))
+    same = all(row[name] == chosen[name] for name in ("sampler", "timestep_spacing", "clip"))
     passed = row["verdict"] in NON_INFERIOR and row["seed"] == chosen["seed"] and "cache" not in row
     return same and passed and ("cache" in chosen or row["steps"] > chosen["steps"])
 
@@ -122,7 +124,7 @@ class StepsRequest:
     masks: Path | None = None
     samplers: str | None = None
     steps: str | None = None
-    spacings: str | None = None
+    timestep_spacings: str | None = None
     cache: str | None = None
     plan: str = "auto"
     seed: int = 0
@@ -141,11 +143,13 @@ class StepsRequest:
             raise InputError("--real cannot be combined with --subjects or --held-out")
         if self.store and self.numerics:
             raise InputError("--store cannot be combined with --numerics")
-        if (self.cache is not None or self.spacings is not None) and self.numerics:
-            raise InputError("--cache and --spacings cannot be combined with --numerics")
-        searched = (self.samplers, self.steps, self.spacings, self.cache)
+        if (self.cache is not None or self.timestep_spacings is not None) and self.numerics:
+            raise InputError("--cache and --timestep-spacings cannot be combined with --numerics")
+        searched = (self.samplers, self.steps, self.timestep_spacings, self.cache)
         if self.confirm is not None and (self.numerics or any(option is not None for option in searched)):
-            raise InputError("--confirm cannot be combined with --samplers, --steps, --spacings, --cache or --numerics")
+            raise InputError(
+                "--confirm cannot be combined with --samplers, --steps, --timestep-spacings, --cache or --numerics"
+            )
         if self.skip is not None and self.skip < 0:
             raise InputError(f"--skip {self.skip}: must be >= 0")
         if self.store:
@@ -173,7 +177,8 @@ class StepsRequest:
 def run(request: StepsRequest, say: Say, warn: Say | None = None) -> StepTable:
     """Runs the search, writes the table and, with `store`, the choice. Without `warn`, warnings go to `say`."""
     options = request.options()
-    samplers, spacings = parse_names(request.samplers, "--samplers"), parse_names(request.spacings, "--spacings")
+    samplers = parse_names(request.samplers, "--samplers")
+    timestep_spacings = parse_names(request.timestep_spacings, "--timestep-spacings")
     numbers, caches = parse_steps(request.steps), parse_caches(request.cache)
     model = load(request.model, device=request.device)
     segmenter = _segmenter(request.segmenter)
@@ -208,7 +213,7 @@ def run(request: StepsRequest, say: Say, warn: Say | None = None) -> StepTable:
             raise InputError("--steps auto cannot be used here: give the numbers of steps to compare, such as 5,10,20")
         choices: dict[str, Any] = {"steps": numbers, "caches": caches}
         choices |= {} if samplers is None else {"samplers": samplers}
-        choices |= {} if spacings is None else {"spacings": spacings}
+        choices |= {} if timestep_spacings is None else {"timestep_spacings": timestep_spacings}
         planned = by_plan(model, request.plan, say)
         table = step_table(planned, subjects, segmenter, options=options, say=say, on_update=save_unfinished, **choices)
     table = complete(table)

@@ -191,7 +191,7 @@ class Model:
 
         - `sampler`: a name from `voxtune.diffusion.SAMPLERS`;
         - `steps`: a number, or "auto" for the settings that `voxtune steps --store` stored with the model;
-        - `spacing`: a name from `voxtune.diffusion.SPACINGS`;
+        - `timestep_spacing`: a name from `voxtune.diffusion.TIMESTEP_SPACINGS`;
         - `clip`: clamp each step's prediction to [-1, 1];
         - `cache`: reuse deep features between steps, such as 3 for a full step every three; this changes the samples.
 
@@ -234,7 +234,7 @@ class Model:
         return self.resolve(**options)
 
     def _timesteps(self, settings: SamplerSettings) -> list[int]:
-        return spaced_steps(self.available_steps, settings.steps, settings.spacing, self.schedule)
+        return spaced_steps(self.available_steps, settings.steps, settings.timestep_spacing, self.schedule)
 
     def _denoiser(self, cond: Tensor | None, settings: SamplerSettings) -> Denoise:
         """The network for one sampling; with a feature cache, in its two parts."""

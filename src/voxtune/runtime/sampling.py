@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import string
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, ClassVar, Literal, TypedDict
 
-from voxtune.config import from_mapping
+from voxtune.config import current_names, from_mapping
 from voxtune.diffusion.samplers import get_sampler
-from voxtune.diffusion.schedule import check_spacing
+from voxtune.diffusion.schedule import check_timestep_spacing
 from voxtune.errors import InputError
 
 log = logging.getLogger("voxtune")
@@ -24,7 +25,8 @@ class SamplerOptions(TypedDict, total=False):
 
     sampler: str | None
     steps: Steps
-    spacing: str | None
+    timestep_spacing: str | None
+    spacing: str | None  # deprecated name of timestep_spacing
     clip: bool | None
     cache: FeatureCache | str | int | None
 
@@ -61,15 +63,17 @@ class FeatureCache:
 class SamplerSettings:
     """Resolved sampler settings, passed as one object from the command line to the sampler."""
 
+    OLD_NAMES: ClassVar[dict[str, str]] = {"spacing": "timestep_spacing"}
+
     sampler: str
     steps: int
-    spacing: str = "trailing"
+    timestep_spacing: str = "trailing"
     clip: bool = True
     cache: FeatureCache | None = None
 
     def __post_init__(self) -> None:
         get_sampler(self.sampler)
-        check_spacing(self.spacing)
+        check_timestep_spacing(self.timestep_spacing)
         if not isinstance(self.steps, int) or self.steps < 1:
             raise InputError(f"steps must be a whole number of at least 1, got {self.steps!r}")
         if self.cache is not None and self.cache.interval > self.steps:
@@ -78,12 +82,14 @@ class SamplerSettings:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], where: str) -> SamplerSettings:
         """The settings among the keys of a larger record; `where` names the record in error messages."""
-        names = ("sampler", "steps", "spacing", "clip", "cache")
-        return from_mapping(SamplerSettings, {name: data[name] for name in names if name in data}, where)
+        names = ("sampler", "steps", "timestep_spacing", "clip", "cache")
+        current = current_names(SamplerSettings, data)
+        return from_mapping(SamplerSettings, {name: current[name] for name in names if name in current}, where)
 
     def to_json(self) -> dict[str, Any]:
         """The settings for tables and records; `cache` is left out where features are not cached."""
-        values = {"sampler": self.sampler, "steps": self.steps, "spacing": self.spacing, "clip": self.clip}
+        names = ("sampler", "steps", "timestep_spacing", "clip")
+        values = {name: getattr(self, name) for name in names}
         return values if self.cache is None else {**values, "cache": asdict(self.cache)}
 
     def record(self) -> dict[str, Any]:
@@ -131,16 +137,18 @@ class SamplingConfig:
     neither.
     """
 
+    OLD_NAMES: ClassVar[dict[str, str]] = SamplerSettings.OLD_NAMES
+
     sampler: str = "ddpm"
     steps: int | None = None
-    spacing: str = "trailing"
+    timestep_spacing: str = "trailing"
     start: int | None = None
     prior: tuple[float, ...] | None = None
     auto: AutoSampling | None = None
 
     def __post_init__(self) -> None:
         get_sampler(self.sampler)
-        check_spacing(self.spacing)
+        check_timestep_spacing(self.timestep_spacing)
         if self.start is not None and self.start < 0:
             raise InputError(f"sampling start must be >= 0, got {self.start}")
         if self.prior is not None and not all(-1 <= value <= 1 for value in self.prior):
@@ -166,6 +174,7 @@ class SamplingConfig:
         *,
         sampler: str | None = None,
         steps: Steps = None,
+        timestep_spacing: str | None = None,
         spacing: str | None = None,
         clip: bool | None = None,
         cache: FeatureCache | str | int | None = None,
@@ -174,9 +183,12 @@ class SamplingConfig:
         """The options completed by the model's defaults, of `available` steps; without any option, the stored settings."""
         if isinstance(steps, str) and steps != "auto":
             raise InputError(f"steps {steps!r}: expected a whole number or 'auto'")
+        if spacing is not None:
+            warnings.warn("spacing is now timestep_spacing", DeprecationWarning, stacklevel=3)
+            timestep_spacing = timestep_spacing or spacing
         options: dict[str, Any] = {
             "sampler": sampler,
-            "spacing": spacing,
+            "timestep_spacing": timestep_spacing,
             "clip": clip,
             "cache": FeatureCache.parse(cache),
         }
@@ -196,4 +208,5 @@ class SamplingConfig:
                 f"{self.steps or available} steps (measure and store settings with voxtune steps --store)"
             )
         number = self.steps or available if steps is None else steps
-        return SamplerSettings(**{"sampler": self.sampler, "steps": number, "spacing": self.spacing, **given})
+        defaults = {"sampler": self.sampler, "steps": number, "timestep_spacing": self.timestep_spacing}
+        return SamplerSettings(**{**defaults, **given})
