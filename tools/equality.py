@@ -33,13 +33,16 @@ VOLATILE = re.compile(
     r"|^GeneratedBy$|^machine$|bytes$|^lr$|^size_mb$|^summary$|^steps_auto$",
     re.IGNORECASE,
 )
+# Keys with another name in version 0.1.
+RENAMED = {"timestep_spacing": "spacing"}
 PICKLED = 2  # protocol of the CIFAR-10 batches
 
 
 def clean(value: Any, root: str) -> Any:
     """A JSON value without volatile fields and without the run's own folder."""
     if isinstance(value, dict):
-        return {k.replace(root, "ROOT"): clean(v, root) for k, v in value.items() if not VOLATILE.search(str(k))}
+        kept = {RENAMED.get(k, k): v for k, v in value.items() if not VOLATILE.search(str(k))}
+        return {k.replace(root, "ROOT"): clean(v, root) for k, v in kept.items()}
     if isinstance(value, list):
         return [clean(v, root) for v in value]
     if isinstance(value, str):
@@ -186,10 +189,10 @@ def scenarios(run: Runner) -> Iterator[str]:  # noqa: PLR0915
     draws = {
         "default": ("--steps", "3"),
         "ddpm all": ("--sampler", "ddpm", "--steps", "5", "--count", "2", "--batch", "2", "--seed", "3"),
-        "ddim logsnr": ("--sampler", "ddim", "--steps", "4", "--timestep-spacing", "logsnr", "--no-clip"),
+        "ddim logsnr": ("--sampler", "ddim", "--steps", "4", "--spacing", "logsnr", "--no-clip"),
         "dpm++ cache": ("--sampler", "dpm++", "--steps", "4", "--cache", "2"),
-        "sde-dpm++": ("--sampler", "sde-dpm++", "--steps", "4", "--timestep-spacing", "linspace"),
-        "unipc": ("--sampler", "unipc", "--steps", "4", "--timestep-spacing", "leading"),
+        "sde-dpm++": ("--sampler", "sde-dpm++", "--steps", "4", "--spacing", "linspace"),
+        "unipc": ("--sampler", "unipc", "--steps", "4", "--spacing", "leading"),
         "ipndm": ("--sampler", "ipndm", "--steps", "4", "--picture"),
         "auto plan": ("--sampler", "ddim", "--steps", "2", "--plan", "auto"),
     }
