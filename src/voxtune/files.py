@@ -58,6 +58,16 @@ def reporting_os_errors(path: Path) -> Iterator[None]:
         raise InputError(f"{named}: {error.strerror or one_line(error)}") from error
 
 
+def checked_path(value: str | os.PathLike[str], name: str = "path") -> Path:
+    """`value` as a Path; raises InputError for anything that is not a path. `name` is the argument in the message."""
+    if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes):
+        raise InputError(f"{name}: expected a path, got {type(value).__name__}")
+    text = os.fspath(value)
+    if not text.strip() or "\0" in text:
+        raise InputError(f"{name} {text[:80]!r}: not a path")
+    return Path(text)
+
+
 def check_output_path(file: Path, overwrite: bool) -> None:
     """Raises InputError if `file` cannot be written, or exists without `overwrite`; call it before the work starts."""
     parent = next(path for path in file.absolute().parents if path.exists())

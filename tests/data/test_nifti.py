@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import os
+from dataclasses import replace
+from pathlib import Path
 
 import nibabel as nib
 import numpy as np
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.factories.nifti import ORIENTATIONS, oriented_affine, save, shapes, spacings, volume
 from voxtune.data import nifti
-from voxtune.data.nifti import read_labels, read_volume, write_volume
+from voxtune.data.nifti import Volume, read_labels, read_volume, write_volume
 from voxtune.errors import InputError
 from voxtune.files import write_atomic
 
@@ -206,3 +208,27 @@ def test_missing_nibabel_names_the_package_to_install(folder, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "nibabel", None)
     with pytest.raises(InputError, match="pip install nibabel"):
         nifti.read_volume(path)
+
+
+def test_save_replaces_and_reads_back(tmp_path):
+    image = Volume(array=np.random.default_rng(0).random((4, 5, 6), dtype=np.float32), affine=np.diag([1.0, 2, 3, 1]))
+    for path in (tmp_path / "a" / "image.nii.gz", str(tmp_path / "image.nii")):
+        assert image.save(path) == Path(path)
+        again = read_volume(image.save(path))
+        np.testing.assert_array_equal(again.array, image.array)
+        np.testing.assert_array_equal(again.affine, image.affine)
+    labels = replace(image, array=np.arange(120).reshape(4, 5, 6))
+    np.testing.assert_array_equal(read_labels(labels.save(tmp_path / "mask.nii.gz")).array, labels.array)
+    for path in ("image.png", "", 5, None, b"x.nii"):
+        with pytest.raises(InputError):
+            image.save(path)
+
+
+def test_a_volume_describes_itself():
+    affine = oriented_affine("LPS", (1.0, 1.0, 6.0))
+    image = Volume(array=np.linspace(0, 1, 120, dtype=np.float32).reshape(4, 5, 6), affine=affine, kind="FLAIR")
+    assert repr(image) == "Volume(FLAIR, 4 x 5 x 6, 1 x 1 x 6 mm, LPS, intensities 0 to 1)"
+    mask = replace(image, array=(image.array * 4).astype(np.uint8), kind=None)
+    assert repr(mask) == "Volume(mask, 4 x 5 x 6, 1 x 1 x 6 mm, LPS, labels 0, 1, 2, 3, 4)"
+    assert "invalid affine" in repr(replace(mask, affine=np.zeros((4, 4))))
+    assert "not a 3D volume" in repr(replace(mask, array=np.zeros((0, 2))))

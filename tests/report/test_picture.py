@@ -15,9 +15,10 @@ from voxtune.cli.sample import _picture
 from voxtune.data.contract import generic_contract
 from voxtune.data.grid import fit
 from voxtune.data.nifti import Volume
+from voxtune.data.pixels import PALETTE, label_colour
 from voxtune.errors import InputError
 from voxtune.report.contact_sheet import MAX_CASES, case_sheet
-from voxtune.report.picture import CAPTION, GAP, PALETTE, SlicePanel, label_colour, slice_picture
+from voxtune.report.picture import CAPTION, GAP, SlicePanel, slice_picture
 from voxtune.runtime.generate import GeneratedVolume, MaskRequest
 
 SIDE, STEP = 150, 150 + GAP

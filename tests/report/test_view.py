@@ -17,11 +17,11 @@ from tests.factories.nifti import write_array
 from voxtune.cli.main import main
 from voxtune.data.bids import mark_simulated
 from voxtune.data.cases import LabelName
+from voxtune.data.pixels import label_colour
 from voxtune.errors import InputError
 from voxtune.report import view
 from voxtune.report.embedding import Embedding
 from voxtune.report.metrics import read_metrics
-from voxtune.report.picture import label_colour
 from voxtune.report.view import view_page
 
 # Of the file as it is published: see assets/niivue/README.md.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -62,7 +64,7 @@ def test_progress_counts_the_steps(model, cond):
     [
         ({"cond": None}, "mask"),
         ({"cond": torch.zeros(1, 3, 16, 16, 16)}, "shape"),
-        ({"cond": torch.zeros(1, 2, 16, 15, 16)}, "multiple of"),
+        ({"cond": torch.ones(1, 2, 16, 15, 16)}, "multiple of"),
         ({"sampler": "no-such-sampler"}, "unknown sampler"),
         ({"steps": 11}, "1 to 10"),
         ({"seed": -1}, "seed"),
@@ -73,11 +75,68 @@ def test_progress_counts_the_steps(model, cond):
         ({"seed": 1.5}, "seed"),
         ({"settings": SamplerSettings(sampler="ddim", steps=2), "steps": 2}, "settings cannot be combined with steps"),
         ({"settings": SamplerSettings(sampler="ddim", steps=11)}, "1 to 10"),
+        ({"settings": {"steps": 2}}, "expected SamplerSettings, got dict"),
+        (
+            {"cond": "sub-01_dseg.nii.gz"},
+            "cond: expected a tensor, got the path 'sub-01_dseg.nii.gz'; Model.draw takes",
+        ),
+        ({"cond": Path("sub-01_dseg.nii.gz")}, "got the path"),
+        ({"cond": object()}, "expected a tensor, got object"),
+        ({"cond": np.ones((1, 2, 4, 4, 4)).astype("U1")}, "expected a tensor, got ndarray"),
+        ({"cond": torch.ones(1, 2, 16, 16, 16, dtype=torch.complex64)}, "complex64, expected real numbers"),
+        ({"cond": torch.zeros(1, 2, 16, 16, 16, dtype=torch.bool)}, r"other than -1 \(outside"),
+        ({"cond": torch.full((1, 2, 16, 16, 16), 2)}, "encode_mask"),
+        ({"cond": torch.ones(0, 2, 16, 16, 16)}, "shape"),
+        ({"steps": "ten"}, "whole number"),
+        ({"steps": True}, "whole number"),
+        ({"seed": True}, "seed"),
+        ({"seed": "0"}, "seed"),
+        ({"seed": 2**63}, "seed"),
+        ({"sampler": 5}, "unknown sampler"),
+        ({"timestep_spacing": []}, "unknown timestep spacing"),
+        ({"clip": "yes"}, "clip must be True or False"),
+        ({"cache": True}, "cache"),
+        ({"indices": "a"}, "indices"),
+        ({"indices": [-1]}, "indices"),
+        ({"indices": 0}, "indices"),
+        ({"size": "16"}, "size"),
+        ({"progress": 3}, "progress"),
     ],
 )
 def test_invalid_arguments(model, cond, arguments, message):
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=message) as caught:
         model.sample(**{"cond": cond[:1], **arguments})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"x": "x.pt"}, "x: expected a tensor, got the path"),
+        ({"x": torch.zeros(1, 2, 16, 16, 16)}, "x has shape"),
+        ({"x": torch.zeros(1, 1, 16, 16)}, "x has shape"),
+        ({"x": torch.zeros(1, 1, 16, 16, 16, dtype=torch.int64)}, "expected floating point"),
+        ({"t": "last"}, "t: expected a tensor"),
+        ({"t": None}, "t: expected a tensor"),
+        ({"cond": "mask.nii.gz"}, "cond: expected a tensor"),
+        ({"cond": None}, "mask"),
+    ],
+)
+def test_denoise_refuses_invalid_arguments(model, cond, arguments, message):
+    with pytest.raises(InputError, match=message):
+        model.denoise(**{"x": torch.zeros(1, 1, 16, 16, 16), "t": 3, "cond": cond[:1], **arguments})
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", 5, None, ""])
+def test_devices_are_checked(model, device):
+    with pytest.raises(InputError, match="device"):
+        model.to(device)
+
+
+def test_a_model_describes_itself(model):
+    text = repr(model)
+    for part in ("med-ddpm", "32 x 32 x 32", "1 (brain)", "2 (tumour)", "T1w", "cpu", "med_ddpm_tiny.pt"):
+        assert part in text
 
 
 def test_numpy_masks_are_accepted(model, cond):

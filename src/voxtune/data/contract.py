@@ -81,6 +81,11 @@ class DataContract:
         return tuple(label.value for label in sorted(self.labels, key=lambda label: label.channel))
 
     @property
+    def mask_values(self) -> tuple[float, float]:
+        """The values outside and inside a label in the model's condition."""
+        return (-1.0 if self.mask_range == "signed" else 0.0), 1.0
+
+    @property
     def classes(self) -> dict[str, int]:
         """The class of each label by name: 1 + channel; 0 is the background."""
         return {label.name: 1 + label.channel for label in sorted(self.labels, key=lambda label: label.channel)}
@@ -140,7 +145,7 @@ def encode_mask(labels_DHW: np.ndarray, contract: DataContract) -> np.ndarray:
             f"unknown label {', '.join(map(str, unknown[:8]))} in the mask; "
             f"the model has {contract.describe_labels()}; renumber the mask"
         )
-    inside, outside = np.float32(1.0), np.float32(-1.0 if contract.mask_range == "signed" else 0.0)
+    outside, inside = (np.float32(value) for value in contract.mask_values)
     return np.stack([np.where(labels_DHW == value, inside, outside) for value in contract.values])
 
 

@@ -6,7 +6,9 @@ crashes the process if the file is truncated meanwhile, and allows the header to
 
 from __future__ import annotations
 
+import base64
 import gzip
+import html
 import math
 import os
 import struct
@@ -18,8 +20,9 @@ from typing import IO, Any
 
 import numpy as np
 
+from voxtune.data.orientation import axis_codes
 from voxtune.errors import InputError
-from voxtune.files import one_line, write_atomic
+from voxtune.files import checked_path, one_line, write_atomic
 
 # Deflate refers back 32 KiB at most, so independent pieces of this size compress almost as well.
 PIECE = 2**19
@@ -58,14 +61,55 @@ GEOMETRY_FIELDS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Volume:
-    """A 3D array (X, Y, Z) with its affine. `header` is nibabel's; None for volumes created in memory."""
+    """A 3D array (X, Y, Z) with its affine: an image, or a mask of whole numbers. Notebooks show its middle slice.
+
+    `header` is nibabel's and `path` the file; both are None for volumes created in memory. `kind` names the image, such as
+    "T1w". `centre` is the voxel (x, y, z) that pictures show; None: the middle, in a mask that of the smallest label.
+    Intensities of generated volumes are in [0, 1].
+    """
 
     array: np.ndarray
     affine: np.ndarray
     header: Any = None
     path: Path | None = None
+    kind: str | None = None
+    centre: tuple[int, int, int] | None = None
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the volume to a .nii or .nii.gz file and returns its path; an existing file is replaced."""
+        return write_volume(checked_path(path), self.array, self)
+
+    def __repr__(self) -> str:
+        array = np.asarray(self.array)
+        if array.ndim != 3 or not array.size:
+            return f"Volume(shape {array.shape}, not a 3D volume)"
+        labels = np.issubdtype(array.dtype, np.integer) or array.dtype == bool
+        parts = [self.kind or ("mask" if labels else "image"), _list(array.shape), self._describe_grid()]
+        if labels:
+            values = np.unique(array)
+            parts.append(f"labels {', '.join(map(str, values[:8]))}{', ...' if len(values) > 8 else ''}")
+        else:
+            parts.append(f"intensities {array.min():.3g} to {array.max():.3g}")
+        return f"Volume({', '.join(parts)})"
+
+    def _describe_grid(self) -> str:
+        try:
+            check_affine(np.asarray(self.affine), self.name)
+        except InputError:
+            return "invalid affine"
+        return f"{' x '.join(f'{s:.3g}' for s in self.spacing)} mm, {axis_codes(self.affine)}"
+
+    def _repr_png_(self) -> bytes:
+        from voxtune.data.pixels import slice_png
+
+        return slice_png(self)
+
+    def _repr_html_(self) -> str:
+        picture = base64.b64encode(self._repr_png_()).decode()
+        text = html.escape(repr(self))
+        return f'<figure><img alt="axial slice" src="data:image/png;base64,{picture}"><figcaption>{text}</figcaption></figure>'
 
     @property
     def name(self) -> str:

@@ -1,20 +1,30 @@
-"""Conversion between pixels (0 .. 255) and the [-1, 1] of a model, resizing, and PNG.
+"""Conversion between pixels (0 .. 255) and the [-1, 1] of a model, resizing, colours of labels, and PNG.
 
 Legend: C channels, H W pixels, N images. Files are (H, W, C); models are (C, H, W).
 """
 
 from __future__ import annotations
 
+import colorsys
 import io
 import math
 
 import numpy as np
 
+from voxtune.data.grid import ras_array
+from voxtune.data.nifti import Volume
+from voxtune.data.orientation import axis_codes, reorder
 from voxtune.errors import InputError
 
 # Numbers of channels that a PNG can store.
 PNG_CHANNELS = (1, 3)
 GAP = 2
+# Background, then the first labels by value: colours that colour-blind readers can distinguish.
+PALETTE = ((20, 22, 28), (86, 134, 188), (230, 159, 0), (0, 158, 115), (204, 121, 167), (240, 228, 66), (213, 94, 0))
+# The longer side of a volume's picture.
+SLICE_SIDE = 256
+# Scans have a few very bright voxels: the brightest ones are shown alike.
+WINDOW = (0.5, 99.5)
 
 
 def to_signed(pixels: np.ndarray) -> np.ndarray:
@@ -71,3 +81,57 @@ def sheet(images_NHWC: np.ndarray, *, cell: int = 64) -> np.ndarray:
         top, left = i // columns * high, i % columns * wide
         page[top : top + high - GAP, left : left + wide - GAP] = image_HWC.repeat(zoom, axis=0).repeat(zoom, axis=1)
     return page
+
+
+def label_colour(value: int) -> str:
+    """The colour (#rrggbb) of a label value: from the palette, then generated hues."""
+    if 0 <= value < len(PALETTE):
+        channels = PALETTE[value]
+    else:
+        golden = 0.618034
+        red, green, blue = colorsys.hsv_to_rgb(value * golden % 1.0, 0.65, 0.9)
+        channels = (round(red * 255), round(green * 255), round(blue * 255))
+    return "#" + "".join(f"{c:02x}" for c in channels)
+
+
+def coloured(plane: np.ndarray, labels: bool) -> np.ndarray:
+    """The pixels (H, W, 3) of a slice: labels in their colours, intensities in [0, 1] as grey."""
+    if labels:
+        values, inverse = np.unique(plane, return_inverse=True)
+        colours = [list(bytes.fromhex(label_colour(int(v))[1:])) for v in values]
+        return np.array(colours, dtype=np.uint8)[inverse.reshape(plane.shape)]
+    grey = (np.clip(plane, 0, 1) * 255).round().astype(np.uint8)
+    return np.repeat(grey[..., None], 3, axis=-1)
+
+
+def slice_png(volume: Volume) -> bytes:
+    """An axial slice through the volume's `centre` as PNG, anterior at the top and the patient's left on the left."""
+    from PIL import Image
+
+    array = np.asarray(volume.array)
+    if array.ndim != 3 or not array.size:
+        raise InputError(f"{volume.name}: shape {volume.shape} is not that of a 3D volume")
+    labels = np.issubdtype(array.dtype, np.integer) or array.dtype == bool
+    axes, flips = reorder(axis_codes(volume.affine), "RAS")
+    position = (volume.centre or centre_of(array, labels=labels))[axes[2]]
+    ras_DHW, (_, height_mm, width_mm) = ras_array(volume)
+    plane = ras_DHW[-1 - position if flips[2] else position, ::-1, :]
+    if not labels:
+        finite = array[np.isfinite(array)]
+        low, high = np.percentile(finite, WINDOW) if finite.size else (0.0, 1.0)
+        plane = (np.nan_to_num(plane, nan=low) - low) / max(float(high - low), 1e-12)
+    tile = Image.fromarray(coloured(plane, labels))
+    mm = tile.width * width_mm, tile.height * height_mm
+    size = [max(1, round(length * SLICE_SIDE / max(mm))) for length in mm]
+    tile = tile.resize(size, Image.Resampling.NEAREST if labels else Image.Resampling.BICUBIC)
+    return png(np.asarray(tile))
+
+
+def centre_of(array: np.ndarray, *, labels: bool) -> tuple[int, int, int]:
+    """The centre of the smallest label of a mask, such as the lesion in a head; in an image, the middle of the volume."""
+    values, counts = np.unique(array[array != 0], return_counts=True) if labels else (np.zeros(0), np.zeros(0))
+    if not len(values):
+        x, y, z = (n // 2 for n in array.shape)
+    else:
+        x, y, z = (int(np.median(axis)) for axis in np.nonzero(array == values[counts.argmin()]))
+    return x, y, z

@@ -8,6 +8,7 @@ sin and cos.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,9 +23,13 @@ _ROUNDS = 10
 
 
 def check_seed(seed: int) -> int:
-    if not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise InputError(f"seed must be a whole number from 0 to 2^63 - 1, got {seed}")
-    return seed
+    try:
+        number = -1 if isinstance(seed, bool) else operator.index(seed)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 2**63:
+        raise InputError(f"seed must be a whole number from 0 to 2^63 - 1, got {str(seed)[:40]}")
+    return number
 
 
 def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> list[Tensor]:
@@ -47,7 +52,8 @@ def normal_batch(
     block_B = torch.arange((count + 3) // 4, dtype=torch.int64, device=device)
     index_N1 = torch.tensor(indices, dtype=torch.int64, device=device)[:, None]
     counter = [block_B, torch.full_like(block_B, draw), index_N1 & _MASK, index_N1 >> 32]
-    words = philox(counter, (check_seed(seed) & _MASK, seed >> 32))
+    seed = check_seed(seed)
+    words = philox(counter, (seed & _MASK, seed >> 32))
     # 24 bits of each word, at the centre of its interval: never 0, so the logarithm is finite.
     u = [((w >> 8).float() + 0.5) * 2.0**-24 for w in words]
     # Box-Muller transform: two uniform values give two normal values.

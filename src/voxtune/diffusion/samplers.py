@@ -232,7 +232,7 @@ SAMPLERS: dict[str, Sampler] = {
 
 
 def get_sampler(name: str) -> Sampler:
-    if name not in SAMPLERS:
+    if not isinstance(name, str) or name not in SAMPLERS:
         raise InputError(f"unknown sampler {name!r}; choose from {', '.join(SAMPLERS)}")
     return SAMPLERS[name]
 

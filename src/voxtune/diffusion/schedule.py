@@ -181,7 +181,7 @@ TIMESTEP_SPACINGS: dict[str, Callable[[int, int, Schedule | None], list[int]]] =
 
 
 def check_timestep_spacing(name: str) -> None:
-    if name not in TIMESTEP_SPACINGS:
+    if not isinstance(name, str) or name not in TIMESTEP_SPACINGS:
         raise InputError(f"unknown timestep spacing {name!r}; choose from {', '.join(TIMESTEP_SPACINGS)}")
 
 

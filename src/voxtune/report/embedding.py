@@ -16,8 +16,8 @@ import numpy as np
 from voxtune.data.cases import LabelName, Legend
 from voxtune.data.nifti import Volume, read_labels, read_volume, volume_bytes
 from voxtune.data.orientation import axis_codes
+from voxtune.data.pixels import label_colour
 from voxtune.errors import InputError
-from voxtune.report.picture import label_colour
 
 # Label numbers in the page are bytes.
 MAX_LABELS = 255

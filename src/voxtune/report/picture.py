@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import colorsys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from voxtune.data.pixels import coloured
 from voxtune.errors import InputError
 
-# Background, then the first labels by value: colours that colour-blind readers can distinguish.
-PALETTE = ((20, 22, 28), (86, 134, 188), (230, 159, 0), (0, 158, 115), (204, 121, 167), (240, 228, 66), (213, 94, 0))
 VIEWS = ("axial", "coronal", "sagittal")
 GAP, CAPTION = 8, 26
 INK = (235, 235, 235)
@@ -27,17 +25,6 @@ class SlicePanel:
     volume_DHW: np.ndarray
     labels: bool = False
     spacing_DHW: tuple[float, float, float] = (1.0, 1.0, 1.0)
-
-
-def label_colour(value: int) -> str:
-    """The colour (#rrggbb) of a label value: from the palette, then generated hues."""
-    if 0 <= value < len(PALETTE):
-        channels = PALETTE[value]
-    else:
-        golden = 0.618034
-        red, green, blue = colorsys.hsv_to_rgb(value * golden % 1.0, 0.65, 0.9)
-        channels = (round(red * 255), round(green * 255), round(blue * 255))
-    return "#" + "".join(f"{c:02x}" for c in channels)
 
 
 def slice_picture(panels: Sequence[SlicePanel], path: Path, *, around: np.ndarray, side: int = 256) -> Path:
@@ -94,7 +81,7 @@ def _place(
     """Pastes one slice, scaled to fit a square of `side` pixels and centred in it."""
     from PIL import Image
 
-    tile = Image.fromarray(_colours(_slice(panel.volume_DHW, view, centre), panel.labels))
+    tile = Image.fromarray(coloured(_slice(panel.volume_DHW, view, centre), panel.labels))
     depth, height, width = panel.spacing_DHW
     across, down = {"axial": (width, height), "coronal": (width, depth), "sagittal": (height, depth)}[view]
     mm = tile.width * across, tile.height * down
@@ -143,12 +130,3 @@ def _slice(volume_DHW: np.ndarray, view: str, centre: tuple[int, int, int]) -> n
     if view == "axial":
         return volume_DHW[d, ::-1, :]
     return volume_DHW[::-1, h, :] if view == "coronal" else volume_DHW[::-1, :, w]
-
-
-def _colours(plane: np.ndarray, labels: bool) -> np.ndarray:
-    if labels:
-        values, inverse = np.unique(plane, return_inverse=True)
-        colours = [list(bytes.fromhex(label_colour(int(v))[1:])) for v in values]
-        return np.array(colours, dtype=np.uint8)[inverse.reshape(plane.shape)]
-    grey = (np.clip(plane, 0, 1) * 255).round().astype(np.uint8)
-    return np.repeat(grey[..., None], 3, axis=-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -16,14 +17,16 @@ import torch
 
 from voxtune.data.contract import DataContract, Shape, encode_mask, unscale_image
 from voxtune.data.grid import Mode, Placement, fit
-from voxtune.data.nifti import Volume, read_labels, write_volume
-from voxtune.data.pixels import check_png, png, to_pixels
+from voxtune.data.nifti import Volume, check_affine, exact_labels, read_labels
+from voxtune.data.pixels import centre_of, check_png, png, to_pixels
 from voxtune.data.preflight import check_lost_labels, check_mask
 from voxtune.diffusion.noise import check_seed
 from voxtune.errors import FileProblems, InputError
-from voxtune.files import write_atomic
+from voxtune.files import checked_path, write_atomic
 from voxtune.runtime.model import Model, check_size
 from voxtune.runtime.sampling import SamplerSettings
+
+log = logging.getLogger("voxtune")
 
 # Mask names without a subject, such as dseg.nii.gz: the folder names the subject.
 GENERIC_NAME = re.compile(r"dseg|seg|mask|labels?", re.IGNORECASE)
@@ -62,7 +65,7 @@ def prepare(
     requests, problems = [], FileProblems()
     for path in masks:
         try:
-            requests.append(_prepare_one(path, contract, mode, size))
+            requests.append(prepare_mask(read_labels(path), contract, mode, size))
         except InputError as error:
             problems.add(path, error)
     problems.raise_all()
@@ -75,8 +78,32 @@ def mask_contract(model: Model) -> DataContract:
     return model.config.data
 
 
-def _prepare_one(path: Path, contract: DataContract, mode: Mode, size: Shape | None) -> MaskRequest:
-    mask = read_labels(path)
+def read_mask(mask: Volume | np.ndarray | str | Path, affine: np.ndarray | None = None) -> Volume:
+    """A mask for `draw_images`: read from its file, or checked in memory."""
+    if isinstance(mask, np.ndarray):
+        if affine is None:
+            raise InputError("missing affine: pass the 4 x 4 matrix from voxels to millimetres with the array")
+        try:
+            mask = Volume(array=mask, affine=np.array(affine, dtype=np.float64))
+        except (TypeError, ValueError):
+            raise InputError(f"affine: expected a 4 x 4 matrix of numbers, got {type(affine).__name__}") from None
+    elif affine is not None:
+        raise InputError("affine applies to a mask given as an array; omit it")
+    if not isinstance(mask, Volume):
+        if not isinstance(mask, str | os.PathLike):
+            raise InputError(f"mask: expected a NIfTI file, a Volume or an array, got {type(mask).__name__}")
+        return read_labels(checked_path(mask, "mask"))
+    array, matrix = np.asarray(mask.array), np.asarray(mask.affine)
+    if array.ndim != 3 or not array.size or array.dtype.kind not in "iufb":
+        raise InputError(f"{mask.name}: shape {array.shape} of {array.dtype} is not a 3D mask of whole numbers")
+    if matrix.dtype.kind not in "iuf":
+        raise InputError(f"{mask.name}: the affine must be a 4 x 4 matrix of numbers")
+    check_affine(matrix, mask.name)
+    return replace(mask, array=exact_labels(array, mask.name), affine=matrix)
+
+
+def prepare_mask(mask: Volume, contract: DataContract, mode: Mode = "auto", size: Shape | None = None) -> MaskRequest:
+    """Checks a mask and places it on the model's grid."""
     report = check_mask(mask, contract)
     report.raise_errors()
     placement = fit(mask, contract, mode, size)
@@ -86,7 +113,34 @@ def _prepare_one(path: Path, contract: DataContract, mode: Mode, size: Shape | N
     warnings = tuple(f.message for f in report.warnings)
     grid = replace(mask, array=np.broadcast_to(np.zeros((), np.uint8), mask.shape))
     compact = labels_DHW.astype(np.min_scalar_type(max(contract.values)))
-    return MaskRequest(path=path, grid=grid, labels_DHW=compact, placement=placement, warnings=warnings)
+    return MaskRequest(
+        path=mask.path or Path(mask.name), grid=grid, labels_DHW=compact, placement=placement, warnings=warnings
+    )
+
+
+def draw_images(
+    model: Model,
+    mask: Volume,
+    *,
+    settings: SamplerSettings,
+    seed: int = 0,
+    mode: Mode = "auto",
+    size: tuple[int, ...] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    warn: Callable[[str], None] = log.warning,
+) -> dict[str, Volume]:
+    """The images that `generate` writes for one mask, by name and in memory."""
+    contract = mask_contract(model)
+    if size is not None:
+        check_size(model.config.network, size)
+    request = prepare_mask(mask, contract, mode, size)  # type: ignore[arg-type]  # three dimensions, as the contract
+    for warning in request.warnings:
+        warn(warning)
+    [(_, _, images_CDHW)] = _sampled(model, [(0, request)], settings, seed, 1, progress)
+    volumes = _on_mask_grid(request, images_CDHW, contract.images)
+    # Pictures of the volumes show what the mask is about.
+    centre = centre_of(mask.array, labels=True)
+    return {name: replace(volume, centre=centre) for name, volume in zip(contract.images, volumes, strict=True)}
 
 
 def generate(
@@ -116,6 +170,32 @@ def generate(
     settings = settings or model.resolve()
     model.check_settings(settings)
     _describe_folder(out)
+    for i, request, images_CDHW in _sampled(model, jobs, settings, seed, batch, progress):
+        record = {
+            **(provenance or {}),
+            "seed": seed,
+            "index": i,
+            **settings.record(),
+            "passes": list(getattr(model.network, "passes", ())),
+            "mask": request.path.name,
+            "Sources": [_relative(out, request.path)],
+            "labels": {str(label.value): label.name for label in contract.labels},
+            "placement": request.placement.describe(),
+        }
+        files = _write(_on_mask_grid(request, images_CDHW, contract.images), out, names[i], record)
+        yield GeneratedVolume(request=request, index=i, images_CDHW=images_CDHW, files=files)
+
+
+def _sampled(
+    model: Model,
+    jobs: list[tuple[int, MaskRequest]],
+    settings: SamplerSettings,
+    seed: int,
+    batch: int,
+    progress: Callable[[int, int], None] | None,
+) -> Iterator[tuple[int, MaskRequest, np.ndarray]]:
+    """(index, request, images in [0, 1] on the model's grid) of each job, sampled in batches."""
+    contract = mask_contract(model)
     done = 0
     while chunk := list(islice(jobs, done, done + batch)):
         cond = torch.from_numpy(np.stack([encode_mask(request.labels_DHW, contract) for _, request in chunk]))
@@ -130,19 +210,16 @@ def generate(
         )
         for (i, request), image in zip(chunk, x.cpu().numpy(), strict=True):
             check_finite(image, f"volume {i}, for {request.path}")
-            record = {
-                **(provenance or {}),
-                "seed": seed,
-                "index": i,
-                **settings.record(),
-                "passes": list(getattr(model.network, "passes", ())),
-                "mask": request.path.name,
-                "Sources": [_relative(out, request.path)],
-                "labels": {str(label.value): label.name for label in contract.labels},
-                "placement": request.placement.describe(),
-            }
-            yield _write(request, i, unscale_image(image), out, names[i], record)
+            yield i, request, unscale_image(image)
         done += len(chunk)
+
+
+def _on_mask_grid(request: MaskRequest, images_CDHW: np.ndarray, images: tuple[str, ...]) -> list[Volume]:
+    """The images as volumes with the size, the position and the header geometry of the mask."""
+    arrays = [request.placement.invert(image_DHW, label=False) for image_DHW in images_CDHW]
+    return [
+        replace(request.grid, array=array, path=None, kind=kind) for array, kind in zip(arrays, images, strict=True)
+    ]
 
 
 def check_new(files: Iterable[Path]) -> None:
@@ -186,15 +263,13 @@ def batch_progress(
     return lambda step, _total: progress(done * steps + step * batch, jobs * steps)
 
 
-def _write(
-    request: MaskRequest, index: int, images_CDHW: np.ndarray, out: Path, names: tuple[str, ...], record: dict[str, Any]
-) -> GeneratedVolume:
+def _write(volumes: list[Volume], out: Path, names: tuple[str, ...], record: dict[str, Any]) -> tuple[Path, ...]:
     files = []
-    for image_DHW, name in zip(images_CDHW, names, strict=True):
-        files.append(write_volume(out / name, request.placement.invert(image_DHW, label=False), request.grid))
+    for volume, name in zip(volumes, names, strict=True):
+        files.append(volume.save(out / name))
         sidecar = out / name.replace(".nii.gz", ".json")
         write_atomic(sidecar, (json.dumps(record, indent=2, default=str) + "\n").encode())
-    return GeneratedVolume(request=request, index=index, images_CDHW=images_CDHW, files=tuple(files))
+    return tuple(files)
 
 
 def _relative(folder: Path, path: Path) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,8 +28,13 @@ from voxtune.diffusion import (
 from voxtune.diffusion.noise import check_seed
 from voxtune.diffusion.samplers import Denoise
 from voxtune.errors import InputError
+from voxtune.files import one_line
 from voxtune.runtime.sampling import SamplerOptions, SamplerSettings, SamplingConfig
 from voxtune.workloads import FAMILIES, NetworkConfig, Workload, build, split, workload
+
+if TYPE_CHECKING:
+    from voxtune.data.grid import Mode
+    from voxtune.data.nifti import Volume
 
 log = logging.getLogger("voxtune")
 
@@ -124,16 +132,38 @@ def workload_contract(entry: Workload) -> DataContract | None:
     return from_mapping(DataContract, {"size": entry.size, **entry.contract}, f"workload {entry.name}")
 
 
+def checked_device(device: torch.device | str) -> torch.device:
+    """The device of that name; raises for one that this machine does not have."""
+    if not isinstance(device, torch.device | str):
+        raise InputError(f"device {device!r}: expected a name such as 'cpu' or 'cuda'")
+    try:
+        checked = torch.device(device)
+    except RuntimeError as error:
+        raise InputError(f"device {str(device)[:80]!r}: {one_line(error)}") from None
+    if checked.type == "cuda" and (checked.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"device {device}: this machine has {torch.cuda.device_count()} CUDA devices; use 'cpu'")
+    return checked
+
+
 class Model:
     """A network with its configuration, for sampling. Returned by `voxtune.load`; without `network`, the weights are random.
 
-    `noise` computes the sampler's noise. Every implementation gives the same noise for a seed, a sample and a draw, up to
-    rounding.
+    `draw` takes mask files and returns volumes; `sample` and `denoise` are the calls on tensors below it. `noise` computes
+    the sampler's noise. Every implementation gives the same noise for a seed, a sample and a draw, up to rounding. `weights`
+    tells where the weights are from.
     """
 
-    def __init__(self, config: ModelConfig, network: nn.Module | None = None, noise: NoiseSource = noise_source):
+    def __init__(
+        self,
+        config: ModelConfig,
+        network: nn.Module | None = None,
+        noise: NoiseSource = noise_source,
+        *,
+        weights: str | None = None,
+    ):
         self.config = config
         self.noise = noise
+        self.weights = weights or ("random weights" if network is None else "given weights")
         self.network = (build(config.network) if network is None else network).eval()
         self.schedule = make_schedule(config.diffusion)
 
@@ -147,11 +177,63 @@ class Model:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
 
     def to(self, device: torch.device | str) -> Model:
-        self.network.to(device)
+        self.network.to(checked_device(device))
         return self
 
+    def __repr__(self) -> str:
+        data = self.config.data
+        parts = [self.config.family, " x ".join(map(str, self.config.size))]
+        if data is not None:
+            parts.append(f"labels {', '.join(data.name_of(value) for value in data.values)}")
+            parts.append(f"images {', '.join(data.images)}")
+        return f"Model({'; '.join([*parts, str(self.device), self.weights])})"
+
+    def draw(
+        self,
+        mask: Volume | np.ndarray | str | Path,
+        affine: np.ndarray | None = None,
+        *,
+        seed: int = 0,
+        fit: Mode = "auto",
+        size: Sequence[int] | None = None,
+        progress: Progress | None = None,
+        **options: Unpack[SamplerOptions],
+    ) -> Volume:
+        """The volume that the model generates for a mask, on the mask's own grid, with intensities in [0, 1].
+
+        `mask` is a NIfTI file, a Volume, or an array (X, Y, Z) of whole numbers with its `affine`. The voxels equal those of
+        the file that `voxtune sample` writes for that mask with the same seed, options and device, in batches of one.
+        `fit`, `size` and `seed` are as on the command line, `options` as in `sample`: `steps`, `sampler` and others. A
+        model of several images has no single volume; use `draw_images`.
+        """
+        images = () if self.config.data is None else self.config.data.images
+        if len(images) > 1:
+            raise InputError(f"this model generates {len(images)} images ({', '.join(images)}); use draw_images")
+        drawn = self.draw_images(mask, affine, seed=seed, fit=fit, size=size, progress=progress, **options)
+        return next(iter(drawn.values()))
+
+    def draw_images(
+        self,
+        mask: Volume | np.ndarray | str | Path,
+        affine: np.ndarray | None = None,
+        *,
+        seed: int = 0,
+        fit: Mode = "auto",
+        size: Sequence[int] | None = None,
+        progress: Progress | None = None,
+        **options: Unpack[SamplerOptions],
+    ) -> dict[str, Volume]:
+        """As `draw`, for a model of one or several images: the volumes by the name of the image, such as "FLAIR"."""
+        from voxtune.runtime.generate import draw_images, read_mask
+
+        settings = self.check_request(seed=seed, **options)
+        check_progress(progress)
+        grid = None if size is None else _whole("size", size)
+        volume = read_mask(mask, affine)
+        return draw_images(self, volume, settings=settings, seed=seed, mode=fit, size=grid, progress=progress)
+
     def example_mask(self) -> Tensor:
-        """An encoded mask (1, labels, D, H, W) to try the model without data: nested ellipsoids, not a real anatomy."""
+        """An encoded mask (1, labels, D, H, W) to try `sample` without data: nested ellipsoids, not a real anatomy."""
         if self.config.data is None:
             raise InputError("this model takes no mask (it has no label contract)")
         labels_DHW = example_labels(self.config.data)
@@ -159,8 +241,18 @@ class Model:
 
     @torch.inference_mode()
     def denoise(self, x: Tensor, t: Tensor | int, cond: Tensor | None = None) -> Tensor:
-        """The noise that the network predicts in `x` at step `t` (one value, or one for each sample)."""
-        t_N = torch.as_tensor(t, device=x.device)
+        """The noise that the network predicts in `x` (N, C, *size), in [-1, 1] where it is free of noise, at step `t`.
+
+        `t` is one step, or one for each sample. `cond` is as in `sample`.
+        """
+        x = check_tensor(x, "x").to(self.device)
+        cond = None if cond is None else check_tensor(cond, "cond").to(self.device, torch.float32)
+        network = self.config.network
+        if x.dim() != network.dimensions + 2 or x.shape[1] != network.out_channels or x.shape[0] < 1:
+            raise InputError(f"x has shape {tuple(x.shape)}, expected (batch, {network.out_channels}, *size)")
+        if not x.is_floating_point():
+            raise InputError(f"x has type {x.dtype}, expected floating point")
+        t_N = check_tensor(t, "t").to(x.device)
         if t_N.dim() > 1 or (t_N.dim() == 1 and t_N.shape[0] not in (1, x.shape[0])):
             raise InputError(
                 f"t has shape {tuple(t_N.shape)}; expected one step, or one for each of {x.shape[0]} samples"
@@ -184,7 +276,9 @@ class Model:
     ) -> Tensor:
         """Generates a sample for each mask of `cond` (N, L, *size), or for each of `indices` if the model takes no mask.
 
-        The result is (N, C, *size) in [-1, 1]. The noise of sample i depends only on `seed` and `indices[i]` (default: 0, 1,
+        `cond` has a channel for each label, in the range of the data contract (-1 outside and +1 inside, or 0 and 1; see
+        `voxtune.data.contract.encode_mask`). The result is (N, C, *size) in the network's range [-1, 1]; `draw` takes files
+        and returns intensities in [0, 1]. The noise of sample i depends only on `seed` and `indices[i]` (default: 0, 1,
         ...), so the samples do not depend on the batch size, up to rounding.
 
         The sampler is given as resolved `settings`, or by these keywords, which `resolve` completes:
@@ -197,8 +291,13 @@ class Model:
 
         Without settings and keywords, the stored settings are used, or else the model's defaults.
         """
+        check_progress(progress)
         if settings is None:
             settings = self.resolve(**options)
+        elif not isinstance(settings, SamplerSettings):
+            raise InputError(
+                f"settings: expected SamplerSettings, got {type(settings).__name__}; Model.resolve makes them"
+            )
         elif any(value is not None for value in options.values()):
             raise InputError(f"settings cannot be combined with {', '.join(options)}")
         cond, indices, size = self._inputs(cond, indices, size)
@@ -270,19 +369,56 @@ class Model:
         if network.mask_channels == 0:
             if cond is not None:
                 raise InputError("this model takes no mask; omit cond")
-            return None, list(indices or [0]), tuple(size or self.config.size)
+            samples = [0] if indices is None else list(_whole("indices", indices))
+            return None, samples, self.config.size if size is None else _whole("size", size)
         if cond is None:
             raise InputError(f"this model requires a mask: pass cond of shape (batch, {network.mask_channels}, *size)")
-        cond = torch.as_tensor(cond)
+        cond = check_tensor(cond, "cond")
         if cond.dim() != network.dimensions + 2 or cond.shape[1] != network.mask_channels or cond.shape[0] < 1:
             raise InputError(f"cond has shape {tuple(cond.shape)}, expected (batch, {network.mask_channels}, *size)")
-        if size is not None and tuple(size) != tuple(cond.shape[2:]):
+        if size is not None and _whole("size", size) != tuple(cond.shape[2:]):
             raise InputError(f"size {tuple(size)} differs from the mask's size {tuple(cond.shape[2:])}")
-        samples = list(range(cond.shape[0])) if indices is None else list(indices)
+        samples = list(range(cond.shape[0])) if indices is None else list(_whole("indices", indices))
         if len(samples) != cond.shape[0]:
             raise InputError(f"got {len(samples)} indices for {cond.shape[0]} masks")
         cond = cond.to(self.device, torch.float32)
         # On the device: on the host, checking a large mask takes longer than a sampling step on a GPU.
         if not torch.isfinite(cond).all():
             raise InputError("cond contains NaN or infinity")
+        if (contract := self.config.data) is not None:
+            outside, inside = contract.mask_values
+            if not ((cond == outside) | (cond == inside)).all():
+                raise InputError(
+                    f"cond holds values other than {outside:g} (outside the label) and {inside:g} (inside); encode it with "
+                    "voxtune.data.contract.encode_mask, or give the mask to Model.draw"
+                )
         return cond, samples, tuple(cond.shape[2:])
+
+
+def check_tensor(value: Any, name: str) -> Tensor:
+    """`value` as a tensor of real numbers; arrays and lists are converted. Raises for anything else, such as a path."""
+    if isinstance(value, str | Path):
+        raise InputError(f"{name}: expected a tensor, got the path {str(value)[:80]!r}; Model.draw takes mask files")
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"{name}: expected a tensor, got {type(value).__name__} ({one_line(error)})") from None
+    if tensor.is_complex():
+        raise InputError(f"{name} has type {tensor.dtype}, expected real numbers")
+    return tensor
+
+
+def check_progress(progress: Any) -> None:
+    if progress is not None and not callable(progress):
+        raise InputError(f"progress: expected a function of (done, total), got {type(progress).__name__}")
+
+
+def _whole(name: str, values: Any) -> tuple[int, ...]:
+    """A sequence of whole numbers; NumPy's are accepted."""
+    try:
+        numbers = tuple(operator.index(value) for value in values)
+    except TypeError:
+        numbers = ()
+    if not numbers or any(not 0 <= number < 2**63 for number in numbers):
+        raise InputError(f"{name}: expected whole numbers >= 0, got {str(values)[:80]}")
+    return numbers

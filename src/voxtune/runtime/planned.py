@@ -98,7 +98,7 @@ def optimize(
     from voxtune.plan import optimize as optimize_network
 
     if isinstance(model, Model):
-        return Model(model.config, Planned(model.network, plan, **options), _noise)
+        return Model(model.config, Planned(model.network, plan, **options), _noise, weights=model.weights)
     if not isinstance(model, nn.Module):
         raise InputError(f"optimize requires a torch.nn.Module or a voxtune.Model, got {type(model).__name__}")
     if example_inputs is None:

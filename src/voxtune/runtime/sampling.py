@@ -74,8 +74,10 @@ class SamplerSettings:
     def __post_init__(self) -> None:
         get_sampler(self.sampler)
         check_timestep_spacing(self.timestep_spacing)
-        if not isinstance(self.steps, int) or self.steps < 1:
+        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
             raise InputError(f"steps must be a whole number of at least 1, got {self.steps!r}")
+        if not isinstance(self.clip, bool):
+            raise InputError(f"clip must be True or False, got {self.clip!r}")
         if self.cache is not None and self.cache.interval > self.steps:
             raise InputError(f"cache {self.cache}: the interval exceeds the number of steps, {self.steps}")
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from voxtune.errors import InputError
-from voxtune.files import one_line, replacing, reporting_os_errors, write_atomic
-from voxtune.runtime.model import Model, ModelConfig
+from voxtune.files import checked_path, one_line, replacing, reporting_os_errors, write_atomic
+from voxtune.runtime.model import Model, ModelConfig, checked_device
 from voxtune.runtime.sampling import AutoSampling
 from voxtune.workloads import NetworkConfig, build
 
@@ -27,12 +27,15 @@ def load(path: str | Path, *, device: torch.device | str = "cpu") -> Model:
 
     "demo" is the demonstration model that is included in the package, unless a file or folder of that name exists.
     """
-    path = Path(path)
+    path = checked_path(path)
     if str(path) == "demo" and not path.exists():
         path = demo_model()
     if not path.exists():
         raise InputError(f"{path}: no such model; expected a model folder or a published .pt checkpoint")
-    return _read(path).to(_checked_device(device))
+    device = checked_device(device)
+    model = _read(path).to(device)
+    model.weights = f"weights from {path}"
+    return model
 
 
 def _read(path: Path) -> Model:
@@ -47,16 +50,6 @@ def _read(path: Path) -> Model:
     from voxtune.runtime.published import load_published
 
     return load_published(path)
-
-
-def _checked_device(device: torch.device | str) -> torch.device:
-    try:
-        checked = torch.device(device)
-    except RuntimeError as error:
-        raise InputError(f"device {device!r}: {one_line(error)}") from None
-    if checked.type == "cuda" and (checked.index or 0) >= torch.cuda.device_count():
-        raise InputError(f"device {device}: this machine has {torch.cuda.device_count()} CUDA devices; use 'cpu'")
-    return checked
 
 
 def demo_model() -> Path:
