@@ -127,7 +127,7 @@ def test_ignored_kinds_are_said(tmp_path):
     touch(tmp_path, *(f"{s}_{e}.nii.gz" for s in "ab" for e in ("t1", "t2", "seg")))
     pairing = pair_folders(tmp_path, tmp_path, ("T1w",))
     assert len(pairing.pairs) == 2
-    assert [f.message for f in pairing.report.warnings] == [f"{tmp_path}: ignoring 2 T2w images; only T1w is used"]
+    assert [f.message for f in pairing.report.warnings] == [f"{tmp_path}: ignoring 2 T2w images; using only T1w"]
 
 
 def test_names_without_a_kind_are_the_single_image(tmp_path):
@@ -143,10 +143,11 @@ def test_the_kind_of_a_folder(tmp_path):
     touch(tmp_path / "none", "a.nii", "a_seg.nii")
     touch(tmp_path / "one", "a_t2.nii", "b_T2w.nii", "a_seg.nii")
     touch(tmp_path / "two", *(f"{s}_{e}.nii" for s in "abc" for e in ("T1w", "T2w", "seg")))
-    assert folder_images(tmp_path / "none", tmp_path / "none") == ()
-    assert folder_images(tmp_path / "one", tmp_path / "one") == ("T2w",)
+    kind, sentence = folder_images(tmp_path / "none", tmp_path / "none", "FLAIR")
+    assert kind == "FLAIR" and "no file name" in sentence
+    assert folder_images(tmp_path / "one", tmp_path / "one", "T1w")[0] == "T2w"
     with pytest.raises(InputError) as error:
-        folder_images(tmp_path / "two", tmp_path / "two")
+        folder_images(tmp_path / "two", tmp_path / "two", "T1w")
     assert str(error.value) == (
         f"{tmp_path / 'two'}: 3 T1w and 3 T2w images; choose one: --image T1w or --image T2w (both: --image T1w,T2w)"
     )

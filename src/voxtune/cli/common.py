@@ -59,6 +59,10 @@ ClipOption = Annotated[
 PlanOption = Annotated[
     str, typer.Option(help="Plan: auto (the fastest known plan that passes the gate), baseline, or a plan file.")
 ]
+ImageOption = Annotated[
+    str | None,
+    typer.Option(help="Image kind, such as T2w, or several: t1,t1ce,t2,flair. Default: the one in the file names."),
+]
 # Of the commands that measure a model on held-out subjects.
 ModelArgument = Annotated[
     Path, typer.Argument(help="Model folder, published .pt checkpoint, or demo (the included model).")

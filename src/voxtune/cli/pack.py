@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from voxtune.cli.common import JsonOption, Output, QuietOption, parse_labels, parse_size
+from voxtune.cli.common import ImageOption, JsonOption, Output, QuietOption, parse_labels, parse_size
 
 
 def command(
@@ -17,18 +17,23 @@ def command(
     images: Annotated[Path | None, typer.Option(help="Folder of NIfTI images, instead of simulated subjects.")] = None,
     masks: Annotated[Path | None, typer.Option(help="Folder of masks, matched to --images by name.")] = None,
     labels: Annotated[str | None, typer.Option(help="Labels of the masks, such as brain=1,tumour=2.")] = None,
+    image: ImageOption = None,
     held_out: Annotated[
         int | None, typer.Option(min=1, help="Number of held-out subjects; default 24, or a tenth of --images.")
     ] = None,
     size: Annotated[str | None, typer.Option(help="Size in voxels as depth,height,width; default 64,64,64.")] = None,
     model: Annotated[
-        Path | None, typer.Option(help="Use the size and labels of this model, instead of --size and --labels.")
+        Path | None,
+        typer.Option(
+            help="Use the size, labels and image kinds of this model, instead of --size, --labels and --image."
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Write preprocessed subjects into one file, for the --subjects option of `train`, `steps` and `usefulness`."""
+    from voxtune.data.modality import parse_images
     from voxtune.data.splits import single_image_contract
     from voxtune.data.subjects import open_sources, pack
     from voxtune.errors import InputError
@@ -36,8 +41,8 @@ def command(
     from voxtune.runtime.storage import load
 
     check_output_path(out, overwrite)
-    if model is not None and (size is not None or labels is not None):
-        raise InputError("--model cannot be combined with --size or --labels; it defines both")
+    if model is not None and (size is not None or labels is not None or image is not None):
+        raise InputError("--model cannot be combined with --size, --labels or --image; it defines them")
     output = Output(json=json, quiet=quiet)
     train, rest, origin = open_sources(
         parse_size(size or "64,64,64"),
@@ -47,11 +52,14 @@ def command(
         images=images,
         masks=masks,
         labels=parse_labels(labels),
+        modalities=None if image is None else parse_images(image),
         held_out=held_out,
+        say=output.say,
     )
     with output.progress("subjects", len(train) + len(rest)) as update:
         pack(train, rest, out, lambda done, _total: update(done), origin=origin)
     output.say(
         f"wrote {len(train)} training and {len(rest)} held-out subjects to {out}, {out.stat().st_size / 2**20:.1f} MiB"
     )
-    output.result({"file": str(out), "subjects": len(train), "held_out": len(rest), "origin": origin})
+    result = {"file": str(out), "subjects": len(train), "held_out": len(rest), "origin": origin}
+    output.result(result | {"images": list(train.contract.images)})

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, choose_device, parse_labels, parse_size
+from voxtune.cli.common import (
+    DeviceOption,
+    ImageOption,
+    JsonOption,
+    Output,
+    QuietOption,
+    choose_device,
+    parse_labels,
+    parse_size,
+)
 from voxtune.errors import InputError
 
 if TYPE_CHECKING:
@@ -36,6 +45,7 @@ def command(
     ] = None,
     masks: Annotated[str | None, _option(help="Folder of NIfTI masks, paired with the images by name.")] = None,
     labels: Annotated[str | None, _option(help="Labels of the masks, such as brain=1,tumour=2.")] = None,
+    image: ImageOption = None,
     subjects: Annotated[
         str | None, _option(help="File of packed subjects. Its held-out subjects are not trained on.")
     ] = None,
@@ -79,6 +89,8 @@ def command(
     quiet: QuietOption = False,
 ) -> None:
     """Train a model on your own scans, simulated subjects or CIFAR-10. A run can be stopped and resumed at any time."""
+    from voxtune.data.modality import parse_images
+
     output = Output(json=json, quiet=quiet)
     plain: dict[str, Any] = {"data.images": _absolute(images), "data.masks": _absolute(masks), "data.cohort": cohort}
     plain |= {"data.subjects": _absolute(subjects)}
@@ -88,6 +100,7 @@ def command(
     plain |= {"loss": loss, "autocast": autocast, "seed": seed}
     plain |= {"checkpoint_every": checkpoint_every, "sample_every": sample_every}
     plain |= {"model.size": None if size is None else list(parse_size(size)), "data.labels": parse_labels(labels)}
+    plain["data.modalities"] = None if image is None else list(parse_images(image))
     plain["model.multipliers"] = _numbers(multipliers)
     overrides = {k: v for k, v in plain.items() if v is not None} | _assignments(settings or [])
     if workload == "segment":
@@ -104,6 +117,7 @@ def _train(
     """The result, and the number of the signal that stopped the run (0 for none)."""
     from voxtune.training.config import make_config, read_config
     from voxtune.training.loop import read_run, train
+    from voxtune.training.model import with_folder_image
 
     if resume is not None and (file is not None or (out is not None and out != resume)):
         raise InputError("--resume cannot be combined with --config or --out; the run folder holds the settings")
@@ -114,6 +128,10 @@ def _train(
         config = read_run(folder, overrides)
     else:
         config = read_config(file, overrides) if file else make_config({}, overrides, "options")
+    if resume is None:
+        config, sentence = with_folder_image(config)
+        if sentence:
+            output.say(sentence)
     with stopping_on_signals(output) as caught, output.progress("training", config.steps) as update:
         result = train(
             config,
@@ -201,7 +219,15 @@ def _assignments(texts: list[str]) -> dict[str, Any]:
 
 SEGMENTER_SIZE = (64, 64, 64)
 SEGMENTER_SETTINGS = {
-    *("data.images", "data.masks", "data.cohort", "data.cohort_seed", "data.labels", "data.subjects"),
+    *(
+        "data.images",
+        "data.masks",
+        "data.cohort",
+        "data.cohort_seed",
+        "data.labels",
+        "data.modalities",
+        "data.subjects",
+    ),
     *("model.workload", "model.base", "model.size", "steps", "batch", "learning_rate", "autocast", "seed", "minutes"),
 }
 
@@ -219,7 +245,7 @@ def train_segment(settings: dict[str, Any], out: Path | None, device: str, outpu
         raise InputError(f"{out}: already contains a model; choose another folder")
     names = ("steps", "batch", "learning_rate", "autocast", "seed", "minutes")
     training = SegmentTraining(**{name: settings[name] for name in names if name in settings})
-    train, held_out, data = _sources(settings)
+    train, held_out, data = _sources(settings, output)
     output.say(f"{len(train)} training subjects, {len(held_out)} held-out subjects, on {device}")
     with output.progress("training", training.steps) as update:
         result = run_segment(
@@ -241,17 +267,21 @@ def train_segment(settings: dict[str, Any], out: Path | None, device: str, outpu
     output.result(result.to_json())
 
 
-def _sources(settings: dict[str, Any]) -> tuple[Any, Any, str]:
+def _sources(settings: dict[str, Any], output: Output) -> tuple[Any, Any, str]:
     from voxtune.data.subjects import open_sources, unpack
 
     given = {name: settings.get(f"data.{name}") for name in ("cohort", "images", "masks")}
-    names = ("data.subjects", "data.labels", "model.size", "data.cohort_seed")
-    subjects, labels, size, seed = (settings.get(name) for name in names)
+    names = ("data.subjects", "data.labels", "data.modalities", "model.size", "data.cohort_seed")
+    subjects, labels, modalities, size, seed = (settings.get(name) for name in names)
     if subjects is not None:
-        if any(value is not None for value in (*given.values(), labels, size, seed)):
+        if any(value is not None for value in (*given.values(), labels, modalities, size, seed)):
             raise InputError(
-                "--subjects cannot be combined with --cohort, --images, --masks, --labels, --size or data.cohort_seed"
+                "--subjects cannot be combined with --cohort, --images, --masks, --labels, --image, --size or "
+                "data.cohort_seed"
             )
         train, held_out = unpack(subjects)
         return train, held_out, train.origin or f"{len(train)} packed subjects, {len(held_out)} held-out subjects"
-    return open_sources(tuple(size or SEGMENTER_SIZE), **given, seed=seed, labels=labels)
+    images = None if modalities is None else tuple(modalities)
+    return open_sources(
+        tuple(size or SEGMENTER_SIZE), **given, seed=seed, labels=labels, modalities=images, say=output.say
+    )

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from voxtune.data.modality import bids_name
 from voxtune.data.orientation import check_orientation
 from voxtune.errors import InputError
 
@@ -60,8 +61,9 @@ class DataContract:
             raise InputError(f"unknown mask_range {self.mask_range!r}; choose from 'signed' (-1 / +1), 'unit' (0 / 1)")
         if self.scaling not in ("volume", "slice"):
             raise InputError(f"unknown scaling {self.scaling!r}; choose from 'volume', 'slice'")
-        if not self.images or not all(self.images) or _repeated([i.lower() for i in self.images]):
-            raise InputError(f"images {self.images}: must be one or more unique names")
+        names = [bids_name(image) for image in self.images]
+        if not self.images or not all(self.images) or _repeated([(e, suffix.lower()) for e, suffix in names]):
+            raise InputError(f"images {self.images}: must be one or more unique names of different image kinds")
         self._check_labels()
 
     def _check_labels(self) -> None:

@@ -24,6 +24,7 @@ import numpy as np
 from voxtune.data.cohort import FIELD_OF_VIEW, LABELS, cohort_spacing, subject
 from voxtune.data.contract import DataContract, Shape, encode_mask, scale_image
 from voxtune.data.grid import Mode, fit
+from voxtune.data.modality import T1W, find_kind
 from voxtune.data.nifti import Volume, read_labels, read_volume
 from voxtune.data.orientation import reorder
 from voxtune.data.pairing import Pair, pair_folders
@@ -160,6 +161,10 @@ class CohortSource:
             raise InputError(
                 f"the simulated cohort has one T1w image and the labels 1 (brain), 2 (tumour), but the model has "
                 f"{len(contract.images)} images and {contract.describe_labels()}; use your own images and masks"
+            )
+        if (find_kind(contract.images[0]) or T1W) is not T1W:
+            raise InputError(
+                f"the simulated cohort has T1w images, but {contract.images[0]} is required; use your own images and masks"
             )
         self.contract = contract
         self.seed = seed

@@ -36,7 +36,7 @@ KINDS = (
     ImageKind(name="ADC", suffix="ADC", spellings=frozenset({"adc"})),
 )
 _BY_SPELLING = {spelling: kind for kind in KINDS for spelling in kind.spellings}
-_T1W = _BY_SPELLING["t1w"].spellings
+T1W = _BY_SPELLING["t1w"]
 
 MASK_ENDINGS = frozenset({"dseg", "seg", "mask", "label", "labels", "probseg"})
 # Endings of images that do not say their kind.
@@ -114,7 +114,7 @@ def split_name(path: Path, images: Iterable[str] = ()) -> tuple[str, str]:
             # A file such as t1.nii.gz or seg.nii.gz in a folder named after its subject.
             return path.parent.name, stem.lower()
         if not separator or not head or tail.lower() not in known:
-            return stem, "t1ce" if contrast and ending in _T1W else ending
+            return stem, "t1ce" if contrast and ending in T1W.spellings else ending
         stem = head
         ending = ending or tail.lower()
 
@@ -154,5 +154,7 @@ def listed(names: Sequence[str], conjunction: str = "and") -> str:
 
 def choices(kinds: Sequence[str]) -> str:
     """The ways to choose among several kinds: choose one: --image T1w or --image T2w (both: --image T1w,T2w)."""
+    if len(kinds) == 1:
+        return f"pass --image {kinds[0]}"
     each = listed([f"--image {kind}" for kind in kinds], "or")
     return f"choose one: {each} ({'both' if len(kinds) == 2 else 'all'}: --image {','.join(kinds)})"

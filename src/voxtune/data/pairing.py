@@ -19,7 +19,7 @@ from voxtune.data.modality import (
     split_name,
 )
 from voxtune.data.preflight import Finding, Report, error_finding
-from voxtune.errors import InputError
+from voxtune.errors import InputError, advice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +64,20 @@ def pair_folders(images_dir: str | Path, masks_dir: str | Path, images: tuple[st
     return Pairing(pairs=tuple(pairs), report=Report(findings=tuple(findings)))
 
 
-def folder_images(images_dir: str | Path, masks_dir: str | Path) -> tuple[str, ...]:
-    """The one image kind that the file names in a folder state, or no kind. Raises InputError if they state several."""
+def folder_images(images_dir: str | Path, masks_dir: str | Path, default: str) -> tuple[str, str]:
+    """(the one image kind of a folder, where it is from in one sentence).
+
+    The kind is what the file names state, else `default`. Raises InputError if they state several.
+    """
     image_files, _ = _find_files(images_dir, masks_dir, ())
     kinds = [kind for path in image_files if (kind := image_kind(path)) is not None]
     names = tuple(dict.fromkeys(kinds))
     if len(names) > 1:
         raise InputError(f"{images_dir}: {describe_counts(kinds)}; {choices(names)}")
-    return names
+    if not names:
+        cure = advice("choose another kind with --image", "name the files as in sub-01_T2w.nii.gz for another kind")
+        return default, f"Images: {default}, because no file name in {images_dir} states a kind; {cure}."
+    return names[0], f"Images: {names[0]}, from the file names in {images_dir}."
 
 
 def _find_files(
@@ -97,14 +103,15 @@ def _check_kinds(
     missing = [name for name in needed if not any(same_kind(ending, name) for ending in endings)]
     if image_files and missing and not (len(images) == 1 and unnamed):
         counts = describe_counts([kind_name(e) for e in endings if e not in unnamed] + ["unnamed"] * len(unnamed))
-        message = (
-            f"{images_dir}: {counts}, but no {listed(missing, 'or')}; {listed(needed)} is required: give a folder of "
-        )
-        message += "such images, or choose another --image or model"
+        kinds = tuple(dict.fromkeys(kind for e in endings if (kind := find_kind(e)) is not None))
+        cures = [choices([kind.name for kind in kinds])] if kinds else []
+        cure = advice(*cures, f"give a folder with {listed(missing)} images")
+        verb = "is" if len(needed) == 1 else "are"
+        message = f"{images_dir}: {counts}, but no {listed(missing, 'or')}; {listed(needed)} {verb} required; {cure}"
         return error_finding("image-kind", images_dir, message), None
     others = [kind_name(e) for e in endings if e not in unnamed and not any(same_kind(e, name) for name in images)]
     if others:
-        message = f"{images_dir}: ignoring {describe_counts(others)}; only {listed(needed)} is used"
+        message = f"{images_dir}: ignoring {describe_counts(others)}; using only {listed(needed)}"
         return None, Finding(level="warning", code="other-kinds", message=message, file=str(images_dir))
     return None, None
 

@@ -19,6 +19,8 @@ from torch import Tensor
 from voxtune.config import from_mapping, to_mapping
 from voxtune.data.cohort import HELD_OUT, LABELS, cohort_contract
 from voxtune.data.contract import DataContract, Label, Shape, encode_mask
+from voxtune.data.modality import T1W
+from voxtune.data.pairing import folder_images
 from voxtune.errors import InputError
 from voxtune.files import one_line, write_atomic
 
@@ -35,6 +37,12 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> tuple[Any, Any]: ...
+
+
+class VolumeSource(Source, Protocol):
+    """Subjects on the grid of a contract."""
+
+    contract: DataContract
 
 
 @runtime_checkable
@@ -97,7 +105,7 @@ def encode_classes(masks_NDHW: Tensor, values: Iterable[int], contract: DataCont
     return inside * 2 - 1 if contract.mask_range == "signed" else inside
 
 
-def cohort_sources(contract: DataContract, seed: int, count: int, held_out: int) -> tuple[Source, Source]:
+def cohort_sources(contract: DataContract, seed: int, count: int, held_out: int) -> tuple[VolumeSource, VolumeSource]:
     """Simulated subjects 0 .. count-1 of cohort `seed` for training, and `held_out` others."""
     from voxtune.data.dataset import CohortSource
 
@@ -116,7 +124,7 @@ def cohort_origin(seed: int, count: int, held_out: int) -> str:
 
 def folder_sources(
     images: str | Path, masks: str | Path, contract: DataContract, held_out: int | None = None
-) -> tuple[Source, Source]:
+) -> tuple[VolumeSource, VolumeSource]:
     """A user's images and masks on the contract's grid; the last are held out, by default one in ten."""
     from voxtune.data.dataset import PairedFolders
 
@@ -132,10 +140,10 @@ def folder_sources(
     return SourceRange(source, 0, n_train), SourceRange(source, n_train, len(source) - n_train)
 
 
-def head_contract(size: Shape, labels: tuple[Label, ...] | None) -> DataContract:
+def head_contract(size: Shape, labels: tuple[Label, ...] | None, images: tuple[str, ...] = (T1W.name,)) -> DataContract:
     """A grid of `size` that covers a whole head; by default with the labels of the simulated subjects."""
-    depth, height, width = (HEAD_MM / n for n in size)
-    return DataContract(size=size, spacing=(depth, height, width), orientation="RAS", labels=labels or LABELS)
+    spacing = (HEAD_MM / size[0], HEAD_MM / size[1], HEAD_MM / size[2])
+    return DataContract(size=size, spacing=spacing, orientation="RAS", labels=labels or LABELS, images=images)
 
 
 def open_sources(
@@ -147,12 +155,15 @@ def open_sources(
     images: str | Path | None = None,
     masks: str | Path | None = None,
     labels: Sequence[Mapping[str, Any]] | None = None,
+    modalities: tuple[str, ...] | None = None,
     held_out: int | None = None,
-) -> tuple[Source, Source, str]:
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[VolumeSource, VolumeSource, str]:
     """(training subjects, held-out subjects, description) of the simulated cohort or of a user's folders.
 
-    `labels` are those of the masks in the folders, as mappings of name, value and channel. `contract` is that of a model,
-    instead of `size` and `labels`.
+    `labels` are those of the masks in the folders, as mappings of name, value and channel; `modalities` are the image
+    kinds, by default the one of the folder, which is passed to `say`. `contract` is that of a model, instead of `size`,
+    `labels` and `modalities`.
     """
     if contract is not None:
         size = contract.size
@@ -166,6 +177,8 @@ def open_sources(
     if cohort is not None:
         if labels is not None:
             raise InputError("--labels cannot be combined with --cohort, which has its own labels")
+        if modalities is not None:
+            raise InputError("--image cannot be combined with --cohort, which has T1w images")
         n_held_out, seed = COHORT_HELD_OUT if held_out is None else held_out, seed or 0
         sources = cohort_sources(contract or cohort_contract(shape), seed, cohort, n_held_out)
         return *sources, cohort_origin(seed, cohort, n_held_out)
@@ -173,7 +186,13 @@ def open_sources(
         raise InputError("--seed requires --cohort; it cannot be combined with --images and --masks")
     assert images is not None and masks is not None
     named = None if labels is None else tuple(Label(**label) for label in labels)
-    train, rest = folder_sources(images, masks, contract or head_contract(shape, named), held_out)
+    if contract is None:
+        if modalities is None:
+            kind, sentence = folder_images(images, masks, T1W.name)
+            say(sentence)
+            modalities = (kind,)
+        contract = head_contract(shape, named, modalities)
+    train, rest = folder_sources(images, masks, contract, held_out)
     return train, rest, f"{len(train)} subjects of the folder `{Path(images).name}`; {len(rest)} held out"
 
 

@@ -25,7 +25,7 @@ from voxtune.training.checkpoint import Checkpoint
 from voxtune.training.config import TrainConfig, differences, read_config
 from voxtune.training.data import Loader, Warn, check_items, describe_source, open_source, read_item
 from voxtune.training.log import TrainLog, image_picture, sample_picture
-from voxtune.training.model import model_config
+from voxtune.training.model import model_config, with_folder_image
 from voxtune.training.step import Trainer
 from voxtune.versions import __version__
 
@@ -79,6 +79,8 @@ def train(
     out, device, warn, started = Path(out), torch.device(device), warn or (lambda text: None), time.monotonic()
     with reporting_os_errors(out), locked(out), _own_random_state(device), _fastest_convolutions(device):
         checkpoint = _find_checkpoint(out, resume, warn)
+        if source is None and model is None and (checkpoint is None or checkpoint.config.data.modalities is not None):
+            config, _ = with_folder_image(config)
         torch.manual_seed(config.seed)
         model = _starting_model(config, model, checkpoint)
         from_python = source is not None

@@ -7,6 +7,7 @@ from typing import Any
 
 from voxtune.data.cifar import CHANNELS, SIDE
 from voxtune.data.contract import DataContract
+from voxtune.data.pairing import folder_images
 from voxtune.diffusion import DiffusionConfig
 from voxtune.errors import InputError
 from voxtune.runtime.model import ModelConfig, workload_contract
@@ -31,6 +32,17 @@ def model_config(config: TrainConfig, start: ModelConfig | None = None) -> Model
     contract = None if start.data is None else _contract(config, start.data, _three(size))
     diffusion = replace(start.diffusion, loss=config.loss)
     return ModelConfig(network=start.network, size=size, diffusion=diffusion, data=contract)
+
+
+def with_folder_image(config: TrainConfig) -> tuple[TrainConfig, str]:
+    """(`config` with the image kind of its folder, a sentence about it), for a new model of one image without a kind."""
+    data, template = config.data, workload_contract(WORKLOADS[config.model.workload])
+    if template is None or len(template.images) > 1 or data.images is None or data.masks is None:
+        return config, ""
+    if data.modalities is not None or config.model.init is not None:
+        return config, ""
+    kind, sentence = folder_images(data.images, data.masks, template.images[0])
+    return replace(config, data=replace(data, modalities=(kind,))), sentence
 
 
 def _fresh_volumes(config: TrainConfig, template: DataContract) -> ModelConfig:

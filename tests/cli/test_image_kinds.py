@@ -1,0 +1,149 @@
+"""The image kinds of a folder: chosen, recognised or refused by train and pack."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import voxtune
+from tests.factories.subjects import write_subjects
+from voxtune.cli.main import main
+from voxtune.data.subjects import unpack
+from voxtune.segmentation.segmenter import load_segmenter
+from voxtune.training.loop import read_run
+
+FOUR = ("T1w", "T1ce", "T2w", "FLAIR")
+TINY = [
+    "--size",
+    "8,8,8",
+    "--base",
+    "32",
+    "--multipliers",
+    "1",
+    "--steps",
+    "1",
+    "--sample-every",
+    "0",
+    "--device",
+    "cpu",
+]
+TINY += ["--set", "model.diffusion_steps=10", "--set", "workers=0", "--set", "tensorboard=false"]
+
+
+def folders(root, *arguments, **more):
+    images, masks = write_subjects(root, *arguments, **more)
+    return ["--images", str(images), "--masks", str(masks)]
+
+
+def refused(capsys, *arguments):
+    assert main([str(a) for a in arguments]) == 2
+    [line] = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_folder_of_one_kind_is_trained_as_that_kind(tmp_path, capsys):
+    data = folders(tmp_path, ["T2w"], endings=["_t2"])
+    assert main(["train", *data, "-o", str(tmp_path / "run"), *TINY]) == 0
+    assert f"Images: T2w, from the file names in {tmp_path / 'images'}." in capsys.readouterr().out
+    assert voxtune.load(tmp_path / "run" / "model").config.data.images == ("T2w",)
+    assert "Images: T2w;" in (tmp_path / "run" / "model" / "README.md").read_text()
+    assert read_run(tmp_path / "run").data.modalities == ("T2w",)
+    assert main(["train", "--resume", str(tmp_path / "run"), "--steps", "2", "--quiet", "--device", "cpu"]) == 0
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_names_without_a_kind_are_t1w(tmp_path, capsys):
+    data = folders(tmp_path, ["T2w"], endings=[""])
+    assert main(["train", *data, "-o", str(tmp_path / "run"), *TINY]) == 0
+    assert "Images: T1w, because no file name in" in capsys.readouterr().out
+    assert voxtune.load(tmp_path / "run" / "model").config.data.images == ("T1w",)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_several_kinds_require_a_choice(tmp_path, capsys):
+    data = folders(tmp_path, ["T1w", "T2w"], endings=["_t1", "_t2"])
+    choice = (
+        f"{tmp_path / 'images'}: 3 T1w and 3 T2w images; choose one: --image T1w or --image T2w (both: --image T1w,T2w)"
+    )
+    for command in (
+        ["train", *TINY],
+        ["train", "--workload", "segment", "--size", "8,8,8"],
+        ["pack", "--size", "8,8,8"],
+    ):
+        assert refused(capsys, *command, *data, "-o", tmp_path / "out").removeprefix("voxtune: ").endswith(choice)
+        assert not (tmp_path / "out").exists()
+    assert main(["train", *data, "-o", str(tmp_path / "run"), *TINY, "--image", "t2"]) == 0
+    assert "ignoring 3 T1w images; using only T2w" in capsys.readouterr().err
+    assert voxtune.load(tmp_path / "run" / "model").config.data.images == ("T2w",)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_four_kinds_in_one_model(tmp_path):
+    data = folders(tmp_path, FOUR)
+    options = [*TINY, "--image", "t1,t1ce,t2,flair"]
+    assert main(["train", *data, "-o", str(tmp_path / "run"), *options, "--quiet"]) == 0
+    model = voxtune.load(tmp_path / "run" / "model")
+    assert (model.config.data.images, model.config.network.out_channels) == (FOUR, 4)
+    mask = tmp_path / "masks" / "sub-0_dseg.nii.gz"
+    sample = [
+        "sample",
+        str(tmp_path / "run" / "model"),
+        "--mask",
+        str(mask),
+        "-o",
+        str(tmp_path / "out"),
+        "--steps",
+        "1",
+    ]
+    assert main([*sample, "--device", "cpu", "--quiet"]) == 0
+    assert len(list((tmp_path / "out").rglob("*.nii.gz"))) == 4
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_pack_and_segmenter_of_several_kinds(tmp_path, capsys):
+    data = folders(tmp_path, FOUR, 4)
+    pack = ["pack", *data, "--size", "8,8,8", "-o", str(tmp_path / "s.npz"), "--held-out", "1", "--json"]
+    assert main([*pack, "--image", "t2,t1"]) == 0
+    assert json.loads(capsys.readouterr().out)["images"] == ["T2w", "T1w"]
+    learn, _ = unpack(tmp_path / "s.npz")
+    assert learn.contract.images == ("T2w", "T1w")
+    # The tumour is brighter than the brain in T2w, darker in T1w.
+    image_CDHW, cond_LDHW = learn[0]
+    brain, tumour = (image_CDHW[:, cond_LDHW[channel] > 0].mean(axis=1) for channel in (0, 1))
+    assert (np.sign(tumour - brain) == (1, -1)).all()
+    segment = ["train", "--workload", "segment", "--base", "4", "--steps", "1", "--quiet", "--device", "cpu"]
+    assert main([*segment, *data, "--size", "8,8,8", "--image", "t1,flair", "-o", str(tmp_path / "a")]) == 0
+    assert main([*segment, "--subjects", str(tmp_path / "s.npz"), "-o", str(tmp_path / "b")]) == 0
+    assert load_segmenter(tmp_path / "a").config.data.images == ("T1w", "FLAIR")
+    assert load_segmenter(tmp_path / "b").config.data.images == ("T2w", "T1w")
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_model_of_another_kind_is_refused(tmp_path, capsys):
+    t1, t2 = folders(tmp_path / "a", ["T1w"]), folders(tmp_path / "b", ["T2w"])
+    assert main(["train", *t1, "-o", str(tmp_path / "run"), *TINY, "--quiet"]) == 0
+    fine_tune = ["train", *t2, "--init", tmp_path / "run", "-o", tmp_path / "tuned", *TINY[6:]]
+    line = refused(capsys, *fine_tune)
+    assert "3 T2w images, but no T1w; T1w is required; pass --image T2w" in line
+    assert main([*map(str, fine_tune), "--image", "T2w", "--quiet"]) == 0
+    assert voxtune.load(tmp_path / "tuned" / "model").config.data.images == ("T2w",)
+    pack = ["pack", *t2, "--model", tmp_path / "run" / "model", "-o", tmp_path / "p.npz"]
+    assert "3 T2w images, but no T1w" in refused(capsys, *pack)
+    assert "--model cannot be combined with" in refused(capsys, *pack, "--image", "T2w")
+
+
+def test_image_kinds_that_do_not_fit(tmp_path, capsys):
+    data = folders(tmp_path, ["T1w", "T2w"])
+    out = ["-o", tmp_path / "out"]
+    assert "'' is not an image kind" in refused(capsys, "train", *data, *out, "--image", "")
+    assert "T1w is given twice" in refused(capsys, "pack", *data, *out, "--image", "t1,T1w")
+    assert "3 T1w and 3 T2w images, but no FLAIR" in refused(capsys, "train", *data, *out, *TINY, "--image", "FLAIR")
+    assert "cannot be combined with --cohort" in refused(capsys, "pack", "--cohort", "2", *out, "--image", "T2w")
+    assert "the simulated cohort has T1w images" in refused(
+        capsys, "train", "--cohort", "2", *out, *TINY, "--image", "T2w"
+    )
+    brats = ["train", *data, *out, "--workload", "med-ddpm-brats", "--labels", "brain=1,tumour=2", *TINY]
+    assert "but no T1ce or FLAIR; T1w, T1ce, T2w and FLAIR are required" in refused(capsys, *brats)
