@@ -11,12 +11,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.factories.contracts import WHOLE_HEAD
-from tests.factories.nifti import ORIENTATIONS, oriented_affine, shapes, spacings, volume
+from tests.factories.nifti import (
+    ORIENTATIONS,
+    oblique_affine,
+    oriented_affine,
+    rotations,
+    save,
+    shapes,
+    spacings,
+    volume,
+)
 from voxtune.data.contract import generic_contract
 from voxtune.data.grid import fit
+from voxtune.data.nifti import read_labels, write_volume
 from voxtune.errors import InputError
 
 UNIT = generic_contract(3, 1, (8, 8, 8))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("grid")
 
 
 def random_labels(shape, seed=0):
@@ -147,6 +162,87 @@ def test_choice_and_reason_are_reported():
     assert other.mode == "resample" and "differs" in other.describe() and "LAS to RAS" in other.describe()
     assert forced.mode == "pad" and "requested" in forced.reason and "\n" not in forced.describe()
     assert json.loads(json.dumps(same.to_dict()))["mode"] == "pad"
+
+
+# One long axis, since rounding errors grow with the number of voxels.
+sizes = st.tuples(st.integers(4, 400), st.integers(4, 9), st.integers(4, 9)).flatmap(st.permutations).map(tuple)
+oblique_cases = (
+    sizes,
+    st.tuples(*[st.sampled_from([0.7, 0.9375, 1.0, 1.5, 2.0, 3.0, 4.5]) | st.floats(0.4, 6.0)] * 3),
+    st.sampled_from(ORIENTATIONS),
+    rotations,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    *oblique_cases,
+    st.sampled_from(ORIENTATIONS),
+    st.sampled_from([(1, 1), (2, 0), (0, 1)]),
+    st.sampled_from(["auto", "pad", "resample"]),
+)
+def test_a_mask_on_the_model_spacing_is_never_refused_by_rounding(
+    folder, size, spacing, code, degrees, target, codes, mode
+):
+    """The labels fill the model's grid, whatever the float32 header makes of the spacing."""
+    shape, affine, contract = on_grid(size, spacing, code, degrees, target)
+    labels = random_labels(shape).astype(np.uint8) | 1
+    mask = read_labels(save(folder / "oblique.nii", labels, affine, sform=codes[0], qform=codes[1]))
+    placement = fit(mask, contract, mode)
+    on_model = placement.apply(mask.array, label=True)
+    assert placement.mode == ("resample" if mode == "resample" else "pad")
+    assert on_model.all() and np.array_equal(placement.invert(on_model, label=True), labels)
+
+
+@settings(max_examples=150, deadline=None)
+@given(*oblique_cases, st.sampled_from([0.5, 2.0, 3.0]), st.sampled_from(["auto", "resample"]))
+def test_a_field_of_view_of_the_model_size_fits_at_any_spacing(folder, size, spacing, code, degrees, factor, mode):
+    shape, affine, contract = on_grid(size, spacing, code, degrees, "RAS")
+    if factor > 1:  # finer voxels, more of them
+        shape, affine = tuple(int(n * factor) for n in shape), affine @ np.diag([1 / factor] * 3 + [1])
+    else:
+        contract = generic_contract(
+            3, 1, tuple(int(n / factor) for n in contract.size), spacing=tuple(s * factor for s in contract.spacing)
+        )
+    mask = read_labels(save(folder / "fine.nii", np.ones(shape, np.uint8), affine))
+    placement = fit(mask, contract, mode)
+    assert placement.mode == "resample" and placement.apply(mask.array, label=True).all()
+    assert placement.invert(np.ones(contract.size, np.float32), label=False).all()
+
+
+def on_grid(size, spacing, code, degrees, target):
+    """(shape, affine, contract): a volume whose voxels are those of the contract's grid in another axis order."""
+    contract = generic_contract(3, 1, size, spacing=spacing, orientation=target)
+    shape, voxel = [0] * 3, [0.0] * 3
+    for letter, n, mm in zip(target, size[::-1], spacing[::-1], strict=True):
+        pair = next(pair for pair in ("RL", "AP", "SI") if letter in pair)
+        axis = next(i for i, own in enumerate(code) if own in pair)
+        shape[axis], voxel[axis] = n, mm
+    return tuple(shape), oblique_affine(code, voxel, degrees), contract
+
+
+@settings(max_examples=150, deadline=None)
+@given(shapes, spacings, st.sampled_from(ORIENTATIONS), rotations, st.sampled_from([(1, 1), (2, 0), (0, 1), (4, 2)]))
+def test_an_oblique_mask_padded_and_written_back_is_the_same_file(folder, shape, spacing, code, degrees, codes):
+    labels = random_labels(shape).astype(np.uint8)
+    affine = oblique_affine(code, spacing, degrees)
+    mask = read_labels(save(folder / "in.nii", labels, affine, sform=codes[0], qform=codes[1]))
+    placement = fit(mask, generic_contract(3, 1, (10, 11, 12)), "pad")
+    back = placement.invert(placement.apply(mask.array, label=True), label=True)
+    assert np.array_equal(back, labels)
+    source, written = nib.load(folder / "in.nii"), nib.load(write_volume(folder / "out.nii", back, mask))
+    assert np.array_equal(written.affine, source.affine) and np.array_equal(written.affine, mask.affine)
+    for form in ("get_qform", "get_sform"):
+        (was, was_code), (now, now_code) = (getattr(i, form)(coded=True) for i in (source, written))
+        assert was_code == now_code and (was is None or np.array_equal(was, now))
+    assert np.array_equal(np.asanyarray(written.dataobj), labels)
+
+
+@pytest.mark.parametrize("degrees", range(1, 31))
+def test_oblique_masks_of_twice_the_model_resolution(folder, degrees):
+    affine = oblique_affine("RAS", (1.5, 1.5, 1.5), (0, 0, degrees))
+    mask = read_labels(save(folder / "turned.nii", np.ones((128, 8, 8), np.uint8), affine))
+    assert fit(mask, generic_contract(1, 1, (4, 4, 64), spacing=(3.0, 3.0, 3.0))).apply(mask.array, label=True).all()
 
 
 def test_labels_larger_than_the_grid_are_rejected_with_their_extent():

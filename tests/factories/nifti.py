@@ -31,6 +31,17 @@ def oriented_affine(code: str, spacing=(1.0, 1.0, 1.0), origin=(-7.0, 3.5, 11.0)
     return affine
 
 
+# Rotations of up to 30 degrees about each axis, so that the nearest orientation stays the same.
+rotations = st.tuples(*[st.floats(-30.0, 30.0)] * 3)
+
+
+def oblique_affine(code: str, spacing, degrees, origin=(-7.0, 3.5, 11.0)) -> np.ndarray:
+    """`oriented_affine`, turned about the world axes."""
+    affine = oriented_affine(code, spacing, origin)
+    affine[:3, :3] = nib.eulerangles.euler2mat(*np.radians(degrees)) @ affine[:3, :3]
+    return affine
+
+
 def _along(code: str) -> np.ndarray:
     columns = np.zeros((3, 3))
     for voxel_axis, letter in enumerate(code):
@@ -43,9 +54,11 @@ def save(
     path: Path, array: np.ndarray, affine: np.ndarray | None = None, sform: int = 1, qform: int = 1, **fields
 ) -> Path:
     """Writes a file with nibabel alone; `fields` go into the header."""
-    image = nib.Nifti1Image(array, np.eye(4) if affine is None else affine)
-    image.set_sform(image.affine if sform else None, code=sform)
-    image.set_qform(image.affine if qform else None, code=qform)
+    affine = np.eye(4) if affine is None else affine
+    image = nib.Nifti1Image(array, affine)
+    # Not image.affine, which changes with the forms.
+    image.set_sform(affine if sform else None, code=sform)
+    image.set_qform(affine if qform else None, code=qform)
     for name, value in fields.items():
         image.header[name] = value
     nib.save(image, path)

@@ -17,10 +17,14 @@ import numpy as np
 from voxtune.data.contract import DataContract, Shape, check_size
 from voxtune.data.nifti import Volume, check_affine
 from voxtune.data.orientation import Axes, Flips, axis_codes, flipped, reorder, reorder_affine
-from voxtune.errors import InputError
+from voxtune.errors import InputError, advice
 
 Mode = Literal["auto", "pad", "resample"]
 SPACING_TOLERANCE = 0.01
+# Headers store spacings, and the columns of a rotation, in float32: 1.5 mm may be read as 1.50000004.
+ROUNDING = 1e-5
+# Part of a voxel by which rounding may move a point across the border between two voxels.
+BORDER = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,20 +155,23 @@ def _choose(
 def _origin(n: int, size: int, scale: float, box: tuple[int, int] | None, where: str, spacing: float) -> float:
     """Source coordinate of model voxel 0 on an axis of `n` voxels; `box` is the first and last labelled voxel."""
     # The resampled axis has the same centre as the source axis; at scale 1 it is the source axis.
-    steps = n if scale == 1.0 else max(1, math.ceil(n / scale - 1e-6))
+    steps = n if scale == 1.0 else max(1, math.ceil(n / scale * (1 - ROUNDING)))
     first = (n - 1) / 2 - scale * (steps - 1) / 2
     if steps <= size:
         return first - scale * ((size - steps) // 2)
     if box is None:
         return first + scale * ((steps - size) // 2)
-    # Model voxels whose nearest source voxel may be labelled.
-    low = max(0, math.ceil((box[0] - 0.5 - first) / scale - 1e-9)) if scale != 1.0 else box[0]
-    high = min(steps - 1, math.floor((box[1] + 0.5 - first) / scale + 1e-9)) if scale != 1.0 else box[1]
+    # Model voxels whose nearest source voxel is between the first and the last labelled one.
+    nearest = np.clip(_nearest_index(first + scale * np.arange(steps)), 0, n - 1)
+    labelled = np.flatnonzero((nearest >= box[0]) & (nearest <= box[1]))
+    if labelled.size == 0:
+        return first + scale * ((steps - size) // 2)
+    low, high = int(labelled[0]), int(labelled[-1])
     extent = high - low + 1
     if extent > size:
         raise InputError(
             f"{where}: the labels extend over {extent} voxels of the model's spacing ({extent * spacing:.1f} mm), but its grid "
-            f"has {size} ({size * spacing:.1f} mm); crop the mask, or use a larger model or size"
+            f"has {size} ({size * spacing:.1f} mm); crop the mask, or {advice('pass a larger --size', 'use a larger model or size')}"
         )
     start = min(max(low - (size - extent) // 2, 0), steps - size)
     return first + scale * start
@@ -188,8 +195,7 @@ def _sample(array: np.ndarray, coords: list[np.ndarray], label: bool, fill: floa
     inside = []
     for axis, at in enumerate(coords):
         n = array.shape[axis]
-        # The tolerance keeps a voxel on the face itself despite rounding.
-        inside.append((at >= -0.5 - 1e-6) & (at <= n - 0.5 + 1e-6))
+        inside.append((at >= -0.5 - BORDER) & (at <= n - 0.5 + BORDER))
         result = _nearest(result, at, axis) if label else _linear(result, at, axis)
     for axis, mask in enumerate(inside):
         if not mask.all():
@@ -200,8 +206,12 @@ def _sample(array: np.ndarray, coords: list[np.ndarray], label: bool, fill: floa
 
 
 def _nearest(array: np.ndarray, at: np.ndarray, axis: int) -> np.ndarray:
-    index = np.clip(np.floor(at + 0.5).astype(int), 0, array.shape[axis] - 1)
-    return array.take(index, axis=axis)
+    return array.take(np.clip(_nearest_index(at), 0, array.shape[axis] - 1), axis=axis)
+
+
+def _nearest_index(at: np.ndarray) -> np.ndarray:
+    """The nearest index; a coordinate on the border between two voxels, up to rounding, belongs to the upper one."""
+    return np.floor(at + (0.5 + BORDER)).astype(int)
 
 
 def _linear(array: np.ndarray, at: np.ndarray, axis: int) -> np.ndarray:
