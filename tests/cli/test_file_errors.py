@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from tests.factories.cli import run
-from tests.factories.nifti import write_mask
+from tests.factories.nifti import oblique_affine, write_mask
 from voxtune.cli.main import app, main
 
 
@@ -136,3 +136,15 @@ def test_the_advice_names_only_options_of_the_command(capsys, imported_model, tm
     advised = set(re.findall(r"(?<= )--[a-z][a-z-]*", err))
     assert advised <= options_of(command[0]) and (cure is None or cure in advised), err
     assert "renumber" not in err or not advised
+
+
+def test_oblique_masks_are_announced_once_for_all(capsys, imported_model, tmp_path):
+    for i in range(3):
+        write_mask(tmp_path / f"sub-{i}_dseg.nii", affine=oblique_affine("RAS", (12.0, 12.0, 12.0), (0, 0, 5 + i)))
+    code, out, err = run(capsys, "sample", imported_model, "-m", tmp_path, "-o", tmp_path / "out", "--steps", 1)
+    assert code == 0, err
+    assert err.count("axes are oblique") == 1 and "3 of 3 files" in err and "by up to 7.0 degrees" in err
+    assert "axes are oblique" not in out
+    for i in range(3):
+        [made] = (tmp_path / "out").rglob(f"sub-{i}_desc-synth01_T1w.nii.gz")
+        assert np.array_equal(nib.load(made).affine, nib.load(tmp_path / f"sub-{i}_dseg.nii").affine)

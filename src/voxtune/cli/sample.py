@@ -146,6 +146,7 @@ def _grid_size(size: str | None, model: Model) -> tuple[int, ...] | None:
 def _requests(
     model: Model, masks: list[Path] | None, fit: str, size: tuple[int, ...] | None, output: Output
 ) -> list[MaskRequest]:
+    from voxtune.data.geometry import GeometrySummary
     from voxtune.data.training_data import unlike_masks
     from voxtune.runtime.generate import mask_contract, prepare
 
@@ -153,6 +154,8 @@ def _requests(
     if not masks:
         raise InputError("this model requires --mask: a NIfTI file or a folder of them")
     requests = prepare(model, _mask_files(masks), mode=fit, size=size)  # type: ignore[arg-type]
+    for line in GeometrySummary(request.grid for request in requests).lines():
+        output.warn(line)
     for request in requests:
         output.say(f"{request.path.name}: {request.placement.describe()}")
         for warning in request.warnings:

@@ -23,6 +23,7 @@ import numpy as np
 
 from voxtune.data.cohort import FIELD_OF_VIEW, LABELS, cohort_spacing, subject
 from voxtune.data.contract import DataContract, Shape, encode_mask, scale_image
+from voxtune.data.geometry import GeometrySummary
 from voxtune.data.grid import Mode, fit
 from voxtune.data.modality import T1W, find_kind
 from voxtune.data.nifti import Volume, read_labels, read_volume
@@ -113,20 +114,23 @@ class PairedFolders:
 
     def check(self) -> Report:
         """Checks every mask and pair."""
-        report = self._matching
+        report, geometry = self._matching, GeometrySummary()
         for pair in self.pairs:
             masked = check_mask(pair.mask, self.contract)
             report += masked
             if masked.ok:
-                report += self._check_pair(pair)
-        return report
+                report += self._check_pair(pair, geometry)
+        return geometry.report() + report
 
-    def _check_pair(self, pair: Pair) -> Report:
+    def _check_pair(self, pair: Pair, geometry: GeometrySummary) -> Report:
         report = Report()
         try:
             mask = read_labels(pair.mask)
+            geometry.add(mask)
             for path in pair.images:
-                report += check_pair(read_volume(path), mask)
+                image = read_volume(path)
+                geometry.add(image)
+                report += check_pair(image, mask)
             placed = fit(mask, self.contract, self.mode).apply(mask.array, label=True)
         except InputError as error:
             return report + Report(findings=(error_finding("unusable", pair.mask, str(error)),))

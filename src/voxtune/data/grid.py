@@ -169,9 +169,10 @@ def _origin(n: int, size: int, scale: float, box: tuple[int, int] | None, where:
     low, high = int(labelled[0]), int(labelled[-1])
     extent = high - low + 1
     if extent > size:
+        larger = advice("pass a larger --size", "use a larger model or size")
         raise InputError(
             f"{where}: the labels extend over {extent} voxels of the model's spacing ({extent * spacing:.1f} mm), but its grid "
-            f"has {size} ({size * spacing:.1f} mm); crop the mask, or {advice('pass a larger --size', 'use a larger model or size')}"
+            f"has {size} ({size * spacing:.1f} mm); crop the mask, or {larger}"
         )
     start = min(max(low - (size - extent) // 2, 0), steps - size)
     return first + scale * start

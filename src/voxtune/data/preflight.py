@@ -155,14 +155,24 @@ def check_pair(image: Volume, mask: Volume) -> Report:
     if image.shape != mask.shape:
         message = f"{image.name}: shape {image.shape} differs from that of its mask {mask.name}, {mask.shape}"
         return _report(error_finding("pair-shape", image.name, f"{message}; resample one to the other"))
-    # Differences between affines are largest at the corners.
-    corners = np.array([[x, y, z, 1] for x in (0, 1) for y in (0, 1) for z in (0, 1)], dtype=np.float64)
-    corners[:, :3] *= np.array(image.shape) - 1
-    distance_mm = float(np.abs(corners @ (image.affine - mask.affine).T).max())
-    if not distance_mm <= max(AFFINE_TOLERANCE_MM, 0.01 * min(mask.spacing)):
+    distance_mm = displacement_mm(image.affine, mask.affine, image.shape)
+    if not distance_mm <= same_place_mm(mask.spacing):
         message = f"{image.name}: displaced by {distance_mm:.3g} mm from its mask {mask.name}; their affines differ"
         return _report(error_finding("pair-affine", image.name, f"{message}; resample one to the other"))
     return Report()
+
+
+def displacement_mm(a: np.ndarray, b: np.ndarray, shape: tuple[int, ...]) -> float:
+    """The largest distance along a world axis between the places that two affines give to a voxel."""
+    # It is largest at the corners.
+    corners = np.array([[x, y, z, 1] for x in (0, 1) for y in (0, 1) for z in (0, 1)], dtype=np.float64)
+    corners[:, :3] *= np.array(shape) - 1
+    return float(np.abs(corners @ (a - b).T).max())
+
+
+def same_place_mm(spacing: tuple[float, ...]) -> float:
+    """The displacement up to which two grids are equal."""
+    return max(AFFINE_TOLERANCE_MM, 0.01 * min(spacing))
 
 
 def check_lost_labels(before: np.ndarray, after: np.ndarray, contract: DataContract, name: str) -> Report:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from voxtune.data.contract import DataContract, scale_image
+from voxtune.data.geometry import GeometrySummary
 from voxtune.data.grid import fit
 from voxtune.data.modality import MASK_ENDINGS, SYNTHETIC, same_kind, split_name
 from voxtune.data.nifti import Volume, read_labels, read_volume
@@ -104,14 +105,20 @@ def read_placed(
     *,
     labels_for: Consumer | None = MODEL,
     by_mask: bool = True,
+    geometry: GeometrySummary | None = None,
 ) -> Placed:
     """Reads a volume and its mask on the contract's grid; a larger volume is cropped around its labels.
 
     Without `by_mask` it is cropped around its centre, as a volume without a mask: volumes that are compared must be placed
-    in the same way. A mask on another grid is an error; its labels must be those of `labels_for`, if given.
+    in the same way. A mask on another grid is an error; its labels must be those of `labels_for`, if given. Both files are
+    counted in `geometry`.
     """
     volume = read_volume(file.path)
     mask = None if mask_path is None else read_labels(mask_path)
+    if geometry is not None:
+        for each in (volume, mask):
+            if each is not None:
+                geometry.add(each)
     if mask is not None:
         check_pair(volume, mask).raise_errors()
         if labels_for is not None:

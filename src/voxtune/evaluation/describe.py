@@ -12,6 +12,7 @@ from torch import Tensor
 
 from voxtune.data.cohort import cohort_contract
 from voxtune.data.contract import DataContract
+from voxtune.data.geometry import GeometrySummary
 from voxtune.data.preflight import segmenter_consumer
 from voxtune.data.volumeset import (
     Placed,
@@ -105,7 +106,7 @@ class Reader:
         self.features, self.segmenter, self.progress = features, segmenter, progress
         self.pair_metrics = [m for m in metrics if "partner" in m.needs]
         self.set_metrics = [m for m in metrics if "partner" not in m.needs]
-        self.errors = FileProblems()
+        self.errors, self.geometry = FileProblems(), GeometrySummary()
         self.labels_for = None if segmenter is None else segmenter_consumer(segmenter.name)
         self.constant: list[Path] = []
         self.done = 0
@@ -119,7 +120,9 @@ class Reader:
             try:
                 # Labels must be those of the network that they are compared with.
                 labels_for = self.labels_for if self.features is self.segmenter else None
-                placed = read_placed(file, mask, contract, labels_for=labels_for, by_mask=self.by_mask)
+                placed = read_placed(
+                    file, mask, contract, labels_for=labels_for, by_mask=self.by_mask, geometry=self.geometry
+                )
                 self._measure(placed, mask, readings, neighbours_only)
             except InputError as error:
                 self.errors.add(file.path, error)

@@ -63,6 +63,8 @@ def evaluate(
     training = None if sets.training is None else reader.read(sets.training, neighbours_only=True)
     partners = reader.read_pairs(sets.pairs)
     reader.errors.raise_all()
+    for line in reader.geometry.lines():
+        notes.warn(line)
     for path in reader.constant:
         notes.warn(f"{path}: every voxel has the same value")
     generated, baseline = (
