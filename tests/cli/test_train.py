@@ -78,9 +78,9 @@ def from_folders(folders: Path, out: Path, *more: str) -> list[str]:
 
 def refused(capsys, *arguments: str) -> str:
     assert main(["train", *arguments]) == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1
-    return lines[0]
+    title, *rows = capsys.readouterr().err.strip().splitlines()
+    assert title.startswith("voxtune: error: ") and title.endswith(" files cannot be used:") == bool(rows)
+    return "\n".join([title, *rows])
 
 
 @pytest.mark.usefixtures("one_thread")
