@@ -15,18 +15,35 @@ from voxtune.errors import InputError
 from voxtune.versions import __version__
 
 if TYPE_CHECKING:
+    from voxtune.api.functions import evaluate, train, view
+    from voxtune.data.nifti import Volume
     from voxtune.runtime.model import Model, ModelConfig
     from voxtune.runtime.planned import optimize
     from voxtune.runtime.storage import load
 
-__all__ = ["InputError", "Model", "ModelConfig", "__version__", "load", "optimize"]
+__all__ = [
+    "InputError",
+    "Model",
+    "ModelConfig",
+    "Volume",
+    "__version__",
+    "evaluate",
+    "load",
+    "optimize",
+    "train",
+    "view",
+]
 
 # Imported on first use: they import torch, which takes seconds that `voxtune --help` and shell completion do not need.
 _PUBLIC = {
     "Model": "voxtune.runtime.model",
     "ModelConfig": "voxtune.runtime.model",
+    "Volume": "voxtune.data.nifti",
+    "evaluate": "voxtune.api.functions",
     "load": "voxtune.runtime.storage",
     "optimize": "voxtune.runtime.planned",
+    "train": "voxtune.api.functions",
+    "view": "voxtune.api.functions",
 }
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from voxtune.errors import InputError
@@ -52,6 +53,13 @@ def to_mapping(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+def check_values(function: Callable[..., Any], **values: Any) -> None:
+    """Raises unless the type of each value is the one in the annotations of `function`."""
+    hints = typing.get_type_hints(function)
+    for name, value in values.items():
+        _value(hints[name], value, name)
+
+
 def _value(hint: Any, value: Any, where: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
@@ -87,14 +95,17 @@ def _tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
 def _scalar(hint: Any, value: Any, where: str) -> Any:
     if hint is bool and isinstance(value, bool):
         return value
-    if hint is int and isinstance(value, int) and not isinstance(value, bool):
-        if abs(value) > MAX_NUMBER:
-            raise InputError(f"{where}: a number of {value.bit_length()} bits is out of range")
-        return value
-    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        if abs(value) > MAX_NUMBER or not math.isfinite(value):
+    # Integral and Real include the numbers of NumPy.
+    if hint is int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        whole = int(value)
+        if abs(whole) > MAX_NUMBER:
+            raise InputError(f"{where}: a number of {whole.bit_length()} bits is out of range")
+        return whole
+    if hint is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
+        number = int(value) if isinstance(value, numbers.Integral) else float(value)
+        if abs(number) > MAX_NUMBER or not math.isfinite(number):
             raise InputError(f"{where}: {str(value)[:40]} is out of range")
-        return float(value)
+        return float(number)
     if hint is str and isinstance(value, str):
         return value
     raise InputError(f"{where}: expected {getattr(hint, '__name__', hint)}, got {str(value)[:80]!r}")

@@ -13,7 +13,6 @@ from voxtune.files import check_output_path
 
 if TYPE_CHECKING:
     from voxtune.quality.result import Evaluation
-    from voxtune.segmentation.segmenter import Segmenter
 
 
 def command(
@@ -50,14 +49,14 @@ def command(
 ) -> None:
     """Compare synthetic volumes with reference volumes: similarity, distribution, mask adherence, memorisation."""
     from voxtune.evaluation.describe import find_sets
-    from voxtune.evaluation.evaluate import evaluate, write_result
+    from voxtune.evaluation.evaluate import evaluate, open_networks, write_result
     from voxtune.quality.bootstrap import Bootstrap
 
     output = Output(json=json, quiet=quiet)
     settings = Bootstrap(resamples=resamples, seed=seed)
     check_output_path(out / "metrics.json", overwrite)
     sets = find_sets(real, synth, masks, training, image)
-    feature_network, segmenter_network = _networks(features, segmenter, choose_device(device))
+    feature_network, segmenter_network = open_networks(features, segmenter, choose_device(device))
     output.say(f"{len(sets.real)} reference volumes, {len(sets.synth)} synthetic volumes, {len(sets.pairs)} pairs")
     started = time.perf_counter()
     total = len(sets.real) + len(sets.synth) + len(sets.training or []) + len(sets.pairs)
@@ -77,19 +76,6 @@ def command(
     _print(result, output)
     output.say(f"wrote {files[0]}, {files[1]} in {time.perf_counter() - started:.1f} s")
     output.result(result.to_json(**about))
-
-
-def _networks(features: Path | None, segmenter: Path | None, device: str) -> tuple[Segmenter | None, Segmenter | None]:
-    """(feature network, segmenter): those given, else the one that ships."""
-    from voxtune.segmentation.segmenter import load_segmenter, shipped_segmenter
-
-    shipped = None
-    if (features is None or segmenter is None) and (shipped_segmenter() / "config.json").is_file():
-        shipped = load_segmenter(shipped_segmenter(), device=device)
-    network = shipped if features is None else load_segmenter(features, device=device)
-    if segmenter is None:
-        return network, shipped
-    return network, network if segmenter == features else load_segmenter(segmenter, device=device)
 
 
 def _print(result: Evaluation, output: Output) -> None:

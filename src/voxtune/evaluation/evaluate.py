@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from voxtune.data.volumeset import VolumeFile
 from voxtune.errors import InputError
@@ -31,7 +32,7 @@ from voxtune.quality.metrics import (
 )
 from voxtune.quality.per_volume import nearest
 from voxtune.quality.result import Evaluation, Notes
-from voxtune.segmentation.segmenter import Segmenter
+from voxtune.segmentation.segmenter import Segmenter, load_segmenter, shipped_segmenter
 
 # What a metric can need and an evaluation of folders can provide.
 POSSIBLE: frozenset[Need] = frozenset({"partner", "pairs", "real", "features", "masks", "training"})
@@ -106,6 +107,19 @@ def evaluate(
         features=None if features is None else features.identity(),
         segmenter=None if segmenter is None else segmenter.identity(),
     )
+
+
+def open_networks(
+    features: Path | None, segmenter: Path | None, device: torch.device | str
+) -> tuple[Segmenter | None, Segmenter | None]:
+    """(feature network, segmenter): those given, else the one that ships."""
+    shipped = None
+    if (features is None or segmenter is None) and (shipped_segmenter() / "config.json").is_file():
+        shipped = load_segmenter(shipped_segmenter(), device=device)
+    network = shipped if features is None else load_segmenter(features, device=device)
+    if segmenter is None:
+        return network, shipped
+    return network, network if segmenter == features else load_segmenter(segmenter, device=device)
 
 
 def report_order(metric: Metric) -> int:

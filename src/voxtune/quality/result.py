@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 import platform
 from collections.abc import Callable
@@ -38,9 +39,12 @@ class Notes:
         self.on_warning(text)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Evaluation:
-    """`left_out` gives the reason for each skipped metric. `volumes` has one row per synthetic volume."""
+    """The metrics of an evaluation, by name: `evaluation["psnr"].value`.
+
+    `left_out` gives the reason for each skipped metric. `volumes` has one row per synthetic volume.
+    """
 
     metrics: tuple[MetricValue, ...]
     left_out: dict[str, str]
@@ -51,7 +55,32 @@ class Evaluation:
     segmenter: dict[str, Any] | None
 
     def __getitem__(self, name: str) -> MetricValue:
-        return next(metric for metric in self.metrics if metric.name == name)
+        for metric in self.metrics:
+            if metric.name == name:
+                return metric
+        reason = f"was skipped: {self.left_out[name]}" if name in self.left_out else "unknown metric"
+        raise KeyError(f"{name}: {reason}; this evaluation has {', '.join(metric.name for metric in self.metrics)}")
+
+    def __repr__(self) -> str:
+        """A table of the metrics, and the reasons for those that were skipped."""
+        rows = [HEADER[:-1], *(row[:-1] for row in self.rows())]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER) - 1)]
+        # The numbers are aligned to the right.
+        lines = [
+            "  ".join(
+                cell.rjust(width) if column in (1, 2, 3) else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        counts = ", ".join(f"{count} {name}" for name, count in self.counts.items() if count is not None)
+        return "\n".join([f"Evaluation({counts})", *lines, *(f"skipped: {k}: {v}" for k, v in self.left_out.items())])
+
+    def _repr_html_(self) -> str:
+        cells = [[f"<td>{html.escape(cell)}</td>" for cell in row] for row in self.rows()]
+        head = "".join(f"<th>{name}</th>" for name in HEADER)
+        body = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
     def to_json(self, **about: Any) -> dict[str, Any]:
         """`about`: further entries from the caller, such as folders and options."""

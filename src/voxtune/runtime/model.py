@@ -86,10 +86,12 @@ class ModelConfig:
         return self.diffusion.steps if self.sampling.start is None else self.sampling.start + 1
 
     def to_json(self) -> dict[str, Any]:
+        """The content of config.json."""
         return {"format": FORMAT, "workload": self.family, **to_mapping(self)}
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> ModelConfig:
+        """The configuration in the content of a config.json; `where` is the file that error messages name."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             actual = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise InputError(f"{where}: expected a config of format {FORMAT!r}, got {actual!r}")
@@ -133,9 +135,11 @@ def workload_contract(entry: Workload) -> DataContract | None:
 
 
 def checked_device(device: torch.device | str) -> torch.device:
-    """The device of that name; raises for one that this machine does not have."""
+    """The device of that name, for "auto" a GPU if there is one; raises for a device that this machine does not have."""
     if not isinstance(device, torch.device | str):
         raise InputError(f"device {device!r}: expected a name such as 'cpu' or 'cuda'")
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         checked = torch.device(device)
     except RuntimeError as error:
@@ -177,6 +181,7 @@ class Model:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
 
     def to(self, device: torch.device | str) -> Model:
+        """Moves the network to a device and returns the model."""
         self.network.to(checked_device(device))
         return self
 

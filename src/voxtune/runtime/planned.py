@@ -95,14 +95,19 @@ def optimize(
 
     A Model needs no example inputs: its network is optimized for each shape when a volume of it is first sampled.
     """
+    from voxtune.plan import Plan
     from voxtune.plan import optimize as optimize_network
 
+    if not isinstance(plan, str | Path | Plan):
+        raise InputError(f"plan: expected 'auto', 'baseline', a plan file or a Plan, got {type(plan).__name__}")
     if isinstance(model, Model):
         return Model(model.config, Planned(model.network, plan, **options), _noise, weights=model.weights)
     if not isinstance(model, nn.Module):
         raise InputError(f"optimize requires a torch.nn.Module or a voxtune.Model, got {type(model).__name__}")
     if example_inputs is None:
         raise InputError("missing example_inputs: pass the tensors that the network is called with")
+    if not isinstance(example_inputs, Tensor | list | tuple):
+        raise InputError(f"example_inputs: expected tensors, got {type(example_inputs).__name__}")
     return optimize_network(model, example_inputs, plan, **options)
 
 

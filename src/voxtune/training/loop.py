@@ -36,7 +36,7 @@ PICTURE_IMAGES = 16
 Progress = Callable[[int, int, float], None]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TrainResult:
     """The state of a run when `train` returns: complete after its `steps` or `minutes`, or `stopped` on request."""
 
@@ -53,6 +53,13 @@ class TrainResult:
 
     def to_json(self) -> dict[str, Any]:
         return {k: str(v) if isinstance(v, Path) else v for k, v in to_mapping(self).items()}
+
+    def __repr__(self) -> str:
+        loss = "" if self.loss is None else f", last loss {self.loss:.4f}"
+        stopped = f", stopped: {self.ended}" if self.stopped else ""
+        return (
+            f"TrainResult(step {self.step} of {self.steps}{loss}, {self.seconds:.0f} s{stopped}; model: {self.model})"
+        )
 
 
 def train(
