@@ -155,6 +155,8 @@ REFUSED = [
     ("train", {"out": "run", "cohort": 2, "batch": 0}, "batch 0"),
     ("train", {"out": "run", "cohort": 2, "seed": -1}, "seed"),
     ("train", {"out": "run", "cohort": 2, "learning_rate": float("nan")}, "learning_rate"),
+    ("train", {"out": "run", "cohort": 2, "image": 3}, "image: expected str"),
+    ("train", {"out": "run", "cohort": 2, "image": "t1,t1w"}, "T1w is given twice"),
     ("train", {"out": "run", "cohort": 2, "size": 64}, "size: expected a list, got 64"),
     ("train", {"out": "run", "cohort": 2, "loss": "l3"}, "loss: 'l3' is not one of"),
     ("train", {"out": "run", "cohort": 2, "workload": "unet"}, "unknown workload"),

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from voxtune.config import check_values
+from voxtune.data.modality import parse_images
 from voxtune.errors import InputError
 from voxtune.evaluation.describe import find_sets
 from voxtune.evaluation.evaluate import evaluate as evaluate_sets
@@ -23,9 +24,10 @@ from voxtune.quality.bootstrap import Bootstrap
 from voxtune.quality.result import Evaluation
 from voxtune.report.view import view_page
 from voxtune.runtime.model import check_progress, checked_device
-from voxtune.training.config import TrainConfig, make_config, read_config
+from voxtune.training.config import make_config, read_config
 from voxtune.training.loop import TrainResult, read_run
 from voxtune.training.loop import train as run_training
+from voxtune.training.model import with_folder_image
 
 log = logging.getLogger("voxtune")
 
@@ -37,6 +39,7 @@ def train(
     out: PathLike | None = None,
     images: PathLike | None = None,
     masks: PathLike | None = None,
+    image: str | None = None,
     subjects: PathLike | None = None,
     cohort: int | None = None,
     workload: str | None = None,
@@ -65,13 +68,14 @@ def train(
 ) -> TrainResult:
     """Trains a model into the run folder `out`, as `voxtune train` does with the options of these names.
 
-    `settings` are further settings by name, such as `{"ema_decay": 0.999}` (`--set`). `config` is a YAML or JSON file;
-    keywords override it. `resume` is the folder of a run to continue, in place of `out`. `progress(step, steps, loss)` is
-    called after every step; the run ends early, with a checkpoint, once `stop()` returns True. Warnings are logged. Load the
-    model with `voxtune.load(result.model)`.
+    `image` names the kinds of the images, such as "T2w" or "t1,t1ce,t2,flair". `settings` are further settings by name, such
+    as `{"ema_decay": 0.999}` (`--set`). `config` is a YAML or JSON file; keywords override it. `resume` is the folder of a
+    run to continue, in place of `out`. `progress(step, steps, loss)` is called after every step; the run ends early, with a
+    checkpoint, once `stop()` returns True. Warnings are logged. Load the model with `voxtune.load(result.model)`.
     """
     if workload == "segment":
         raise InputError("workload 'segment': train segmenters with the command voxtune train --workload segment")
+    check_values(train, image=image)
     for name, function in {"progress": progress, "stop": stop}.items():
         if function is not None and not callable(function):
             raise InputError(f"{name}: expected a function, got {type(function).__name__}")
@@ -81,7 +85,7 @@ def train(
     values |= {"model.multipliers": multipliers, "steps": steps, "minutes": minutes, "batch": batch}
     values |= {"accumulation": accumulation, "learning_rate": learning_rate, "warmup": warmup, "decay": decay}
     values |= {"loss": loss, "autocast": autocast, "seed": seed, "checkpoint_every": checkpoint_every}
-    values |= {"sample_every": sample_every}
+    values |= {"sample_every": sample_every, "data.modalities": None if image is None else parse_images(image)}
     if settings is not None and not isinstance(settings, Mapping):
         raise InputError(f"settings: expected a mapping of names to values, got {type(settings).__name__}")
     given = {name: value for name, value in values.items() if value is not None} | dict(settings or {})
@@ -91,8 +95,15 @@ def train(
     if resume is not None and (out is not None or config is not None):
         raise InputError("resume cannot be combined with out or config; the run folder holds the settings")
     folder = checked_path(resume, "resume") if out is None else checked_path(out, "out")  # type: ignore[arg-type]
+    if resume is not None:
+        chosen = read_run(folder, given)
+    else:
+        file = _path(config, "config")
+        chosen, note = with_folder_image(make_config({}, given, "train") if file is None else read_config(file, given))
+        if note:
+            log.info(note)
     return run_training(
-        _train_config(folder, given, config, resumed=resume is not None),
+        chosen,
         None,
         folder,
         progress,
@@ -101,14 +112,6 @@ def train(
         stop=stop,
         warn=log.warning,
     )
-
-
-def _train_config(folder: Path, given: dict[str, Any], config: PathLike | None, *, resumed: bool) -> TrainConfig:
-    if resumed:
-        return read_run(folder, given)
-    if config is not None:
-        return read_config(checked_path(config, "config"), given)
-    return make_config({}, given, "train")
 
 
 def evaluate(
