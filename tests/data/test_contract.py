@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +17,10 @@ from voxtune.config import from_mapping, to_mapping
 from voxtune.data.contract import (
     DataContract,
     Label,
+    classes_of,
+    encode_channels,
     encode_mask,
+    example_labels,
     generic_contract,
     scale_image,
     unscale_image,
@@ -96,7 +101,7 @@ def test_channels_in_another_order_than_values():
 
 
 def test_unknown_label_is_named():
-    with pytest.raises(InputError, match=r"unknown label 9.*1 \(brain\)"):
+    with pytest.raises(InputError, match=r"unknown label 9.*1 \(head\)"):
         encode_mask(np.full((2, 2, 2), 9), WHOLE_HEAD)
 
 
@@ -126,3 +131,109 @@ def test_unscale_clips_to_the_range():
 def test_generic_contract_requires_labels_and_images(labels, images):
     with pytest.raises(InputError, match="at least one"):
         generic_contract(labels, images, (8, 8, 8))
+
+
+OVERLAP = replace(
+    generic_contract(1, 1, (4, 4, 4)),
+    labels=(
+        Label(name="WT", value=1, more_values=(2, 4), channel=0),
+        Label(name="TC", value=1, more_values=(4,), channel=1),
+        Label(name="ET", value=4, channel=2),
+    ),
+    overlapping=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *[
+            ("brain", "organ"),
+            ("Head", "organ"),
+            ("Whole_Brain", "organ"),
+            ("brainstem", "other"),
+            ("tumor", "pathology"),
+        ],
+        *[("Necrotic core", "pathology"), ("non-enhancing", "pathology"), ("edema", "pathology"), ("WT", "pathology")],
+        *[("ventricles", "other"), ("label1", "other")],
+    ],
+)
+def test_the_kind_of_a_label_follows_from_its_name(name, kind):
+    assert Label(name=name, value=1, channel=0).kind == kind
+    assert Label(name=name, value=1, channel=0, role="other").kind == "other"
+
+
+def test_old_labels_are_read_and_new_ones_round_trip():
+    old = {**GOOD, "labels": [label("brain"), label("tumour", 2, 1)]}
+    old.pop("overlapping")
+    contract = from_mapping(DataContract, old, "old")
+    assert contract.channel_values == ((1,), (2,)) and not contract.overlapping
+    assert contract.classes == {"brain": (1,), "tumour": (2,)} and contract.region_values == (1, 2)
+    assert from_mapping(DataContract, json.loads(json.dumps(to_mapping(OVERLAP))), "new") == OVERLAP
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"more_values": [1]}, "twice"),
+        ({"more_values": [0]}, "must be 1 or more"),
+        ({"role": "leg"}, "role"),
+        ({"from_image": 1}, "from_image"),
+    ],
+)
+def test_invalid_labels_are_rejected(change, word):
+    with pytest.raises(InputError, match=word):
+        from_mapping(DataContract, {**GOOD, "labels": [{**label(), **change}]}, "model.json")
+
+
+def test_only_overlapping_labels_may_share_a_value():
+    with pytest.raises(InputError, match=r"duplicate value 1.*--overlapping-labels"):
+        replace(OVERLAP, overlapping=False)
+    several = replace(OVERLAP, labels=(Label(name="a", value=3, more_values=(1,), channel=0),), overlapping=False)
+    assert several.all_values == (1, 3) and several.region_values == (3,) and several.regions == ((0,),)
+    encoded = encode_mask(np.array([[[0, 1, 3]]]), several)
+    np.testing.assert_array_equal(encoded[0, 0, 0], [-1, 1, 1])
+
+
+def test_overlapping_labels_have_a_class_for_each_combination():
+    assert OVERLAP.regions == ((0,), (0, 1), (0, 1, 2)) and OVERLAP.region_values == (2, 1, 4)
+    assert OVERLAP.classes == {"WT": (1, 2, 3), "TC": (2, 3), "ET": (3,)}
+    assert OVERLAP.describe_labels() == "0 (background), 1/2/4 (WT), 1/4 (TC), 4 (ET)"
+    assert OVERLAP.name_of(1) == "1 (WT + TC)"
+    mask = np.array([[[0, 1, 2, 4]]])
+    cond = encode_mask(mask, OVERLAP)
+    np.testing.assert_array_equal(cond[:, 0, 0] > 0, [[0, 1, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1]])
+    classes = classes_of(torch.from_numpy(cond)[None], OVERLAP)
+    assert classes.flatten().tolist() == [0, 2, 1, 3]
+    again = encode_channels(classes, OVERLAP.classes.values(), OVERLAP)
+    np.testing.assert_array_equal(again[0], cond)
+    np.testing.assert_array_equal(
+        encode_channels(torch.from_numpy(mask)[None], OVERLAP.channel_values, OVERLAP)[0], cond
+    )
+
+
+def test_a_combination_that_the_contract_does_not_have_is_an_error():
+    with pytest.raises(InputError, match="never overlap"):
+        classes_of(torch.tensor([-1.0, 1.0, -1.0]).view(1, 3, 1, 1, 1), OVERLAP)
+
+
+@given(st.lists(st.sets(st.integers(1, 6), min_size=1), min_size=1, max_size=5), st.integers(0, 2**32 - 1))
+def test_classes_and_channels_are_inverse(sets, seed):
+    labels = tuple(
+        Label(name=f"l{c}", value=min(values), more_values=tuple(sorted(values - {min(values)})), channel=c)
+        for c, values in enumerate(sets)
+    )
+    contract = replace(OVERLAP, labels=labels)
+    values = np.array((0, *contract.all_values))
+    mask = np.random.default_rng(seed).choice(values, (3, 4, 5))
+    cond = encode_mask(mask, contract)
+    classes = classes_of(torch.from_numpy(cond)[None], contract)
+    np.testing.assert_array_equal(encode_channels(classes, contract.classes.values(), contract)[0], cond)
+    stored = np.array((0, *contract.region_values))[classes[0].numpy()]
+    np.testing.assert_array_equal(encode_mask(stored, contract), cond)
+
+
+def test_the_example_mask_has_every_combination():
+    large = replace(OVERLAP, size=(32, 32, 32))
+    assert set(np.unique(example_labels(large))) == {0, 1, 2, 4}
+    assert set(np.unique(example_labels(replace(BRATS, size=(32, 32, 32))))) == {0, 1, 2, 3, 4}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from tests.factories.contracts import BRATS, WHOLE_HEAD
 from tests.factories.nifti import oriented_affine, save, volume
 from voxtune.data.preflight import Report, check_lost_labels, check_mask, check_pair
-from voxtune.errors import InputError
+from voxtune.errors import InputError, command_options
 
 
 def mask(*values, shape=(4, 4, 4), dtype=np.int32):
@@ -36,13 +37,37 @@ def test_missing_label_is_a_warning_with_its_name():
 
 
 def test_each_missing_label_has_a_warning():
-    report = check_mask(volume(mask(4)), BRATS)
+    report = check_mask(volume(mask(4)), BRATS, stated=True)
     assert len(report.warnings) == 3 and report.ok
 
 
+@pytest.mark.parametrize("values", [(1, 2, 4), (1, 4), (4,)])
+def test_masks_with_two_readings_are_refused_with_both(values):
+    with command_options(["--labels"]):
+        message = only(check_mask(volume(mask(*values)), BRATS), "error", "ambiguous")
+    assert "BraTS 2021 (4 = enhancing tumour, no brain label)" in message
+    assert "the model's own labels without 3 (enhancing tumour), 4 = brain" in message
+    assert "--labels brats2021 or --labels model" in message and "\n" not in message
+    assert check_mask(volume(mask(*values)), BRATS, stated=True).ok
+    other = replace(BRATS, labels=tuple(replace(label, name=f"part {label.value}") for label in BRATS.labels))
+    assert check_mask(volume(mask(*values)), other).ok, "the contract's 4 is no organ"
+
+
+def test_masks_without_the_organ_are_refused_with_the_fix():
+    with command_options(["--labels"]):
+        message = only(check_mask(volume(mask(1, 2, 3)), BRATS), "error", "missing-organ")
+        whole_head = only(check_mask(volume(mask(2)), WHOLE_HEAD), "error", "missing-organ")
+    assert "4 (brain) is not in the mask" in message and "--labels brats, or accept" in message
+    assert '--labels "head=image; tumour=2"' in whole_head
+    accepted = check_mask(volume(mask(2)), WHOLE_HEAD, organ_may_miss=True)
+    assert "1 (head)" in only(accepted, "warning", "missing-label")
+
+
 def test_unknown_label_lists_the_labels_of_mask_and_model():
-    message = only(check_mask(volume(mask(1, 2, 7)), WHOLE_HEAD), "error", "unknown-label")
-    assert "unknown label 7" in message and "the mask has 0, 1, 2, 7" in message and "1 (brain), 2 (tumour)" in message
+    with command_options(["--labels"]):
+        message = only(check_mask(volume(mask(1, 2, 7)), WHOLE_HEAD), "error", "unknown-label")
+    assert "unknown label 7" in message and "the mask has 0, 1, 2, 7" in message and "1 (head), 2 (tumour)" in message
+    assert '--labels "head=...; tumour=...; background=..."' in message
 
 
 def test_many_unknown_labels_stay_one_short_line():
@@ -51,8 +76,7 @@ def test_many_unknown_labels_stay_one_short_line():
 
 
 def test_other_numbering_is_an_error():
-    codes = {f.code for f in check_mask(volume(mask(10, 11)), WHOLE_HEAD).errors}
-    assert codes == {"unknown-label", "no-label"}
+    only(check_mask(volume(mask(10, 11)), WHOLE_HEAD), "error", "unknown-label")
 
 
 def test_empty_mask():
@@ -80,8 +104,9 @@ def test_file_that_cannot_be_read_is_a_finding(tmp_path):
 
 
 def test_raise_errors_gives_all_messages_on_one_line():
-    with pytest.raises(InputError, match=r"unknown label.*none of the labels of the model") as caught:
-        check_mask(volume(mask(9)), WHOLE_HEAD).raise_errors()
+    findings = check_mask(volume(mask(9)), WHOLE_HEAD) + check_mask(volume(mask()), WHOLE_HEAD)
+    with pytest.raises(InputError, match=r"unknown label.*the mask is empty") as caught:
+        findings.raise_errors()
     assert "\n" not in str(caught.value)
 
 

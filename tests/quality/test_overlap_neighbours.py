@@ -15,17 +15,17 @@ def test_dice_is_monais():
     onehot = [torch.nn.functional.one_hot(x, 3).movedim(-1, 0)[None] for x in (predicted, mask)]
     theirs = DiceMetric(include_background=False, reduction="none")(*onehot)[0]
     for value in (1, 2):
-        assert dice(mask, predicted, value) == pytest.approx(float(theirs[value - 1]), abs=1e-6)
+        assert dice(mask, predicted, (value,)) == pytest.approx(float(theirs[value - 1]), abs=1e-6)
 
 
 def test_dice_of_known_overlaps():
     mask, predicted = torch.zeros(4, 4, 4), torch.zeros(4, 4, 4)
     mask[:2] = 1
     predicted[1:3] = 1
-    assert dice(mask, mask, 1) == 1.0
-    assert dice(mask, predicted, 1) == 0.5
-    assert dice(mask, torch.zeros(4, 4, 4), 1) == 0.0
-    assert dice(torch.zeros(4, 4, 4), predicted, 1) is None
+    assert dice(mask, mask, (1,)) == 1.0
+    assert dice(mask, predicted, (1,)) == 0.5
+    assert dice(mask, torch.zeros(4, 4, 4), (1,)) == 0.0
+    assert dice(torch.zeros(4, 4, 4), predicted, (1,)) is None
 
 
 def test_nearest_by_rms_and_never_itself():

@@ -47,8 +47,8 @@ def test_what_it_draws_is_what_was_asked_for(model, person):
 
 def adheres(drawn, asked):
     found = load_segmenter(shipped_segmenter()).describe((drawn * 2 - 1)[None, None])[0][0]
-    assert dice(asked, found, cohort.BRAIN) > 0.97
-    assert dice(asked, found, cohort.TUMOUR) > 0.5
+    assert dice(asked, found, (cohort.BRAIN,)) > 0.97
+    assert dice(asked, found, (cohort.TUMOUR,)) > 0.5
 
 
 def lies_in_intervals(drawn, real, asked):

@@ -12,9 +12,9 @@ import torch
 
 from tests.factories.core_only import voxtune_bare
 from voxtune.cli.main import main
-from voxtune.data.contract import DataContract, Label, encode_mask
+from voxtune.data.contract import DataContract, Label, classes_of, encode_mask
 from voxtune.data.splits import Volumes
-from voxtune.data.subjects import classes_of, pack, unpack
+from voxtune.data.subjects import pack, unpack
 from voxtune.errors import InputError
 from voxtune.runtime.storage import load
 from voxtune.training.config import DataSettings, ModelSettings, TrainConfig, make_config
@@ -76,7 +76,7 @@ def test_a_compact_batch_unfolds_to_exactly_the_subjects(file, mask_range):
     volumes = Volumes(
         contract=source.contract,
         images_NDHW=torch.from_numpy(np.stack([source[i][0][0] for i in range(6)])),
-        classes_NDHW=torch.from_numpy(np.stack([classes_of(source[i][1]) for i in range(6)])),
+        classes_NDHW=classes_of(torch.from_numpy(np.stack([source[i][1] for i in range(6)])), CONTRACT),
     )
     loader = Loader(source, seed=0, batch=3, start=0, workers=1, pin=False)
     batch = next(iter(loader))

@@ -161,7 +161,7 @@ class CohortSource:
     ) -> None:
         if count < 1:
             raise InputError(f"number of subjects is {count}; it must be 1 or more")
-        if len(contract.images) != 1 or not {label.value for label in LABELS} <= set(contract.values):
+        if len(contract.images) != 1 or not {label.value for label in LABELS} <= set(contract.all_values):
             raise InputError(
                 f"the simulated cohort has one T1w image and the labels 1 (brain), 2 (tumour), but the model has "
                 f"{len(contract.images)} images and {contract.describe_labels()}; use your own images and masks"

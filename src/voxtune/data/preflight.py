@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from voxtune.data.contract import DataContract, unknown_labels
+from voxtune.data.contract import PRESETS, DataContract, Label, unknown_labels
 from voxtune.data.nifti import Volume, check_affine, exact_labels, read_labels
 from voxtune.errors import FileProblems, InputError, advice
 
@@ -28,7 +28,6 @@ class Consumer:
 
     name: str = "the model"
     label_cures: tuple[str, ...] = (
-        "give the meaning of its values with --labels",
         "choose a --workload with these labels",
         "renumber the mask",
     )
@@ -40,7 +39,6 @@ MODEL = Consumer()
 def segmenter_consumer(name: str) -> Consumer:
     """The segmenter that an evaluation compares masks with."""
     cures = (
-        "give the meaning of its values with --labels",
         "pass a --segmenter for these labels",
         "omit --masks to skip Dice",
         "use a segmenter for these labels",
@@ -99,8 +97,18 @@ class Report:
         return Report(findings=self.findings + other.findings)
 
 
-def check_mask(mask: Volume | str | Path, contract: DataContract, consumer: Consumer = MODEL) -> Report:
-    """Checks whether a mask, in memory or in a file, can be used with this contract, which is that of `consumer`."""
+def check_mask(
+    mask: Volume | str | Path,
+    contract: DataContract,
+    consumer: Consumer = MODEL,
+    *,
+    stated: bool = False,
+    organ_may_miss: bool = False,
+) -> Report:
+    """Checks whether a mask, in memory or in a file, can be used with this contract, which is that of `consumer`.
+
+    `stated`: the user stated what the values mean, so that there is no other reading of them.
+    """
     if not isinstance(mask, Volume):
         path = mask
         try:
@@ -122,10 +130,12 @@ def check_mask(mask: Volume | str | Path, contract: DataContract, consumer: Cons
     except InputError as error:
         code = "values" if np.isfinite(array).all() else "nan"
         return _report(error_finding(code, name, str(error)))
-    return _check_labels(labels, contract, name, consumer)
+    return _check_labels(labels, contract, name, consumer, stated=stated, organ_may_miss=organ_may_miss)
 
 
-def _check_labels(labels: np.ndarray, contract: DataContract, name: str, consumer: Consumer) -> Report:
+def _check_labels(
+    labels: np.ndarray, contract: DataContract, name: str, consumer: Consumer, *, stated: bool, organ_may_miss: bool
+) -> Report:
     values = [int(v) for v in np.unique(labels)]
     if values == [0]:
         return _report(
@@ -133,21 +143,51 @@ def _check_labels(labels: np.ndarray, contract: DataContract, name: str, consume
                 "empty", name, f"{name}: the mask is empty, all voxels are 0; expected {contract.describe_labels()}"
             )
         )
-    findings = []
     unknown = unknown_labels(labels, contract)
     both = f"the mask has {_some(values)}, {consumer.name} {contract.describe_labels()}"
     if unknown:
-        message = f"{name}: unknown label {_some(unknown)}; {both}; {advice(*consumer.label_cures)}"
-        findings.append(error_finding("unknown-label", name, message))
-    missing = [v for v in contract.values if v not in values]
-    if len(missing) == len(contract.values):
-        message = f"{name}: none of the labels of {consumer.name} is in the mask; {both}"
-        findings.append(error_finding("no-label", name, message))
-    else:
-        for value in missing:
-            message = f"{name}: label {contract.name_of(value)} is not in the mask; {both}; the result will not show it"
+        names = "; ".join(f"{label.name}=..." for label in contract.ordered)
+        meaning = f'say what its values mean with --labels "{names}; background=..."'
+        message = f"{name}: unknown label {_some(unknown)}; {both}; {advice(meaning, *consumer.label_cures)}"
+        return _report(error_finding("unknown-label", name, message))
+    missing = [label for label in contract.ordered if not set(label.values) & set(values)]
+    if not stated and is_brats_2021(values, contract):
+        text = contract.value_names()
+        message = (
+            f"{name}: labels {_some([v for v in values if v])} have two readings: BraTS 2021 (4 = enhancing tumour, no brain "
+            f"label), or the model's own labels without 3 ({text[3]}), 4 = {text[4]}; "
+        )
+        message += advice("pass --labels brats2021 or --labels model", "pass labels='brats2021' or labels='model'")
+        return _report(error_finding("ambiguous", name, message))
+    findings = []
+    for label in missing:
+        message = f"{name}: label {label.describe()} is not in the mask; {both}"
+        if label.kind == "organ" and not organ_may_miss:
+            option = label_option(contract, label)
+            cure = advice(
+                f"take it from the subject's image with --labels {option}, or accept the mask with --labels model",
+                f"take it from the subject's image with labels={option}, or accept the mask with labels='model'",
+            )
+            findings.append(error_finding("missing-organ", name, f"{message}; {cure}"))
+        else:
+            message += "; the result will not show it"
             findings.append(Finding(level="warning", code="missing-label", message=message, file=name))
     return _report(*findings)
+
+
+def is_brats_2021(values: Sequence[int], contract: DataContract) -> bool:
+    """Whether the values can be those of BraTS up to 2021, where 4 is a part of the tumour, as well as the contract's."""
+    kinds = {label.values: label.kind for label in contract.labels}
+    four_is_the_organ = kinds.get((4,)) == "organ" and kinds.get((3,)) == "pathology"
+    return four_is_the_organ and contract.all_values == (1, 2, 3, 4) and 4 in values and 3 not in values
+
+
+def label_option(contract: DataContract, from_image: Label) -> str:
+    """The value of --labels for masks of this contract without one of its labels."""
+    values = {label.name: ",".join(map(str, label.values)) for label in contract.ordered} | {from_image.name: "image"}
+    parts = [f"{name}={value}" for name, value in values.items()]
+    text = "; ".join(parts)
+    return next((name for name, preset in PRESETS.items() if preset == text), f'"{text}"')
 
 
 def check_pair(image: Volume, mask: Volume) -> Report:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from voxtune.data.cohort import HELD_OUT
-from voxtune.data.contract import DataContract
-from voxtune.data.subjects import Packed, SourceRange, classes_of, encode_classes, unpack
+from voxtune.data.contract import DataContract, classes_of, encode_channels
+from voxtune.data.subjects import Packed, SourceRange, unpack
 from voxtune.errors import InputError
 
 # One subject in this many is held out of folders by default.
@@ -23,7 +23,7 @@ HELD_OUT_ONE_IN = 10
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeldOut:
-    """Held-out subjects: `images_NDHW` in [-1, 1]; `classes_NDHW` are 0 for background, else 1 + the label's channel."""
+    """Held-out subjects: `images_NDHW` in [-1, 1]; `classes_NDHW` are those of `DataContract.regions`."""
 
     contract: DataContract
     images_NDHW: Tensor
@@ -89,7 +89,7 @@ class Split:
 
 def condition_of(classes_NDHW: Tensor, contract: DataContract) -> Tensor:
     """Classes as the model's condition, (N, L, D, H, W)."""
-    return encode_classes(classes_NDHW, range(1, 1 + len(contract.labels)), contract)
+    return encode_channels(classes_NDHW, contract.classes.values(), contract)
 
 
 def single_image_contract(contract: DataContract | None) -> DataContract:
@@ -177,7 +177,7 @@ def contract_difference(contract: DataContract, model: DataContract) -> str | No
         return f"voxel spacing {contract.spacing} mm differs from the model's {model.spacing}"
     if contract.orientation != model.orientation:
         return f"orientation {contract.orientation} differs from the model's {model.orientation}"
-    if contract.values != model.values:
+    if contract.channel_values != model.channel_values:
         return f"labels {contract.describe_labels()} differ from the model's {model.describe_labels()}"
     if len(contract.images) != len(model.images):
         return f"images {', '.join(contract.images)} differ from the model's {', '.join(model.images)}"
@@ -191,11 +191,11 @@ def gather(source: Any, contract: DataContract, origin: str) -> HeldOut:
     for number in range(len(source)):
         image_CDHW, cond_LDHW = source[number]
         images.append(image_CDHW[0])
-        classes.append(classes_of(cond_LDHW))
+        classes.append(classes_of(torch.as_tensor(cond_LDHW)[None], contract)[0])
     return HeldOut(
         contract=contract,
         images_NDHW=torch.from_numpy(np.stack(images)),
-        classes_NDHW=torch.from_numpy(np.stack(classes)),
+        classes_NDHW=torch.stack(classes),
         origin=origin,
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from voxtune.config import from_mapping, to_mapping
 from voxtune.data.cohort import HELD_OUT, LABELS, cohort_contract
-from voxtune.data.contract import DataContract, Label, Shape, encode_mask
+from voxtune.data.contract import DataContract, Label, Shape, classes_of, encode_channels, encode_mask
 from voxtune.data.modality import T1W
 from voxtune.data.pairing import folder_images
 from voxtune.errors import InputError
@@ -92,17 +92,11 @@ class Packed:
 
     def unfold(self, images: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
         """Converts the result of `stored` to images and conditions, bit-identical to `[index]`."""
-        return images.float() * (2.0 / STEPS) - 1.0, encode_classes(masks, self.contract.values, self.contract)
+        return images.float() * (2.0 / STEPS) - 1.0, encode_channels(masks, self.contract.channel_values, self.contract)
 
     def part(self, first: int, count: int) -> Packed:
         span = slice(first, first + count)
         return Packed(self.contract, self.images_NCDHW[span], self.labels_NDHW[span], self.origin)
-
-
-def encode_classes(masks_NDHW: Tensor, values: Iterable[int], contract: DataContract) -> Tensor:
-    """The model's condition (N, L, D, H, W) with a channel for each of `values`, as in `encode_mask`."""
-    inside = torch.stack([masks_NDHW == value for value in values], dim=1).float()
-    return inside * 2 - 1 if contract.mask_range == "signed" else inside
 
 
 def cohort_sources(contract: DataContract, seed: int, count: int, held_out: int) -> tuple[VolumeSource, VolumeSource]:
@@ -209,16 +203,18 @@ def pack(
     `origin` describes the subjects; it becomes part of the model card.
     """
     contract, total = train.contract, len(train) + len(held_out)
-    if max(contract.values) > 255:
-        raise InputError(f"label {max(contract.values)}: packed masks support labels up to 255; renumber the labels")
+    if max(contract.all_values) > 255:
+        raise InputError(
+            f"label {max(contract.all_values)}: packed masks support labels up to 255; use masks with smaller values"
+        )
     images, labels = [], []
     for number in range(total):
         image_CDHW, cond_LDHW = train[number] if number < len(train) else held_out[number - len(train)]
         images.append(np.rint((np.clip(image_CDHW, -1.0, 1.0) + 1.0) * (STEPS / 2.0)).astype(np.uint16))
-        labels.append(classes_of(cond_LDHW))
+        labels.append(classes_of(torch.from_numpy(cond_LDHW)[None], contract)[0].numpy())
         if callback is not None:
             callback(number + 1, total)
-    values = np.array((0, *contract.values), dtype=np.int32)
+    values = np.array((0, *contract.region_values), dtype=np.int32)
     header = {"contract": to_mapping(contract), "held_out": len(held_out), "origin": origin}
     buffer = io.BytesIO()
     np.savez_compressed(
@@ -250,12 +246,7 @@ def unpack(path: str | Path) -> tuple[Packed, Packed]:
         )
     if images.dtype != np.uint16 or images.max() > STEPS:
         raise InputError(f"{path}: images must be integers from 0 to {STEPS}; pack the subjects again")
-    if labels.dtype != np.uint8 or not np.isin(np.arange(256), (0, *contract.values))[labels].all():
+    if labels.dtype != np.uint8 or not np.isin(np.arange(256), (0, *contract.all_values))[labels].all():
         raise InputError(f"{path}: a mask has labels that are not in its contract; pack the subjects again")
     everything = Packed(contract, images, labels, str(header.get("origin", "")))
     return everything.part(0, len(images) - held_out), everything.part(len(images) - held_out, held_out)
-
-
-def classes_of(cond_LDHW: np.ndarray) -> np.ndarray:
-    """The class of each voxel, uint8 (D, H, W): 0 for background, else 1 + the channel that is positive there."""
-    return np.where((cond_LDHW > 0).any(axis=0), cond_LDHW.argmax(axis=0) + 1, 0).astype(np.uint8)

@@ -161,7 +161,7 @@ class Reader:
         """The mask and the predicted labels on the segmenter's grid; neither without a mask."""
         assert self.segmenter is not None
         contract = self.segmenter.config.data
-        values = {label.name: label.value for label in contract.labels}
+        values = {label.name: label.values for label in contract.labels}
         if mask is None:
             return {"classes": values}
         if self.segmenter is not self.features or not self.by_mask:  # around the labels, as in sampling

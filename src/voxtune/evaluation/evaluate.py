@@ -76,7 +76,7 @@ def evaluate(
     report = _Report(
         generated=generated,
         real=baseline,
-        labels={} if segmenter is None else {label.name: label.value for label in segmenter.config.data.labels},
+        labels={} if segmenter is None else {label.name: label.values for label in segmenter.config.data.labels},
         neighbour="nearest reference volume (no --training)" if training is None else "nearest training volume",
         settings=settings,
         notes=notes,
@@ -147,7 +147,7 @@ class _Report:
 
     generated: SetMeasurements
     real: SetMeasurements
-    labels: dict[str, int]
+    labels: dict[str, tuple[int, ...]]
     neighbour: str
     settings: Bootstrap
     notes: Notes
@@ -196,7 +196,7 @@ class _Report:
     def _reason(self, metric: Metric, label: str, values: Any, real: Any) -> str | None:
         """Why the metric cannot be computed from these values; None if it can."""
         if values is None and metric.per_label:
-            return f"no mask of these volumes contains label {self.labels[label]} ({label}) on this grid"
+            return f"no mask of these volumes contains label {'/'.join(map(str, self.labels[label]))} ({label}) on this grid"
         if values is None:
             return "a single reference volume has no other neighbour"
         if metric.sets == 2 and min(_count(values), _count(real)) < metric.min_volumes:

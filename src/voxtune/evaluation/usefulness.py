@@ -115,7 +115,7 @@ def check_few(few: int | None, subjects: int) -> None:
 
 def segmenter_config(volumes: Volumes, base: int) -> SegmenterConfig:
     """The network of every arm; raises InputError if volumes of this size do not fit it."""
-    network = SegmentConfig(in_channels=1, classes=len(volumes.contract.labels) + 1, base=base)
+    network = SegmentConfig(in_channels=1, classes=len(volumes.contract.regions) + 1, base=base)
     return SegmenterConfig(network=network, data=volumes.contract)
 
 

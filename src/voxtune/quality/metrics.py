@@ -59,7 +59,7 @@ class VolumeInput:
     features: Tensor | None = None
     mask: Tensor | None = None
     predicted: Tensor | None = None  # labels by the segmenter
-    classes: Mapping[str, int] = field(default_factory=dict)  # label name -> value in `mask`
+    classes: Mapping[str, Sequence[int]] = field(default_factory=dict)  # label name -> its numbers in `mask`
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -145,7 +145,7 @@ def _ms_ssim(image: Tensor, other: Tensor) -> float:
 def _dice(volume: VolumeInput) -> dict[str, float]:
     if volume.mask is None or volume.predicted is None:
         return dict.fromkeys(volume.classes, math.nan)
-    scores = {name: dice(volume.mask, volume.predicted, value) for name, value in volume.classes.items()}
+    scores = {name: dice(volume.mask, volume.predicted, members) for name, members in volume.classes.items()}
     return {name: math.nan if score is None else score for name, score in scores.items()}
 
 

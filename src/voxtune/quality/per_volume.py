@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 
-def dice(mask: Tensor, predicted: Tensor, value: int) -> float | None:
-    """2 |A and B| / (|A| + |B|) of one label; None if the mask does not contain it."""
-    a, b = mask == value, predicted == value
+def dice(mask: Tensor, predicted: Tensor, values: Sequence[int]) -> float | None:
+    """2 |A and B| / (|A| + |B|) of one label, a set of values; None if the mask does not contain it."""
+    a, b = (torch.isin(labels, torch.tensor(values, device=labels.device)) for labels in (mask, predicted))
     size = int(a.sum())
     return 2 * int((a & b).sum()) / (size + int(b.sum())) if size else None
 
 
-def dice_by_label(pairs: Iterable[tuple[Tensor, Tensor]], values: Mapping[str, int]) -> dict[str, np.ndarray]:
+def dice_by_label(pairs: Iterable[tuple[Tensor, Tensor]], values: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
     """Dice by label name over (mask, predicted) pairs; NaN if a mask lacks the label. Labels that no mask has are omitted."""
     scores: dict[str, list[float]] = {name: [] for name in values}
     for mask, predicted in pairs:
-        for name, value in values.items():
-            score = dice(mask, predicted, value)
+        for name, members in values.items():
+            score = dice(mask, predicted, members)
             scores[name].append(np.nan if score is None else score)
     return {name: np.array(column) for name, column in scores.items() if not np.isnan(column).all()}
 

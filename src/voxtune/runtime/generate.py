@@ -112,7 +112,7 @@ def prepare_mask(mask: Volume, contract: DataContract, mode: Mode = "auto", size
     report.raise_errors()
     warnings = tuple(f.message for f in report.warnings)
     grid = replace(mask, array=np.broadcast_to(np.zeros((), np.uint8), mask.shape))
-    compact = labels_DHW.astype(np.min_scalar_type(max(contract.values)))
+    compact = labels_DHW.astype(np.min_scalar_type(max(contract.all_values)))
     return MaskRequest(
         path=mask.path or Path(mask.name), grid=grid, labels_DHW=compact, placement=placement, warnings=warnings
     )
@@ -179,7 +179,7 @@ def generate(
             "passes": list(getattr(model.network, "passes", ())),
             "mask": request.path.name,
             "Sources": [_relative(out, request.path)],
-            "labels": {str(label.value): label.name for label in contract.labels},
+            "labels": {str(value): name for value, name in contract.value_names().items()},
             "placement": request.placement.describe(),
         }
         files = _write(_on_mask_grid(request, images_CDHW, contract.images), out, names[i], record)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from voxtune.config import from_mapping, to_mapping
-from voxtune.data.contract import DataContract, encode_mask, example_labels
+from voxtune.data.contract import DataContract, classes_of, encode_mask, example_labels, last_channel
 from voxtune.data.training_data import TrainingData
 from voxtune.diffusion import (
     DiffusionConfig,
@@ -65,7 +65,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         network = self.network
         check_size(network, self.size)
-        self.sampling.check(self.diffusion.steps, network.mask_channels)
+        self.sampling.check(self.diffusion.steps, self.classes)
         if self.data is None:
             return
         if self.data.size != self.size:
@@ -79,6 +79,11 @@ class ModelConfig:
     @property
     def family(self) -> str:
         return self.network.family
+
+    @property
+    def classes(self) -> int:
+        """The classes of a voxel besides the background: the mask channels, or their combinations if labels overlap."""
+        return self.network.mask_channels if self.data is None else len(self.data.regions)
 
     @property
     def available_steps(self) -> int:
@@ -356,15 +361,14 @@ class Model:
         return self.config.available_steps
 
     def _start(self, noise: Tensor, t: int, cond: Tensor | None) -> Tensor:
-        """The initial x: pure noise as published, or noise around the prior of each label."""
+        """The initial x: pure noise as published, or noise around the prior of each class of voxels."""
         prior = self.config.sampling.prior
         if prior is None or cond is None:
             return noise
         signal, spread = self.schedule.signal_noise(t)
-        # A label's channel is positive inside the label, in both mask ranges.
-        inside = (cond > 0).long()
-        rank = torch.arange(1, cond.shape[1] + 1, device=cond.device).view(1, -1, *[1] * (cond.dim() - 2))
-        mean = torch.tensor(prior, device=cond.device)[(inside * rank).amax(dim=1, keepdim=True)]
+        contract = self.config.data
+        classes = last_channel(cond > 0) if contract is None else classes_of(cond, contract)
+        mean = torch.tensor(prior, device=cond.device)[classes.long()[:, None]]
         return signal * mean + spread * noise
 
     def _inputs(

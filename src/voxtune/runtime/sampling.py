@@ -134,9 +134,9 @@ class SamplingConfig:
     """A model's sampling defaults: `auto` where it is stored, otherwise `sampler` with `steps` (None: all steps).
 
     `start` is the first diffusion step, None for the last one of the schedule. `prior` is the mean intensity, in [-1, 1], of
-    the background and of each mask channel. With it, sampling starts at N(signal * prior, noise^2) and not at N(0, 1), which
-    is closer to the training distribution where the signal at `start` is small but not zero. The published sampling uses
-    neither.
+    the background and of each class of voxels (each mask channel; with overlapping labels each combination of channels). With
+    it, sampling starts at N(signal * prior, noise^2) and not at N(0, 1), which is closer to the training distribution where
+    the signal at `start` is small but not zero. The published sampling uses neither.
     """
 
     OLD_NAMES: ClassVar[dict[str, str]] = SamplerSettings.OLD_NAMES
@@ -158,8 +158,8 @@ class SamplingConfig:
         if self.steps is not None and self.steps < 1:
             raise InputError(f"sampling steps must be at least 1, got {self.steps}")
 
-    def check(self, total: int, labels: int) -> None:
-        """Raises for values that do not fit a diffusion of `total` steps and masks of `labels` channels."""
+    def check(self, total: int, classes: int) -> None:
+        """Raises for values that do not fit a diffusion of `total` steps and masks of `classes` besides the background."""
         if self.start is not None and self.start >= total:
             raise InputError(f"sampling start {self.start}: the diffusion's steps are 0 to {total - 1}")
         available = total if self.start is None else self.start + 1
@@ -167,8 +167,8 @@ class SamplingConfig:
         for name, steps in (("steps", self.steps), ("auto steps", auto_steps)):
             if steps is not None and steps > available:
                 raise InputError(f"sampling {name} {steps} exceed the {available} available steps")
-        if self.prior is not None and len(self.prior) != labels + 1:
-            raise InputError(f"sampling prior has {len(self.prior)} values for the background and {labels} labels")
+        if self.prior is not None and len(self.prior) != classes + 1:
+            raise InputError(f"sampling prior has {len(self.prior)} values for the background and {classes} labels")
 
     def resolve(
         self,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from voxtune.config import from_mapping, to_mapping
-from voxtune.data.contract import DataContract
+from voxtune.data.contract import DataContract, Label
 from voxtune.data.splits import contract_difference
 from voxtune.data.training_data import TrainingData
 from voxtune.errors import InputError
@@ -36,11 +36,11 @@ class SegmenterConfig:
     def __post_init__(self) -> None:
         if any(s % self.network.divisor for s in self.data.size):
             raise InputError(f"size {self.data.size}: every dimension must be a multiple of {self.network.divisor}")
-        labels, images = len(self.data.labels), len(self.data.images)
-        if (self.network.classes, self.network.in_channels) != (labels + 1, images):
+        classes, images = len(self.data.regions), len(self.data.images)
+        if (self.network.classes, self.network.in_channels) != (classes + 1, images):
             raise InputError(
-                f"the data contract has {labels} labels and {images} images, but the network has "
-                f"{self.network.classes - 1} and {self.network.in_channels}"
+                f"the data contract has {classes} {'combinations of ' if self.data.overlapping else ''}labels and {images} "
+                f"images, but the network has {self.network.classes - 1} and {self.network.in_channels}"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Segmenter:
     ):
         self.config, self.path, self.sha256 = config, path, sha256
         self.network = (SegmentUNet(config.network) if network is None else network).eval()
-        self._values = torch.tensor((0, *config.data.values))
+        self._values = torch.tensor((0, *config.data.region_values))
 
     @property
     def device(self) -> torch.device:
@@ -92,7 +92,7 @@ class Segmenter:
 
     @torch.inference_mode()
     def describe(self, images_NCDHW: Tensor) -> tuple[Tensor, Tensor]:
-        """The label value of each voxel (N, D, H, W) and the features (N, F) in float64, on the CPU."""
+        """A value of the contract for each voxel (N, D, H, W) and the features (N, F) in float64, on the CPU."""
         logits, features = self.network.forward_both(images_NCDHW.to(self.device, torch.float32))
         return self._values[logits.argmax(dim=1).cpu()], features.double().cpu()
 
@@ -106,8 +106,12 @@ class Segmenter:
             "size": list(contract.size),
             "spacing_mm": list(contract.spacing),
             "orientation": contract.orientation,
-            "labels": {label.name: label.value for label in contract.labels},
+            "labels": {label.name: _values_of(label) for label in contract.labels},
         }
+
+
+def _values_of(label: Label) -> int | list[int]:
+    return list(label.values) if label.more_values else label.value
 
 
 def shipped_segmenter() -> Path:

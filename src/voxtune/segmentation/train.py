@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from voxtune.data.contract import DataContract, classes_of, encode_channels
 from voxtune.data.subjects import Source
 from voxtune.errors import InputError
 from voxtune.segmentation.segmenter import Segmenter, SegmenterConfig, save_segmenter
@@ -63,19 +64,25 @@ def train_segmenter(
     `workers` threads load subjects in advance; by default none on a CPU, where they would compete with the network.
     """
     contract, device = source.contract, torch.device(device)
-    shape = network or SegmentConfig(in_channels=len(contract.images), classes=len(contract.labels) + 1)
+    shape = network or SegmentConfig(in_channels=len(contract.images), classes=len(contract.regions) + 1)
     config = SegmenterConfig(network=shape, data=contract)
     gpus = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus):
         torch.manual_seed(training.seed)
         model = SegmentUNet(config.network).to(device, memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
         threads = (0 if device.type == "cpu" else 4) if workers is None else workers
-        _fit(model, source, training, device, threads, progress)
+        _fit(model, source, contract, training, device, threads, progress)
     return Segmenter(config, model.to(memory_format=torch.contiguous_format))
 
 
 def _fit(
-    model: SegmentUNet, source: Source, training: SegmentTraining, device: torch.device, workers: int, progress: Any
+    model: SegmentUNet,
+    source: Source,
+    contract: DataContract,
+    training: SegmentTraining,
+    device: torch.device,
+    workers: int,
+    progress: Any,
 ) -> None:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay)
@@ -94,7 +101,7 @@ def _fit(
                 group["lr"] = training.learning_rate * one_cycle(fraction)
             images, conds = batch.on(device)
             assert conds is not None
-            loss = _step(model, augment(images, random), classes(conds), training, optimizer)
+            loss = _step(model, augment(images, random), classes_of(conds, contract).long(), training, optimizer)
             if not math.isfinite(loss):
                 raise InputError(f"the loss is not finite at step {step + 1}: lower the learning rate")
             if progress is not None:
@@ -123,14 +130,8 @@ def one_cycle(fraction: float) -> float:
     return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (fraction - WARM_UP) / (1 - WARM_UP)))
 
 
-def classes(conds_NLDHW: Tensor) -> Tensor:
-    """The class of each voxel (N, D, H, W): 0 background, 1 + channel elsewhere."""
-    rank = torch.arange(1, conds_NLDHW.shape[1] + 1, dtype=torch.uint8, device=conds_NLDHW.device)
-    return ((conds_NLDHW > 0) * rank.view(1, -1, 1, 1, 1)).amax(dim=1).long()
-
-
 def segmentation_loss(logits_NKDHW: Tensor, target_NDHW: Tensor) -> Tensor:
-    """Cross-entropy plus 1 - soft Dice of each label over the batch, because one volume may lack a label."""
+    """Cross-entropy plus 1 - soft Dice of each class over the batch, because one volume may lack a class."""
     logs = logits_NKDHW.log_softmax(dim=1)
     entropy = F.nll_loss(logs, target_NDHW)
     scores = []
@@ -160,14 +161,15 @@ def augment(images_NCDHW: Tensor, random: torch.Generator) -> Tensor:
 def held_out_dice(segmenter: Segmenter, source: Source) -> list[dict[str, float]]:
     """The Dice of each label by name, for each subject; without labels that neither volume has."""
     rows = []
-    labels = segmenter.config.data.labels
+    contract = segmenter.config.data
     for index in range(len(source)):
         image, cond = read_item(source, index)
         assert cond is not None
-        labels_DHW = segmenter.describe(image[None])[0][0]
+        labels_NDHW = segmenter.describe(image[None])[0]
+        predicted_LDHW = encode_channels(labels_NDHW, contract.channel_values, contract)[0] > 0
         row = {}
-        for label in labels:
-            target, predicted = cond[label.channel] > 0, labels_DHW == label.value
+        for label in contract.labels:
+            target, predicted = cond[label.channel] > 0, predicted_LDHW[label.channel]
             total = int(target.sum() + predicted.sum())
             if total:
                 row[label.name] = 2 * int((target & predicted).sum()) / total
@@ -212,7 +214,7 @@ def run_segment(
         if progress is not None:
             progress(step, loss)
 
-    network = SegmentConfig(in_channels=len(contract.images), classes=len(contract.labels) + 1, base=base or 16)
+    network = SegmentConfig(in_channels=len(contract.images), classes=len(contract.regions) + 1, base=base or 16)
     segmenter = train_segmenter(train, training, network=network, device=device, progress=count)
     seconds = time.perf_counter() - started
     dice = summary(held_out_dice(segmenter, held_out))

@@ -86,12 +86,15 @@ def _three(size: tuple[int, ...]) -> tuple[int, int, int]:
 def _contract(config: TrainConfig, template: DataContract, size: tuple[int, int, int]) -> DataContract:
     """`template` on a grid of `size` with the same field of view, with the run's own settings applied."""
     data = config.data
-    if data.cohort is not None and data.spacing is None:
-        from voxtune.data.cohort import cohort_spacing
+    spacing = data.spacing or template.resized(size).spacing
+    if data.cohort is not None:
+        from voxtune.data.cohort import LABELS, cohort_spacing
 
-        spacing = (cohort_spacing(size),) * 3
-    else:
-        spacing = data.spacing or template.resized(size).spacing
+        if data.spacing is None:
+            spacing = (cohort_spacing(size),) * 3
+        if config.model.init is None and template.values == tuple(label.value for label in LABELS):
+            # Simulated subjects are skull-stripped: their label 1 is the brain, not the head.
+            template = replace(template, labels=LABELS)
     settings: dict[str, Any] = {
         "labels": data.labels,
         "images": data.modalities,

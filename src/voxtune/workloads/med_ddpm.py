@@ -172,7 +172,7 @@ WORKLOADS = (
         contract={
             "spacing": (1.5, 1.5, 1.5),
             "orientation": "RAS",
-            "labels": ({"name": "brain", "value": 1, "channel": 0}, {"name": "tumour", "value": 2, "channel": 1}),
+            "labels": ({"name": "head", "value": 1, "channel": 0}, {"name": "tumour", "value": 2, "channel": 1}),
             "mask_range": "signed",
             "images": ("T1w",),
         },
