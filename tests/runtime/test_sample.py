@@ -135,7 +135,7 @@ def test_devices_are_checked(model, device):
 
 def test_a_model_describes_itself(model):
     text = repr(model)
-    for part in ("med-ddpm", "32 x 32 x 32", "1 (brain)", "2 (tumour)", "T1w", "cpu", "med_ddpm_tiny.pt"):
+    for part in ("med-ddpm", "32 x 32 x 32", "1 (head)", "2 (tumour)", "T1w", "cpu", "med_ddpm_tiny.pt"):
         assert part in text
 
 
