@@ -2,12 +2,13 @@
 
 - Links from a page to files outside docs/ (results, model cards) work in a checkout; the built site shows their paths instead.
 - The command-line reference (docs/reference/cli.md) is completed with the help of every command.
-- A page may include a Markdown file of the repository's root.
+- A page may include a Markdown file of the repository's root, or a notebook beside it.
 """
 
 from __future__ import annotations
 
 import enum
+import json
 import posixpath
 import re
 import typing
@@ -17,11 +18,14 @@ from typing import Any
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?:\.\./)+(?:benchmarks|src|tests|tools|[A-Z]+\.md)[^)#\s]*)(#[^)]*)?\)")
 COMMANDS = "<!-- commands -->"
 INCLUDE = re.compile(r"<!-- include ([A-Z]+\.md) -->")
+NOTEBOOK = re.compile(r"<!-- notebook ([a-z_-]+\.ipynb) -->")
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = INCLUDE.sub(lambda match: included(match[1], posixpath.dirname(page.file.src_uri)), markdown)
+    beside = ROOT / "docs" / posixpath.dirname(page.file.src_uri)
+    markdown = NOTEBOOK.sub(lambda match: notebook(beside / match[1]), markdown)
     if COMMANDS in markdown:
         markdown = markdown.replace(COMMANDS, command_reference())
     folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
@@ -38,6 +42,13 @@ def included(name: str, folder: str) -> str:
     """A file of the repository's root, with its links into docs/ relative to `folder`."""
     text = (ROOT / name).read_text()
     return re.sub(r"\]\(docs/([^)#]+)", lambda match: f"]({posixpath.relpath(match[1], folder)}", text)
+
+
+def notebook(path: Path) -> str:
+    """The cells of a notebook as Markdown."""
+    cells = json.loads(path.read_text())["cells"]
+    texts = [("".join(cell["source"]), cell["cell_type"] == "code") for cell in cells]
+    return "\n\n".join(f"```python\n{text}\n```" if code else text for text, code in texts)
 
 
 def command_reference() -> str:
