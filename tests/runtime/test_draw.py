@@ -178,3 +178,13 @@ def test_a_model_without_masks_draws_no_volumes(tmp_path):
     model = Model(workload_config("convnext"))
     with pytest.raises(InputError, match="no data contract"):
         model.draw(ARRAY, AFFINE)
+
+
+def test_images_beside_the_masks_are_not_masks(capsys, folder, tmp_path):
+    data = tmp_path / "data" / "case_1"
+    data.mkdir(parents=True)
+    write_mask(data / "case_1_seg.nii.gz")
+    write_mask(data / "case_1_t1.nii.gz")
+    code, out, err = run(capsys, "sample", folder, "--mask", data.parent, "-o", tmp_path / "out", "--steps", 1)
+    assert code == 0, err
+    assert "case_1_seg" in out and "case_1_t1" not in out

@@ -39,7 +39,10 @@ def command(
     mask: Annotated[
         list[Path] | None,
         typer.Option(
-            "--mask", "-m", help="NIfTI mask or folder of masks; repeatable. Required if the model takes masks."
+            "--mask",
+            "-m",
+            help="NIfTI mask, or folder of masks (files named _dseg, _seg or _mask, else all); repeatable. "
+            "Required if the model takes masks.",
         ),
     ] = None,
     count: Annotated[
@@ -168,7 +171,9 @@ def _requests(
 
 
 def _mask_files(paths: list[Path]) -> list[Path]:
-    """The masks: files as they are, folders by the NIfTI files in them."""
+    """The masks: files as they are, folders by the masks in them. In a folder without mask names, every file is a mask."""
+    from voxtune.data.modality import MASK_ENDINGS, split_name
+
     files: list[Path] = []
     for path in paths:
         if not path.is_dir():
@@ -177,7 +182,7 @@ def _mask_files(paths: list[Path]) -> list[Path]:
         inside = sorted(p for p in path.rglob("[!.]*") if p.name.lower().endswith((".nii", ".nii.gz")))
         if not inside:
             raise InputError(f"{path}: contains no .nii or .nii.gz file")
-        files += inside
+        files += [p for p in inside if split_name(p)[1] in MASK_ENDINGS] or inside
     return files
 
 
