@@ -121,6 +121,53 @@ def test_pack_and_segmenter_of_several_kinds(tmp_path, capsys):
     assert load_segmenter(tmp_path / "b").config.data.images == ("T2w", "T1w")
 
 
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """(model, segmenter, packed subjects) of four kinds, on 16 voxels a side."""
+    root = tmp_path_factory.mktemp("four")
+    images, masks = write_subjects(root, FOUR, 4, side=16)
+    data = ["--images", str(images), "--masks", str(masks)]
+    size = ["--size", "16,16,16", "--device", "cpu", "--quiet"]
+    choice = [*data, "--image", ",".join(FOUR)]
+    assert main(["train", *choice, "-o", str(root / "run"), *TINY, *size, "--set", "model.diffusion_steps=2"]) == 0
+    segment = ["train", "--workload", "segment", *choice, *size, "--base", "4", "--steps", "2"]
+    assert main([*segment, "-o", str(root / "segment")]) == 0
+    model, packed = root / "run" / "model", root / "s.npz"
+    assert main(["pack", *data, "--model", str(model), "-o", str(packed), "--held-out", "2", "--quiet"]) == 0
+    return model, root / "segment", packed
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("real", [False, True])
+def test_steps_of_four_kinds(four, tmp_path, real):
+    model, segmenter, packed = four
+    images, masks = write_subjects(tmp_path, FOUR, 2, side=16)
+    search = ["steps", model, "--samplers", "ddim", "--steps", 2, "--timestep-spacings", "trailing", "--resamples", 20]
+    search += ["--segmenter", segmenter, "--plan", "baseline", "-o", tmp_path, "--device", "cpu", "--quiet"]
+    search += ["--real", images, "--masks", masks] if real else ["--subjects", packed]
+    assert main(list(map(str, search))) == 0
+    table = json.loads((tmp_path / "steps.json").read_text())
+    assert (table["images"], table["subjects"]) == (list(FOUR), 2)
+    names = set(table["rows"][0]["figures"])
+    assert {"dice_tumour", "fid"} | {f"histogram_w1_{kind}" for kind in FOUR} <= names
+    assert not {"psnr", "histogram_w1"} & names
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_usefulness_of_four_kinds(four, tmp_path):
+    model, _, packed = four
+    command = ["usefulness", model, "--volumes", 2, "--segment-steps", 2, "--seeds", 1, "--steps", 2, "--resamples", 20]
+    command += ["--plan", "baseline", "--subjects", packed, "-o", tmp_path, "--device", "cpu", "--quiet"]
+    assert main(list(map(str, command))) == 0
+    result = json.loads((tmp_path / "usefulness.json").read_text())
+    assert result["images"] == list(FOUR) and "tumour" in result["arms"][0]["dice"]
+
+
+def test_the_included_segmenter_reads_one_image(four, tmp_path, capsys):
+    model, _, packed = four
+    assert "the included segmenter" in refused(capsys, "steps", model, "--subjects", packed, "-o", tmp_path)
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_a_model_of_another_kind_is_refused(tmp_path, capsys):
     t1, t2 = folders(tmp_path / "a", ["T1w"]), folders(tmp_path / "b", ["T2w"])

@@ -66,8 +66,8 @@ def test_volumes_are_measured_for_the_metrics_that_need_no_more():
     assert [set(row) for row in rows] == [{"dice"}, {"dice"}]
     result = collect(rows)
     # The second volume has no labels; no mask has a tumour.
-    assert list(result.by_label["dice"]) == ["brain"]
-    assert result.by_label["dice"]["brain"][0] == 1.0 and math.isnan(result.by_label["dice"]["brain"][1])
+    assert list(result.by_part["dice"]) == ["brain"]
+    assert result.by_part["dice"]["brain"][0] == 1.0 and math.isnan(result.by_part["dice"]["brain"][1])
 
 
 def test_both_forms_of_diversity_agree():

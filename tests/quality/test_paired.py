@@ -34,7 +34,7 @@ def measured(seed, count=40, shift=0.0, spread=0.05, subjects=None):
         "ms_ssim": 0.5 + own / 100,
     }
     dice = {"brain": np.clip(0.8 + own / 50, 0, 1), "rare": np.where(np.arange(count) < 2, 0.5, np.nan)}
-    return SetMeasurements(count=count, values=values, by_label={"dice": dice})
+    return SetMeasurements(count=count, values=values, by_part={"dice": dice})
 
 
 def comparisons(candidate, count=40, factor=1.0):
@@ -94,7 +94,7 @@ def test_margins_do_not_depend_on_the_count_and_have_minima():
 
 def test_too_few_finite_resamples_are_not_non_inferior():
     candidate = measured(2)
-    candidate.by_label["dice"]["rare"][:] = np.nan
+    candidate.by_part["dice"]["rare"][:] = np.nan
     assert not comparisons(candidate)[0]["dice_rare"].non_inferior
 
 

@@ -195,6 +195,50 @@ def test_numerics_from_the_same_noise():
     assert "Distance from the reference" in result.markdown("numerics")
 
 
+def test_two_images_have_their_own_metrics():
+    images = ("T1w", "T2")
+    model = analytic.model(4, images)
+    result = step_table(
+        model,
+        analytic.subjects(8, images),
+        analytic.segmenter(images),
+        samplers=("ddim",),
+        steps=(1, 4),
+        timestep_spacings=("trailing",),
+        options=replace(QUICK, margin=0.5),
+    )
+    one = step_table(
+        analytic.model(4),
+        analytic.subjects(8),
+        analytic.segmenter(),
+        samplers=("ddim",),
+        steps=(1,),
+        timestep_spacings=("trailing",),
+        options=replace(QUICK, margin=0.5),
+    )
+    names = set(result.rows[0].metrics)
+    # Those of single volumes and sets of volumes by the kind of the image; those of the segmenter once.
+    assert {"psnr_T1w", "psnr_T2w", "histogram_w1_T1w", "histogram_w1_T2w", "diversity_T2w", "detail_T2w"} <= names
+    assert {"fid", "mmd", "dice_brain"} <= names
+    assert not {"psnr", "psnr_T2", "dice_brain_T1w", "fid_T1w"} & names
+    single = set(one.rows[0].metrics)
+    split = {name for name in single if name not in ("fid", "mmd") and not name.startswith("dice_")}
+    assert names == {f"{name}_{kind}" for name in split for kind in ("T1w", "T2w")} | (single - split)
+    assert {"histogram_w1_T1w", "histogram_w1_T2w"} <= set(result.rows[2].failed)
+    stored = result.to_json()
+    assert stored["images"] == list(images)
+    assert stored["margins"]["histogram_w1_T2w"]["better"] == "lower"
+    assert stored["margins"]["histogram_w1_T2w"]["floor"] == one.to_json()["margins"]["histogram_w1"]["floor"]
+    assert "psnr_T2w" in result.markdown("title")
+
+
+def test_a_segmenter_of_other_images_is_refused():
+    images = ("T1w", "T2w")
+    for others in (("T1w",), ("T2w", "T1w")):
+        with pytest.raises(InputError, match="differ from the model's T1w, T2w"):
+            step_table(analytic.model(4, images), analytic.subjects(4, images), analytic.segmenter(others), steps=(2,))
+
+
 def test_distances_are_those_of_the_worst_volume():
     a = torch.zeros(2, 4, 4, 4)
     a[:, 0] = 1

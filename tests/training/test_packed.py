@@ -75,7 +75,7 @@ def test_a_compact_batch_unfolds_to_exactly_the_subjects(file, mask_range):
     assert (images.element_size(), masks.element_size()) == (2, 1), "six times fewer bytes than float32 of both labels"
     volumes = Volumes(
         contract=source.contract,
-        images_NDHW=torch.from_numpy(np.stack([source[i][0][0] for i in range(6)])),
+        images_NCDHW=torch.from_numpy(np.stack([source[i][0] for i in range(6)])),
         classes_NDHW=classes_of(torch.from_numpy(np.stack([source[i][1] for i in range(6)])), CONTRACT),
     )
     loader = Loader(source, seed=0, batch=3, start=0, workers=1, pin=False)

@@ -25,20 +25,20 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 QUICK = SegmentTraining(steps=40, batch=4, learning_rate=3e-2)
 
 
-def volumes(count=10):
-    outcome = analytic.subjects(count)
-    return Volumes(contract=analytic.CONTRACT, images_NDHW=outcome.images_NDHW, classes_NDHW=outcome.classes_NDHW)
+def volumes(count=10, images=analytic.ONE):
+    outcome = analytic.subjects(count, images)
+    return Volumes(contract=outcome.contract, images_NCDHW=outcome.images_NCDHW, classes_NDHW=outcome.classes_NDHW)
 
 
-def held_out(count=6):
+def held_out(count=6, images=analytic.ONE):
     """Other subjects of the same kind."""
-    outcome = analytic.subjects(20 + count)
-    return replace(outcome, images_NDHW=outcome.images_NDHW[20:], classes_NDHW=outcome.classes_NDHW[20:])
+    outcome = analytic.subjects(20 + count, images)
+    return replace(outcome, images_NCDHW=outcome.images_NCDHW[20:], classes_NDHW=outcome.classes_NDHW[20:])
 
 
 def noise(like):
-    images = torch.randn(like.images_NDHW.shape, generator=torch.Generator().manual_seed(0))
-    return replace(like, images_NDHW=scaled(images / 4))
+    images = torch.randn(like.images_NCDHW.shape, generator=torch.Generator().manual_seed(0))
+    return replace(like, images_NCDHW=scaled(images / 4))
 
 
 def taught(arms, seeds=1, training=QUICK, **more):
@@ -49,7 +49,7 @@ def taught(arms, seeds=1, training=QUICK, **more):
 @pytest.fixture(scope="module")
 def against_noise():
     real = volumes()
-    return taught(arm_data(replace(real, images_NDHW=scaled(real.images_NDHW)), noise(real)), seeds=2)
+    return taught(arm_data(replace(real, images_NCDHW=scaled(real.images_NCDHW)), noise(real)), seeds=2)
 
 
 def test_noise_is_worth_less_than_subjects(against_noise):
@@ -118,12 +118,28 @@ def test_generated_volumes_belong_to_their_masks_for_any_batch():
     options = model.resolve(steps=4)
     one = generate_volumes(model, masks, 5, options, seed=0, batch=1, say=lambda _: None)
     many = generate_volumes(model, masks, 5, options, seed=0, batch=4, say=lambda _: None)
-    assert torch.allclose(one.volumes.images_NDHW, many.volumes.images_NDHW, atol=1e-4)
+    assert torch.allclose(one.volumes.images_NCDHW, many.volumes.images_NCDHW, atol=1e-4)
     assert torch.equal(one.volumes.classes_NDHW, masks.classes_NDHW[[0, 1, 2, 0, 1]])
     # The second volume for a mask has noise of its own, and every volume its own extremes at -1 and 1.
-    assert not torch.allclose(one.volumes.images_NDHW[0], one.volumes.images_NDHW[3], atol=0.05)
-    assert torch.equal(one.volumes.images_NDHW.amax((1, 2, 3)), torch.ones(5))
-    assert torch.equal(one.volumes.images_NDHW.amin((1, 2, 3)), -torch.ones(5))
+    assert not torch.allclose(one.volumes.images_NCDHW[0], one.volumes.images_NCDHW[3], atol=0.05)
+    assert torch.equal(one.volumes.images_NCDHW.amax((1, 2, 3, 4)), torch.ones(5))
+    assert torch.equal(one.volumes.images_NCDHW.amin((1, 2, 3, 4)), -torch.ones(5))
+
+
+def test_volumes_of_two_images():
+    images = ("T1w", "T2w")
+    model, masks = analytic.model(4, images), volumes(4, images)
+    synthetic = generate_volumes(model, masks, 4, model.resolve(steps=4), seed=0, batch=4, say=lambda _: None)
+    made = synthetic.volumes.images_NCDHW
+    assert made.shape == (4, 2, *analytic.SIZE)
+    # Each image has its own extremes, and the tumour is bright in one and dark in the other.
+    assert torch.equal(made.amax((2, 3, 4)), torch.ones(4, 2))
+    tumour = masks.classes_NDHW == 2
+    first, second = (made[:, channel][tumour].mean() for channel in (0, 1))
+    assert first > 0.4 and second < -0.4
+    *_, arms = train_arms(arm_data(masks, synthetic.volumes), held_out(2, images), replace(QUICK, steps=30), 1, base=4)
+    assert {arm.name for arm in arms} == {"real", "synthetic", "both"}
+    assert min(float(np.nanmean(arm.dice_SN["brain"])) for arm in arms) > 0.7
 
 
 class Sometimes(nn.Module):
@@ -209,7 +225,7 @@ def test_stored_settings_are_used():
     outcome = generate_volumes(stored, masks, 2, stored.resolve(steps="auto"), seed=0, batch=2, say=lambda _: None)
     explicit = model.resolve(sampler="ddim", steps=2, timestep_spacing="leading", clip=False)
     expected = generate_volumes(model, masks, 2, explicit, seed=0, batch=2, say=lambda _: None)
-    assert torch.equal(outcome.volumes.images_NDHW, expected.volumes.images_NDHW)
+    assert torch.equal(outcome.volumes.images_NCDHW, expected.volumes.images_NCDHW)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def command(
 ) -> None:
     """Write preprocessed subjects into one file, for the --subjects option of `train`, `steps` and `usefulness`."""
     from voxtune.data.modality import parse_images
-    from voxtune.data.splits import single_image_contract
+    from voxtune.data.splits import mask_model_contract
     from voxtune.data.subjects import open_sources, pack
     from voxtune.errors import InputError
     from voxtune.files import check_output_path
@@ -46,7 +46,7 @@ def command(
     output = Output(json=json, quiet=quiet)
     train, rest, origin = open_sources(
         parse_size(size or "64,64,64"),
-        contract=None if model is None else single_image_contract(load(model).config.data),
+        contract=None if model is None else mask_model_contract(load(model).config.data),
         cohort=cohort,
         seed=seed,
         images=images,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from voxtune.data.cohort import HELD_OUT
 from voxtune.data.contract import DataContract, classes_of, encode_channels
+from voxtune.data.modality import kind_name
 from voxtune.data.subjects import Packed, SourceRange, unpack
 from voxtune.errors import InputError
 
@@ -23,19 +24,19 @@ HELD_OUT_ONE_IN = 10
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeldOut:
-    """Held-out subjects: `images_NDHW` in [-1, 1]; `classes_NDHW` are those of `DataContract.regions`."""
+    """Held-out subjects: `images_NCDHW` in [-1, 1]; `classes_NDHW` are those of `DataContract.regions`."""
 
     contract: DataContract
-    images_NDHW: Tensor
+    images_NCDHW: Tensor
     classes_NDHW: Tensor
     origin: str
 
     def __len__(self) -> int:
-        return len(self.images_NDHW)
+        return len(self.images_NCDHW)
 
     def to(self, device: torch.device) -> HeldOut:
-        images, classes = self.images_NDHW.to(device), self.classes_NDHW.to(device)
-        return HeldOut(contract=self.contract, images_NDHW=images, classes_NDHW=classes, origin=self.origin)
+        images, classes = self.images_NCDHW.to(device), self.classes_NDHW.to(device)
+        return HeldOut(contract=self.contract, images_NCDHW=images, classes_NDHW=classes, origin=self.origin)
 
     def condition(self, numbers: list[int]) -> Tensor:
         """The masks of these subjects as the model's condition, (N, L, D, H, W)."""
@@ -44,31 +45,31 @@ class HeldOut:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Volumes:
-    """Training data of a segmenter: `images_NDHW` in [-1, 1] and the class of each voxel as in `HeldOut`."""
+    """Training data of a segmenter: `images_NCDHW` in [-1, 1] and the class of each voxel as in `HeldOut`."""
 
     contract: DataContract
-    images_NDHW: Tensor
+    images_NCDHW: Tensor
     classes_NDHW: Tensor
 
     def __len__(self) -> int:
-        return len(self.images_NDHW)
+        return len(self.images_NCDHW)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(image (1, D, H, W), condition (L, D, H, W)), as every `Source`."""
-        return self.images_NDHW[index][None].numpy(), self.condition([index])[0].numpy()
+        """(image (C, D, H, W), condition (L, D, H, W)), as every `Source`."""
+        return self.images_NCDHW[index].numpy(), self.condition([index])[0].numpy()
 
     def __add__(self, other: Volumes) -> Volumes:
-        images = torch.cat([self.images_NDHW, other.images_NDHW])
+        images = torch.cat([self.images_NCDHW, other.images_NCDHW])
         classes = torch.cat([self.classes_NDHW, other.classes_NDHW])
-        return Volumes(contract=self.contract, images_NDHW=images, classes_NDHW=classes)
+        return Volumes(contract=self.contract, images_NCDHW=images, classes_NDHW=classes)
 
     def first(self, count: int) -> Volumes:
-        images, classes = self.images_NDHW[:count], self.classes_NDHW[:count]
-        return Volumes(contract=self.contract, images_NDHW=images, classes_NDHW=classes)
+        images, classes = self.images_NCDHW[:count], self.classes_NDHW[:count]
+        return Volumes(contract=self.contract, images_NCDHW=images, classes_NDHW=classes)
 
     def stored(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Images and classes of these subjects, (N, 1, D, H, W) and (N, D, H, W)."""
-        return self.images_NDHW[list(indices)][:, None], self.classes_NDHW[list(indices)]
+        """Images and classes of these subjects, (N, C, D, H, W) and (N, D, H, W)."""
+        return self.images_NCDHW[list(indices)], self.classes_NDHW[list(indices)]
 
     def unfold(self, images: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
         return images, condition_of(masks, self.contract)
@@ -92,13 +93,10 @@ def condition_of(classes_NDHW: Tensor, contract: DataContract) -> Tensor:
     return encode_channels(classes_NDHW, contract.classes.values(), contract)
 
 
-def single_image_contract(contract: DataContract | None) -> DataContract:
-    """Returns a model's contract; raises InputError unless the model generates one image from a mask."""
-    if contract is None or len(contract.images) != 1:
-        problem = "no label contract" if contract is None else f"{len(contract.images)} images"
-        raise InputError(
-            f"this model has {problem}; this command requires a model that generates one image from a mask"
-        )
+def mask_model_contract(contract: DataContract | None) -> DataContract:
+    """Returns a model's contract; raises InputError unless the model generates images from a mask."""
+    if contract is None:
+        raise InputError("this model has no label contract; this command requires a model that generates from a mask")
     return contract
 
 
@@ -179,7 +177,7 @@ def contract_difference(contract: DataContract, model: DataContract) -> str | No
         return f"orientation {contract.orientation} differs from the model's {model.orientation}"
     if contract.channel_values != model.channel_values:
         return f"labels {contract.describe_labels()} differ from the model's {model.describe_labels()}"
-    if len(contract.images) != len(model.images):
+    if [kind_name(image) for image in contract.images] != [kind_name(image) for image in model.images]:
         return f"images {', '.join(contract.images)} differ from the model's {', '.join(model.images)}"
     return None
 
@@ -190,11 +188,11 @@ def gather(source: Any, contract: DataContract, origin: str) -> HeldOut:
     images, classes = [], []
     for number in range(len(source)):
         image_CDHW, cond_LDHW = source[number]
-        images.append(image_CDHW[0])
+        images.append(image_CDHW)
         classes.append(classes_of(torch.as_tensor(cond_LDHW)[None], contract)[0])
     return HeldOut(
         contract=contract,
-        images_NDHW=torch.from_numpy(np.stack(images)),
+        images_NCDHW=torch.from_numpy(np.stack(images)),
         classes_NDHW=torch.stack(classes),
         origin=origin,
     )
@@ -210,7 +208,7 @@ def _folders(contract: DataContract, images: Path, masks: Path) -> Any:
 
 def _split(source: Any, held_out: HeldOut, contract: DataContract, origin: str) -> Split:
     train = gather(source, contract, origin)
-    learn = Volumes(contract=contract, images_NDHW=train.images_NDHW, classes_NDHW=train.classes_NDHW)
+    learn = Volumes(contract=contract, images_NCDHW=train.images_NCDHW, classes_NDHW=train.classes_NDHW)
     return Split(learn=learn, held_out=held_out, origin=f"{len(learn)} {origin}")
 
 

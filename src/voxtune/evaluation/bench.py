@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from voxtune.data.modality import kind_name
 from voxtune.data.splits import HeldOut
 from voxtune.errors import InputError
 from voxtune.precision import tf32_allowed
@@ -24,7 +25,7 @@ from voxtune.quality.metrics import (
     VolumeInput,
     choose_pairs,
     collect,
-    measure,
+    measure_images,
     measure_pairs,
     metrics_for,
 )
@@ -62,7 +63,7 @@ class TableOptions:
 class GeneratedSet:
     """The volumes of one row as the sampler returned them, and their measurements."""
 
-    volumes_NDHW: Tensor
+    volumes_NCDHW: Tensor
     measurements: SetMeasurements
     seconds: float
     broken: int = 0
@@ -77,7 +78,7 @@ class Bench:
         self.segmenter = segmenter.to(model.device)
         self.subjects = subjects.to(model.device)
         self.pairs = choose_pairs(len(subjects), options.max_pairs, options.bootstrap.seed)
-        self.real = self.measure(self.subjects.images_NDHW)
+        self.real = self.measure(self.subjects.images_NCDHW)
         self.done = self.total = 0
         self.started = time.perf_counter()
 
@@ -94,14 +95,14 @@ class Bench:
             started = self._now()
             x = self._sample(model, settings, cond, seed, numbers)
             seconds += (self._now() - started) * len(set(numbers)) / batch
-            parts.append(x[: len(set(numbers)), 0])
+            parts.append(x[: len(set(numbers))])
             self.done += settings.steps * len(set(numbers))
         volumes = torch.cat(parts)
         broken = int((~torch.isfinite(volumes).flatten(1).all(dim=1)).sum())
         volumes = volumes.nan_to_num(0.0, 1.0, -1.0)
-        references = None if reference is None else reference.volumes_NDHW
-        measurements = self.measure(volumes, self.subjects.images_NDHW, references)
-        return GeneratedSet(volumes_NDHW=volumes, measurements=measurements, seconds=seconds / count, broken=broken)
+        references = None if reference is None else reference.volumes_NCDHW
+        measurements = self.measure(volumes, self.subjects.images_NCDHW, references)
+        return GeneratedSet(volumes_NCDHW=volumes, measurements=measurements, seconds=seconds / count, broken=broken)
 
     def warm_up(self, model: Model, cache: FeatureCache | None = None) -> None:
         """Runs each kind of step once at the batch's shape, so that plans and kernels are built before timing."""
@@ -117,28 +118,33 @@ class Bench:
 
     @torch.inference_mode()
     def measure(
-        self, volumes_NDHW: Tensor, partners: Tensor | None = None, references: Tensor | None = None
+        self, volumes_NCDHW: Tensor, partners: Tensor | None = None, references: Tensor | None = None
     ) -> SetMeasurements:
         """The measurements of a set. `partners` are the subjects' own volumes, `references` those of the reference."""
         others: dict[Need, Tensor | None] = {"partner": partners, "reference": references}
         metrics = metrics_for(PROVIDED | {need for need, volumes in others.items() if volumes is not None})
         # Metrics are computed in float32, whatever precision generated the volumes.
         with tf32_allowed(False):
-            images = [unit(volume) for volume in volumes_NDHW]
+            volumes = [units(volume) for volume in volumes_NCDHW]
+            kinds = [kind_name(name) for name in self.subjects.contract.images]
             rows = []
-            for number, image in enumerate(images):
-                logits, features = self.segmenter.network.forward_both(image[None, None] * 2 - 1)
+            for number, images_CDHW in enumerate(volumes):
+                logits, features = self.segmenter.network.forward_both(images_CDHW[None] * 2 - 1)
                 # Labels stay on the device: copying them is slow.
-                volume = VolumeInput(
-                    image=image,
-                    partner=None if partners is None else unit(partners[number]),
-                    reference=None if references is None else unit(references[number]),
-                    features=features[0].double().cpu(),
-                    mask=self.subjects.classes_NDHW[number],
-                    predicted=logits.argmax(dim=1)[0],
-                    classes=self.subjects.contract.classes,
-                )
-                rows.append(measure(volume, metrics))
+                inputs = {
+                    kind: VolumeInput(
+                        image=images_CDHW[channel],
+                        partner=None if partners is None else unit(partners[number, channel]),
+                        reference=None if references is None else unit(references[number, channel]),
+                        features=features[0].double().cpu(),
+                        mask=self.subjects.classes_NDHW[number],
+                        predicted=logits.argmax(dim=1)[0],
+                        classes=self.subjects.contract.classes,
+                    )
+                    for channel, kind in enumerate(kinds)
+                }
+                rows.append(measure_images(inputs, metrics))
+            images = [dict(zip(kinds, images_CDHW, strict=True)) for images_CDHW in volumes]
             return collect(rows, measure_pairs(images, self.pairs, metrics))
 
     def report(self, row: StepRow) -> None:
@@ -223,6 +229,11 @@ class Judge:
             compared=compare(metrics, references, self.margins, level),
             broken=generated.broken,
         )
+
+
+def units(images_CDHW: Tensor) -> Tensor:
+    """Scales each image of a volume to [0, 1]."""
+    return torch.stack([unit(image_DHW) for image_DHW in images_CDHW])
 
 
 def unit(volume: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ class SetReadings:
     images: list[Tensor] = field(default_factory=list)
 
     def measurements(self, pairs: Sequence[tuple[int, int]], metrics: Sequence[Metric]) -> SetMeasurements:
-        return collect(self.rows, measure_pairs(self.images, pairs, metrics))
+        return collect(self.rows, measure_pairs([{"": image} for image in self.images], pairs, metrics))
 
 
 def find_sets(

@@ -257,8 +257,8 @@ def _rows(
     for number, file in enumerate(sets.synth):
         row: dict[str, Any] = {"file": str(file.path), "subject": file.subject}
         row |= {name: v if np.isfinite(v) else None for name, v in partners.get(file.path, {}).items()}
-        for name, by_label in generated.by_label.items():
-            scores = {label: float(v[number]) for label, v in by_label.items() if not np.isnan(v[number])}
+        for name, by_part in generated.by_part.items():
+            scores = {label: float(v[number]) for label, v in by_part.items() if not np.isnan(v[number])}
             row |= {name: scores} if scores else {}
         distance = float(generated.values["nearest_voxel"][number])
         rows.append(row | {"nearest": str(nearest_files[number].path), "nearest_voxel": distance})

@@ -155,15 +155,15 @@ def numerics_table(
             continue
         generated = bench.generate(other, settings, seed, reference)
         row = judge.row(other_name, {**settings.to_json(), "seed": seed, "passes": _passes(other)}, generated)
-        rows.append(replace(row, distance=distances(generated.volumes_NDHW, reference.volumes_NDHW)))
+        rows.append(replace(row, distance=distances(generated.volumes_NCDHW, reference.volumes_NCDHW)))
         bench.report(rows[-1])
     faster = [row for row in rows[2:] if row.non_inferior and row.seconds < rows[0].seconds]
     return _table(judge, rows, "numerics", min(faster, key=lambda row: row.seconds) if faster else None)
 
 
-def distances(volumes_NDHW: Tensor, reference_NDHW: Tensor) -> dict[str, float]:
+def distances(volumes_NCDHW: Tensor, reference_NCDHW: Tensor) -> dict[str, float]:
     """Relative error and PSNR of volumes, mean and worst; the largest difference of a voxel, of a range of 2."""
-    gaps = [difference(a, b) for a, b in zip(volumes_NDHW, reference_NDHW, strict=True)]
+    gaps = [difference(a, b) for a, b in zip(volumes_NCDHW, reference_NCDHW, strict=True)]
     return {
         "relative": float(np.mean([g.relative for g in gaps])),
         "relative_worst": max(g.relative for g in gaps),
@@ -298,6 +298,7 @@ def _table(judge: Judge, rows: list[StepRow], kind: str, chosen: StepRow | None,
         "batch": options.batch,
         "pairs": len(bench.pairs),
         "size": list(bench.subjects.contract.size),
+        "images": list(bench.subjects.contract.images),
         "device": bench.model.device_name,
         "segmenter_sha256": bench.segmenter.sha256,
     }

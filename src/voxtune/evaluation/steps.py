@@ -20,7 +20,7 @@ from voxtune.data.splits import (
     held_out_cohort,
     held_out_folders,
     held_out_packed,
-    single_image_contract,
+    mask_model_contract,
 )
 from voxtune.data.training_data import measure, unlike_subjects
 from voxtune.errors import InputError
@@ -182,7 +182,7 @@ def run(request: StepsRequest, say: Say, warn: Say | None = None) -> StepTable:
     numbers, caches = parse_steps(request.steps), parse_caches(request.cache)
     model = load(request.model, device=request.device)
     segmenter = _segmenter(request.segmenter)
-    contract = single_image_contract(model.config.data)
+    contract = mask_model_contract(model.config.data)
     check_segmenter(segmenter, contract)
     about: dict[str, Any] = {"model_sha256": weights_sha256(request.model), "plan": request.plan}
     earlier = None if request.confirm is None else read_earlier(request.confirm, model, about["model_sha256"])
@@ -323,7 +323,7 @@ def _warn_of_unlike(
         measure(
             subjects.contract,
             cond_CDHW=subjects.condition([number])[0].numpy(),
-            images_CDHW=subjects.images_NDHW[number][None].numpy(),
+            images_CDHW=subjects.images_NCDHW[number].numpy(),
         )
         for number in numbers
     ]

@@ -17,14 +17,14 @@ from voxtune.data.splits import (
     HeldOut,
     Split,
     Volumes,
-    single_image_contract,
+    mask_model_contract,
     split_cohort,
     split_folders,
     split_packed,
 )
 from voxtune.diffusion.noise import check_seed
 from voxtune.errors import InputError
-from voxtune.evaluation.bench import unit
+from voxtune.evaluation.bench import units
 from voxtune.files import check_output_path, write_atomic
 from voxtune.precision import tf32_allowed
 from voxtune.quality.bootstrap import Bootstrap
@@ -60,9 +60,9 @@ class SyntheticSet:
     broken: int
 
 
-def scaled(images_NDHW: Tensor) -> Tensor:
-    """Scales each volume to [-1, 1] by its minimum and maximum, as `voxtune evaluate` does."""
-    return torch.stack([unit(volume) * 2 - 1 for volume in images_NDHW])
+def scaled(images_NCDHW: Tensor) -> Tensor:
+    """Scales each image to [-1, 1] by its minimum and maximum, as `voxtune evaluate` does."""
+    return torch.stack([units(volume) * 2 - 1 for volume in images_NCDHW])
 
 
 def generate_volumes(
@@ -76,7 +76,7 @@ def generate_volumes(
         numbers = [min(first + i, count - 1) for i in range(batch)]
         cond = masks.condition([n % len(masks) for n in numbers])
         x = model.sample(cond, settings=settings, seed=seed, indices=numbers)
-        parts.append(x[: min(batch, count - first), 0].float().cpu())
+        parts.append(x[: min(batch, count - first)].float().cpu())
         if time.perf_counter() - reported > 10 or first == 0:
             reported = time.perf_counter()
             say(f"generated {first + len(parts[-1])} of {count} volumes, {reported - started:.0f} s")
@@ -87,7 +87,7 @@ def generate_volumes(
             "every synthetic volume contains NaN or infinity; check the model's weights, or try --plan baseline"
         )
     classes = masks.classes_NDHW[torch.arange(count) % len(masks)]
-    valid = Volumes(contract=masks.contract, images_NDHW=scaled(volumes[finite]), classes_NDHW=classes[finite])
+    valid = Volumes(contract=masks.contract, images_NCDHW=scaled(volumes[finite]), classes_NDHW=classes[finite])
     return SyntheticSet(volumes=valid, seconds=time.perf_counter() - started, broken=int((~finite).sum()))
 
 
@@ -115,8 +115,9 @@ def check_few(few: int | None, subjects: int) -> None:
 
 def segmenter_config(volumes: Volumes, base: int) -> SegmenterConfig:
     """The network of every arm; raises InputError if volumes of this size do not fit it."""
-    network = SegmentConfig(in_channels=1, classes=len(volumes.contract.regions) + 1, base=base)
-    return SegmenterConfig(network=network, data=volumes.contract)
+    contract = volumes.contract
+    network = SegmentConfig(in_channels=len(contract.images), classes=len(contract.regions) + 1, base=base)
+    return SegmenterConfig(network=network, data=contract)
 
 
 def train_arms(
@@ -132,7 +133,7 @@ def train_arms(
 ) -> Iterator[tuple[Arm, ...]]:
     """Trains every arm with one seed, then with the next; yields the results so far after each seed."""
     config = segmenter_config(data[0].volumes, base)
-    test = replace(test, images_NDHW=scaled(test.images_NDHW))
+    test = replace(test, images_NCDHW=scaled(test.images_NCDHW))
     scores: dict[str, list[dict[str, np.ndarray]]] = {arm.name: [] for arm in data}
     seconds = dict.fromkeys(scores, 0.0)
     run_started = time.perf_counter()
@@ -155,8 +156,8 @@ def measure_dice(segmenter: Segmenter, test: HeldOut) -> dict[str, np.ndarray]:
     """Dice by label, one value per subject; NaN if its mask lacks the label. Labels that no mask has are omitted."""
 
     def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-        for image, classes in zip(test.images_NDHW, test.classes_NDHW, strict=True):
-            predicted = segmenter.network(image[None, None].to(segmenter.device)).argmax(dim=1)[0]
+        for image, classes in zip(test.images_NCDHW, test.classes_NDHW, strict=True):
+            predicted = segmenter.network(image[None].to(segmenter.device)).argmax(dim=1)[0]
             yield classes.to(segmenter.device), predicted
 
     with tf32_allowed(False):
@@ -246,7 +247,7 @@ def run(request: UsefulnessRequest, say: Say) -> UsefulnessTable:
     say(f"generated in {synthetic.seconds:.0f} s, including the plan")
     about = {**_about(request, model, subjects, settings, synthetic), "training": asdict(training)}
     kind: SubjectKind = "simulated" if is_simulated(subjects.origin) else "real"
-    scaled_subjects = replace(subjects.learn, images_NDHW=scaled(subjects.learn.images_NDHW))
+    scaled_subjects = replace(subjects.learn, images_NCDHW=scaled(subjects.learn.images_NCDHW))
     data = arm_data(scaled_subjects, synthetic.volumes, request.few, kind)
     notes = _notes(subjects, synthetic, request)
     result = None
@@ -275,7 +276,7 @@ def write(result: UsefulnessTable, path: Path, title: str) -> None:
 
 
 def _split(request: UsefulnessRequest, model: Model) -> Split:
-    contract = single_image_contract(model.config.data)
+    contract = mask_model_contract(model.config.data)
     if request.subjects is not None:
         return split_packed(contract, request.subjects, request.volumes, request.held_out)
     if request.real is not None and request.masks is not None:
@@ -301,6 +302,7 @@ def _about(
         "data": subjects.origin,
         "held_out": subjects.held_out.origin,
         "size": list(subjects.learn.contract.size),
+        "images": list(subjects.learn.contract.images),
         "drawing": {
             **settings.record(),
             "seed": request.seed,

@@ -51,7 +51,7 @@ NEEDS: dict[Need, str] = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VolumeInput:
-    """One volume (D, H, W) with intensities in [0, 1], and what measurements may need besides."""
+    """One image (D, H, W) of a volume with intensities in [0, 1], and what measurements may need besides."""
 
     image: Tensor
     partner: Tensor | None = None
@@ -76,19 +76,23 @@ class PairValues:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SetMeasurements:
-    """Measurements of a set of volumes by name: (N,), (N, B) or (N, F), or PairValues. NaN: not defined for a volume."""
+    """Measurements of a set of volumes by name: (N,), (N, B) or (N, F), or PairValues. NaN: not defined for a volume.
+
+    `by_part` holds those of each label and, if the volumes have several images, those of each image kind.
+    """
 
     count: int
     values: dict[str, Any]
-    by_label: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+    by_part: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def get(self, metric: Metric, label: str = "") -> Any:
+    def get(self, metric: Metric, part: str = "") -> Any:
         """What the metric is computed from; None if it was not measured."""
-        return self.by_label.get(metric.measurement, {}).get(label) if label else self.values.get(metric.measurement)
+        return self.by_part.get(metric.measurement, {}).get(part) if part else self.values.get(metric.measurement)
 
-    def labels(self, metric: Metric) -> list[str]:
-        """The labels that a metric has values for; [""] for a metric without labels."""
-        return list(self.by_label.get(metric.measurement, {})) if metric.per_label else [""]
+    def parts(self, metric: Metric) -> list[str]:
+        """The labels or image kinds that a metric has values for; [""] for a metric without parts."""
+        parts = list(self.by_part.get(metric.measurement, {}))
+        return parts if metric.per_label else parts or [""]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +114,7 @@ class Metric:
     sets: Literal[1, 2] = 1
     uses_real: bool = False  # whether the statistic depends on the real volumes; implied by two sets
     per_label: bool = False
+    per_image: bool = True  # whether each image kind has a value of its own, if the volumes have several images
     parameter: Callable[[Any, Any], float] | None = None
     # Another form of the statistic for paired resampling, equal up to rounding.
     paired_statistic: Callable[..., Statistic] | None = None
@@ -130,8 +135,9 @@ class Metric:
         if self.sets == 2 and not self.uses_real:
             object.__setattr__(self, "uses_real", True)
 
-    def full_name(self, label: str = "") -> str:
-        return f"{self.name}_{label.replace(' ', '_')}" if label else self.name
+    def full_name(self, part: str = "") -> str:
+        """The name in a result, with a label or an image kind: dice_brain, psnr_T2w."""
+        return f"{self.name}_{part.replace(' ', '_')}" if part else self.name
 
     def build(self, generated: Any, real: Any, parameter: float | None = None, *, paired: bool = False) -> Statistic:
         make = self.paired_statistic if paired and self.paired_statistic is not None else self.statistic
@@ -207,13 +213,14 @@ def _singular_covariance(a_NF: Tensor, b_NF: Tensor) -> str:
     return f"{count} volumes for {features} features: the covariance is singular and the distance biased upwards"
 
 
-def _neighbours(kind: str, quantity: str, needs: Iterable[Need]) -> tuple[Metric, ...]:
+def _neighbours(kind: str, quantity: str, needs: Iterable[Need], *, per_image: bool) -> tuple[Metric, ...]:
     """Memorisation: the distance of generated volumes to training volumes, and that of real volumes."""
     name, required = f"nearest_{kind}", frozenset[Need](needs)
     return (
         Metric(
             name=name,
             measurement=name,
+            per_image=per_image,
             statistic=mean,
             needs=required,
             better="closer",
@@ -223,6 +230,7 @@ def _neighbours(kind: str, quantity: str, needs: Iterable[Need]) -> tuple[Metric
         Metric(
             name=f"{name}_ratio",
             measurement=name,
+            per_image=per_image,
             statistic=_ratio_of_means,
             needs=required,
             sets=2,
@@ -231,6 +239,7 @@ def _neighbours(kind: str, quantity: str, needs: Iterable[Need]) -> tuple[Metric
         Metric(
             name=f"{name}_copies",
             measurement=name,
+            per_image=per_image,
             statistic=_share_of_copies,
             needs=required,
             uses_real=True,
@@ -249,11 +258,13 @@ METRICS: tuple[Metric, ...] = (
         better="higher",
         min_difference=0.01,
         per_label=True,
+        per_image=False,
         real_note="the segmenter's own limit, on the reference volumes",
     ),
     Metric(
         name="fid",
         measurement="features",
+        per_image=False,
         statistic=fid_statistic,
         needs=frozenset({"real", "features"}),
         better="lower",
@@ -268,6 +279,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         name="mmd",
         measurement="features",
+        per_image=False,
         statistic=mmd_statistic,
         needs=frozenset({"real", "features"}),
         better="lower",
@@ -348,15 +360,19 @@ METRICS: tuple[Metric, ...] = (
         target=1.0,
         sets=2,
     ),
-    *_neighbours("voxel", "intensities", ["training"]),
-    *_neighbours("feature", "features", ["training", "features"]),
+    *_neighbours("voxel", "intensities", ["training"], per_image=True),
+    *_neighbours("feature", "features", ["training", "features"], per_image=False),
 )
 
 
+LABEL_MEASUREMENTS = frozenset(metric.measurement for metric in METRICS if metric.per_label)
+
+
 def metric_of(name: str) -> Metric | None:
-    """The metric of a name in a result, such as fid or dice_brain; None for an unknown name."""
+    """The metric of a name in a result, such as fid, dice_brain or psnr_T2w; None for an unknown name."""
     exact = next((m for m in METRICS if m.name == name and not m.per_label), None)
-    return exact or next((m for m in METRICS if m.per_label and name.startswith(f"{m.name}_")), None)
+    parted = [m for m in METRICS if (m.per_label or m.per_image) and name.startswith(f"{m.name}_")]
+    return exact or max(parted, key=lambda m: len(m.name), default=None)
 
 
 def metrics_for(provided: Set[Need]) -> list[Metric]:
@@ -371,6 +387,21 @@ def measure(volume: VolumeInput, metrics: Iterable[Metric]) -> dict[str, Any]:
     return {name: MEASUREMENTS[name](volume) for name in names if name in MEASUREMENTS}
 
 
+def measure_images(images: Mapping[str, VolumeInput], metrics: Iterable[Metric]) -> dict[str, Any]:
+    """The measurements of a volume with these images by kind. With one image they are those of `measure`.
+
+    What is not measured of each image is taken of the first input.
+    """
+    first, *others = images.values()
+    if not others:
+        return measure(first, metrics)
+    metrics = list(metrics)
+    row = measure(first, [m for m in metrics if not m.per_image])
+    each = {kind: measure(image, [m for m in metrics if m.per_image]) for kind, image in images.items()}
+    names = dict.fromkeys(name for values in each.values() for name in values)
+    return row | {name: {kind: values[name] for kind, values in each.items()} for name in names}
+
+
 def choose_pairs(count: int, limit: int, seed: int) -> list[tuple[int, int]]:
     """All pairs of `count` volumes, or `limit` of them at random."""
     pairs = list(itertools.combinations(range(count), 2))
@@ -381,31 +412,46 @@ def choose_pairs(count: int, limit: int, seed: int) -> list[tuple[int, int]]:
 
 
 def measure_pairs(
-    images: Sequence[Tensor], pairs: Sequence[tuple[int, int]], metrics: Iterable[Metric]
-) -> dict[str, PairValues]:
-    """The measurements of pairs of volumes that these metrics are computed from."""
+    volumes: Sequence[Mapping[str, Tensor]], pairs: Sequence[tuple[int, int]], metrics: Iterable[Metric]
+) -> dict[str, dict[str, PairValues]]:
+    """The measurements of pairs of volumes that these metrics are computed from, by image kind."""
     names = dict.fromkeys(m.measurement for m in metrics if m.measurement in PAIR_MEASUREMENTS)
     indices = np.array(pairs, dtype=int).reshape(-1, 2)
     return {
-        name: PairValues(
-            values_P=np.array([PAIR_MEASUREMENTS[name](images[i], images[j]) for i, j in pairs]),
-            pairs_P2=indices,
-            count=len(images),
-        )
+        name: {
+            kind: PairValues(
+                values_P=np.array([PAIR_MEASUREMENTS[name](volumes[i][kind], volumes[j][kind]) for i, j in pairs]),
+                pairs_P2=indices,
+                count=len(volumes),
+            )
+            for kind in (volumes[0] if volumes else ())
+        }
         for name in names
     }
 
 
-def collect(rows: Sequence[Mapping[str, Any]], pairs: Mapping[str, PairValues] | None = None) -> SetMeasurements:
-    """The measurements of all volumes of a set, from those of each."""
-    values: dict[str, Any] = dict(pairs or {})
-    by_label: dict[str, dict[str, np.ndarray]] = {}
+def collect(
+    rows: Sequence[Mapping[str, Any]], pairs: Mapping[str, Mapping[str, PairValues]] | None = None
+) -> SetMeasurements:
+    """The measurements of all volumes of a set, from those of each and of pairs of them."""
+    values: dict[str, Any] = {}
+    by_part: dict[str, dict[str, Any]] = {}
+    for name, by_kind in (pairs or {}).items():
+        if len(by_kind) == 1:
+            [values[name]] = by_kind.values()
+        else:
+            by_part[name] = dict(by_kind)
     for name in rows[0] if rows else ():
         column = [row[name] for row in rows]
         if isinstance(column[0], Mapping):
-            scores = {label: np.array([row[label] for row in column]) for label in column[0]}
-            # A label that no mask holds has no values.
-            by_label[name] = {label: values for label, values in scores.items() if not np.isnan(values).all()}
+            by_part[name] = {part: _column([row[part] for row in column]) for part in column[0]}
         else:
-            values[name] = torch.stack(column) if isinstance(column[0], Tensor) else np.array(column)
-    return SetMeasurements(count=len(rows), values=values, by_label=by_label)
+            values[name] = _column(column)
+    for name in LABEL_MEASUREMENTS & by_part.keys():
+        # A label that no mask holds has no values.
+        by_part[name] = {label: scores for label, scores in by_part[name].items() if not np.isnan(scores).all()}
+    return SetMeasurements(count=len(rows), values=values, by_part=by_part)
+
+
+def _column(values: list[Any]) -> Any:
+    return torch.stack(values) if isinstance(values[0], Tensor) else np.array(values)

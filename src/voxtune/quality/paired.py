@@ -87,14 +87,14 @@ class Resampler:
     def metrics(self, generated: SetMeasurements) -> dict[str, Resampled]:
         """Every metric that the measurements allow, by its full name."""
         return {
-            metric.full_name(label): self._resampled(metric, generated, label)
+            metric.full_name(part): self._resampled(metric, generated, part)
             for metric in METRICS
-            for label in generated.labels(metric)
-            if generated.get(metric, label) is not None
+            for part in generated.parts(metric)
+            if generated.get(metric, part) is not None
         }
 
-    def _resampled(self, metric: Metric, generated: SetMeasurements, label: str) -> Resampled:
-        values, real = generated.get(metric, label), self.real.get(metric, label)
+    def _resampled(self, metric: Metric, generated: SetMeasurements, part: str) -> Resampled:
+        values, real = generated.get(metric, part), self.real.get(metric, part)
         value, resamples_R = self._resample(metric, values, real)
         n = generated.count
         if metric.sets == 1 and isinstance(values, np.ndarray):
