@@ -38,7 +38,7 @@ def test_with_the_core_alone(tmp_path):
     sample = ["sample", demo_model(), "--mask", mask, "-o", tmp_path / "out", "--steps", "1", "--device", "cpu"]
     sampled, *failed = voxtune_core([sample, *needs_extra.values()])
     assert sampled["code"] == 0, sampled["err"]
-    assert list((tmp_path / "out").glob("*.nii.gz"))
+    assert list((tmp_path / "out").rglob("*.nii.gz"))
     for extra, result in zip(needs_extra, failed, strict=True):
         assert result["code"] == 2, (extra, result)
         assert f'pip install "voxtune[{extra}]"' in result["err"] and result["err"].count("\n") == 1, result["err"]

@@ -31,7 +31,7 @@ def test_wheel_installs_and_runs(tmp_path):
     find = "from voxtune.runtime.storage import demo_model; print(demo_model())"
     model = run(binaries / "python", "-c", find).strip()
     run(binaries / "voxtune", "sample", model, "--mask", mask, "-o", tmp_path / "core", "--steps", "1")
-    assert list((tmp_path / "core").glob("*.nii.gz"))
+    assert list((tmp_path / "core").rglob("*.nii.gz"))
     assert (Path(model).parent.parent / "py.typed").is_file()
     run(binaries / "python", "-m", "pip", "install", "--quiet", f"{wheel}[all]")
     assert run(binaries / "voxtune", "--version").startswith("voxtune ")

@@ -51,7 +51,7 @@ def test_help_lists_the_choices_of_every_registry(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     texts = {name: run(capsys, name, "--help")[1] for name in COMMANDS}
     used = {
-        "sample": ("sampler", "timestep_spacing", "fit"),
+        "sample": ("sampler", "timestep_spacing", "noise", "fit"),
         "usefulness": ("sampler", "timestep_spacing"),
         "steps": ("sampler", "timestep_spacing"),
         "train": ("trainable", "decay", "loss", "autocast"),
@@ -193,7 +193,7 @@ def test_sample_uses_the_given_spacing_and_clipping(capsys, model, tmp_path):
     for name, more in variants.items():
         code, _, err = run(capsys, *arguments, *more, "-o", tmp_path / name)
         assert code == 0, err
-        [sidecar] = (tmp_path / name).glob("sub-1_*.json")
+        [sidecar] = (tmp_path / name).rglob("sub-1_*.json")
         record = json.loads(sidecar.read_text())
         assert (record["timestep_spacing"], record["clip"]) == (
             "logsnr" if name == "logsnr" else "trailing",

@@ -41,7 +41,7 @@ def _quick(tmp_path, monkeypatch):
 
 
 def volume_of(out: Path) -> np.ndarray:
-    return nib.load(next(out.glob("*.nii.gz"))).get_fdata()
+    return nib.load(next(out.rglob("*.nii.gz"))).get_fdata()
 
 
 def test_tune_prints_the_waterfall_and_sample_uses_it(capsys, model, tmp_path):
@@ -55,7 +55,7 @@ def test_tune_prints_the_waterfall_and_sample_uses_it(capsys, model, tmp_path):
     for name, choice in (("auto", "auto"), ("given", plan), ("base", "baseline")):
         code, out, err = run(capsys, *sample, "-o", tmp_path / name, "--plan", choice)
         assert code == 0, err
-    sidecar = json.loads(next((tmp_path / "auto").glob("*T1w.json")).read_text())
+    sidecar = json.loads(next((tmp_path / "auto").rglob("*T1w.json")).read_text())
     assert "channels_last" in sidecar["passes"]
     base = volume_of(tmp_path / "base")
     for name in ("auto", "given"):
@@ -78,7 +78,7 @@ def test_a_model_with_a_feature_cache_is_tuned_in_both_parts(capsys, model, tmp_
     code, out, err = run(capsys, "sample", folder, "--mask", mask, "--size", "16,16,16", "-o", tmp_path / "out")
     assert code == 0, err
     assert "voxtune tune" not in out, "both plans are found"
-    sidecar = json.loads(next((tmp_path / "out").glob("*T1w.json")).read_text())
+    sidecar = json.loads(next((tmp_path / "out").rglob("*T1w.json")).read_text())
     assert "channels_last" in sidecar["passes"] and sidecar["cache"] == {"interval": 2, "depth": 0}
 
 
@@ -108,4 +108,4 @@ def test_a_plan_from_elsewhere_that_fails_is_exit_2(capsys, model, tmp_path):
     plan.write_text('{"format": "voxtune-plan/1", "passes": ["speed"]}')
     code, _, err = run(capsys, "sample", model, "--mask", mask, "-o", tmp_path / "out", "--plan", plan)
     assert code == 2 and "unknown pass 'speed'" in err
-    assert not list((tmp_path / "out").glob("*.nii.gz"))
+    assert not list((tmp_path / "out").rglob("*.nii.gz"))

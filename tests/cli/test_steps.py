@@ -87,7 +87,7 @@ def test_a_choice_is_stored_with_its_evidence_and_sampled_with(capsys, folders, 
     code, out, err = run(capsys, *drawing)
     assert code == 0, err
     assert (json.loads(out)["steps"], json.loads(out)["sampler"]) == (auto.steps, auto.sampler)
-    [sidecar] = (tmp_path / "drawn").glob("a_*.json")
+    [sidecar] = (tmp_path / "drawn").rglob("sub-a_*.json")
     record = json.loads(sidecar.read_text())
     assert record["steps"] == auto.steps and record["clip"] == auto.clip
     assert record["steps_auto"]["sha256"] == auto.evidence.sha256
@@ -306,7 +306,7 @@ def test_feature_caching_is_measured_and_stored(capsys, folders, tmp_path, monke
     drawing = ("sample", model, "--mask", mask, "-o", tmp_path / "drawn", "--steps", "auto", "--device", "cpu")
     code, out, err = run(capsys, *drawing)
     assert code == 0 and f"cache {auto.cache}, seed" in out and "not measured" not in err, err
-    record = json.loads(next((tmp_path / "drawn").glob("a_*.json")).read_text())
+    record = json.loads(next((tmp_path / "drawn").rglob("sub-a_*.json")).read_text())
     assert record["cache"] == vars(auto.cache) and record["steps_auto"]["sha256"] == auto.evidence.sha256
 
 
@@ -327,7 +327,7 @@ def test_sampling_warns_without_stored_settings(capsys, folders, tmp_path):
     options = ("--mask", mask, "-o", tmp_path / "drawn", "--steps", "auto", "--device", "cpu")
     code, out, err = run(capsys, "sample", folders[0], *options)
     assert code == 0 and "no settings are stored" in err and "4 steps" in out
-    assert "steps_auto" not in next((tmp_path / "drawn").glob("a_*.json")).read_text()
+    assert "steps_auto" not in next((tmp_path / "drawn").rglob("sub-a_*.json")).read_text()
 
 
 def test_folders_and_numerics(capsys, folders, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from tests.factories import GOLDENS
 from voxtune.diffusion import TIMESTEP_SPACINGS, DiffusionConfig, make_schedule, noise_source, normal, spaced_steps
-from voxtune.diffusion.noise import philox
+from voxtune.diffusion.noise import identity_index, philox
 from voxtune.diffusion.schedule import recognise
 from voxtune.errors import InputError
 
@@ -95,7 +96,7 @@ def test_noise_is_standard_normal_and_independent():
 
 def test_noise_does_not_depend_on_the_batch():
     shape = (1, 5, 7, 3)
-    batched = noise_source(11, [0, 1, 2, 2**33], shape)(4)
+    batched = noise_source(11, [0, 1, 2, 2**33, 2**63 - 1, 2**63 - 2**32 - 1], shape)(4)
     for row, index in enumerate([0, 1, 2, 2**33]):
         assert torch.equal(batched[row], noise_source(11, [index], shape)(4)[0])
     assert not torch.equal(batched[0], noise_source(12, [0], shape)(4)[0])
@@ -119,3 +120,13 @@ def test_seed_out_of_range(seed):
 def test_invalid_configs(settings):
     with pytest.raises(InputError):
         DiffusionConfig(**settings)
+
+
+def test_an_identity_is_a_number_of_63_bits():
+    assert identity_index("sub-01", 1) == 0x78EE4BF8555E31D4
+    assert identity_index("sub-01", 12) == 0x0DEF5734C0F68685
+    indices = [identity_index(f"sub-{i:02d}", n) for i in range(100) for n in range(1, 11)]
+    assert len(set(indices)) == 1000 and max(indices) >= 2**62 and min(indices) >= 0 and max(indices) < 2**63
+    # The two ways of Unicode to write a name, and a name that is no valid text.
+    assert identity_index("Gr\u00f6\u00dfe", 1) == identity_index("Gro\u0308\u00dfe", 1)
+    assert identity_index(os.fsdecode(b"\xff"), 1) != identity_index(os.fsdecode(b"\xfe"), 1)

@@ -19,6 +19,7 @@ def numerics() -> list[dict]:
         (7, [3, 2**40 + 5], 249, (1, 5, 7, 9)),
         (2**62 + 12345, [10**6], 3, (4, 3, 3)),
         (2**63 - 1, [0, 1, 2], 1, (2053,)),
+        (5, [2**63 - 1, 2**62 + 2**31 + 9], 2, (1, 4, 4, 4)),
     ]:
         found = noise.normal_batch(seed, torch.tensor(indices), draw, shape)
         wanted = plain.normal_batch(seed, indices, draw, shape)

@@ -172,7 +172,7 @@ def test_command_line(capsys, tmp_path):
     assert code == 0, err
     assert json.loads(out)["cache"] == "2"
     assert "not measured" in err
-    [sidecar] = (tmp_path / "out").glob("a_*.json")
+    [sidecar] = (tmp_path / "out").rglob("sub-a_*.json")
     assert json.loads(sidecar.read_text())["cache"] == {"interval": 2, "depth": 1}
     for value in ("0", "-1", "few", "4", "2:7"):
         code, _, err = run(capsys, *command, "-o", tmp_path / "bad", f"--cache={value}")

@@ -9,11 +9,17 @@ from pathlib import Path
 import nibabel as nib
 import numpy as np
 import pytest
+import torch
 
 from tests.factories.nifti import write_mask
+from voxtune.data.cases import find_cases
 from voxtune.data.cohort import cohort_contract
+from voxtune.data.contract import encode_mask, unscale_image
+from voxtune.data.pairing import pair_folders
+from voxtune.data.volumeset import find_images, find_masks, masks_of, pair_by_subject
+from voxtune.diffusion.noise import identity_index
 from voxtune.errors import FilesError, InputError
-from voxtune.runtime.generate import generate, output_names, prepare
+from voxtune.runtime.generate import generate, prepare
 from voxtune.runtime.model import Model, ModelConfig, SamplingConfig
 from voxtune.runtime.sampling import SamplerSettings
 from voxtune.workloads import MedDDPMConfig
@@ -51,7 +57,9 @@ def test_volume_has_the_grid_of_its_mask(model, tmp_path, flips):
     assert np.isfinite(data).all()
     assert data.min() >= 0
     assert data.max() <= 1
-    record = json.loads((tmp_path / "out" / "sub-1_desc-synth01_T1w.json").read_text())
+    folder = tmp_path / "out" / "sub-1" / "anat"
+    assert generated.files[0].parent == folder
+    record = json.loads((folder / "sub-1_desc-synth01_T1w.json").read_text())
     assert record["steps"] == 2
     assert record["sampler"] == "ddim"
     # The viewer needs the mask and the names of its labels.
@@ -68,6 +76,81 @@ def test_batch_does_not_change_the_volumes(model, tmp_path):
     assert np.abs(single[0].images_CDHW - single[1].images_CDHW).max() > 0.01, "every volume has its own noise"
 
 
+def small_model():
+    torch.manual_seed(0)
+    contract = cohort_contract((8, 8, 8))
+    network = MedDDPMConfig(base=32, multipliers=(1,), attention=())
+    sampling = SamplingConfig(sampler="ddpm", steps=2)
+    return Model(ModelConfig(network=network, size=contract.size, data=contract, sampling=sampling))
+
+
+def small_masks(folder, number):
+    folder.mkdir()
+    affine = np.diag([24.0, 24.0, 24.0, 1.0])
+    return [write_mask(folder / f"case_{i:04d}_dseg.nii.gz", (8, 8, 8), affine) for i in range(number)]
+
+
+def contents(folder):
+    return {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def check_any_jobs_give_the_same_bytes(tmp_path, number, jobs):
+    model, masks = small_model(), small_masks(tmp_path / "masks", number)
+    list(generate(model, prepare(model, masks), tmp_path / "one", seed=5))
+    for job in range(jobs):
+        # Distant masks, in reverse: no mask keeps its place.
+        list(generate(model, prepare(model, masks[job::jobs][::-1]), tmp_path / "ten", seed=5))
+    one, ten = contents(tmp_path / "one"), contents(tmp_path / "ten")
+    assert one == ten and len(one) == 2 * number + 1
+    volumes = {data for path, data in one.items() if path.name.endswith(".nii.gz")}
+    assert len(volumes) == number, "every volume has its own noise"
+
+
+def test_volumes_do_not_depend_on_the_job(tmp_path):
+    check_any_jobs_give_the_same_bytes(tmp_path, number=12, jobs=3)
+
+
+@pytest.mark.slow
+def test_a_thousand_masks_in_one_job_or_in_ten(tmp_path):
+    check_any_jobs_give_the_same_bytes(tmp_path, number=1000, jobs=10)
+
+
+def test_noise_belongs_to_the_mask_and_the_number_of_the_volume(tmp_path):
+    model, masks = small_model(), small_masks(tmp_path / "masks", 2)
+
+    def generated(masks, **options):
+        return list(generate(model, prepare(model, masks), tmp_path / "out", overwrite=True, **options))
+
+    first, second = generated(masks, count=2)[2:]
+    assert [v.replicate for v in (first, second)] == [1, 2]
+    [alone] = generated(masks[1:])
+    np.testing.assert_array_equal(alone.images_CDHW, first.images_CDHW)
+    assert first.index == alone.index == identity_index("case_0001", 1) and second.index != first.index
+    assert np.abs(first.images_CDHW - second.images_CDHW).max() > 0.01
+    together = generated(masks, count=2, batch=4)
+    np.testing.assert_allclose(together[2].images_CDHW, first.images_CDHW, atol=1e-5)
+    record = json.loads((tmp_path / "out/sub-case0001/anat/sub-case0001_desc-synth02_T1w.json").read_text())
+    assert record["noise"] == {"rule": "identity", "stem": "case_0001", "replicate": 2}
+    assert record["index"] == second.index and record["seed"] == 0
+
+
+def test_noise_by_position_is_that_of_version_0_1(tmp_path):
+    model, masks = small_model(), small_masks(tmp_path / "masks", 2)
+    requests = prepare(model, masks)
+    volumes = list(generate(model, requests, tmp_path / "out", count=2, noise="position", flat=True))
+    assert [volume.index for volume in volumes] == [0, 1, 2, 3]
+    cond = torch.from_numpy(encode_mask(requests[1].labels_DHW, model.config.data))[None]
+    expected = unscale_image(model.sample(cond, indices=[2]).numpy()[0])
+    np.testing.assert_array_equal(volumes[2].images_CDHW, expected)
+    record = json.loads((tmp_path / "out" / "case_0001_desc-synth01_T1w.json").read_text())
+    assert record["noise"]["rule"] == "position" and record["index"] == 2
+
+
+def test_masks_of_one_name_are_refused_before_any_is_read(model, tmp_path):
+    with pytest.raises(InputError, match="have the same name"):
+        prepare(model, [tmp_path / "a" / "sub-01_dseg.nii.gz", tmp_path / "b" / "sub-01_seg.nii"])
+
+
 def test_every_invalid_mask_is_named(model, tmp_path):
     good = write_mask(tmp_path / "good.nii.gz")
     unknown = write_mask(tmp_path / "unknown.nii.gz", values=(0, 1, 7))
@@ -81,15 +164,15 @@ def test_every_invalid_mask_is_named(model, tmp_path):
 def test_a_volume_of_nan_is_not_written(model, tmp_path, monkeypatch):
     """Volumes before it stay on disk."""
     masks = [write_mask(tmp_path / f"m{i}.nii.gz") for i in range(2)]
-    original = type(model).sample
+    original, first = type(model).sample, identity_index("m0", 1)
 
     def sample(self, cond, *, indices, **others):
-        return original(self, cond, indices=indices, **others) * (1.0 if list(indices) == [0] else float("nan"))
+        return original(self, cond, indices=indices, **others) * (1.0 if list(indices) == [first] else float("nan"))
 
     monkeypatch.setattr(type(model), "sample", sample)
-    with pytest.raises(InputError, match=r"volume 1, for .*m1.nii.gz: not written, because it contains NaN"):
+    with pytest.raises(InputError, match=r"volume 1 of .*m1.nii.gz: not written, because it contains NaN"):
         list(generate(model, prepare(model, masks), tmp_path / "out"))
-    assert [f.name for f in (tmp_path / "out").glob("*.nii.gz")] == ["m0_desc-synth01_T1w.nii.gz"]
+    assert [f.name for f in (tmp_path / "out").rglob("*.nii.gz")] == ["sub-m0_desc-synth01_T1w.nii.gz"]
 
 
 def test_missing_label_is_a_warning(model, tmp_path):
@@ -103,28 +186,6 @@ def test_existing_volumes_are_not_replaced(model, tmp_path):
     with pytest.raises(InputError, match="--overwrite"):
         list(generate(model, prepare(model, [path]), tmp_path / "out"))
     list(generate(model, prepare(model, [path]), tmp_path / "out", overwrite=True))
-
-
-def test_generic_mask_names_take_the_name_of_the_folder(tmp_path):
-    masks = [tmp_path / name / "seg.nii.gz" for name in ("sub-01", "sub-02")]
-    assert output_names(masks, ("T1w",)) == [(f"sub-0{n}_desc-synth01_T1w.nii.gz",) for n in (1, 2)]
-    with pytest.raises(InputError, match="would overwrite each other"):
-        output_names([tmp_path / "a" / "sub-01_dseg.nii.gz", tmp_path / "b" / "sub-01_dseg.nii.gz"], ("T1w",))
-
-
-def test_output_names(tmp_path):
-    masks = [
-        tmp_path / "sub-2_dseg.nii.gz",
-        tmp_path / "sub-2_dseg.nii.gz",
-        tmp_path / "x_seg.nii",
-        tmp_path / "y.nii.gz",
-    ]
-    assert [n[0] for n in output_names(masks, ("T1w", "FLAIR"))] == [
-        "sub-2_desc-synth01_T1w.nii.gz",
-        "sub-2_desc-synth02_T1w.nii.gz",
-        "x_desc-synth01_T1w.nii.gz",
-        "y_desc-synth01_T1w.nii.gz",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -146,3 +207,21 @@ def test_a_label_lost_on_the_models_grid_is_refused(model, tmp_path):
     path = write_mask(tmp_path / "tiny.nii.gz", affine=np.diag([0.01, 0.01, 0.01, 1.0]), values=(0, 0, 2))
     with pytest.raises(InputError, match="lost"):
         prepare(model, [path])
+
+
+def test_volumes_with_new_names_are_matched_with_the_files_of_their_mask(tmp_path):
+    """`voxtune view`, `evaluate` and `train` find mask and real image of case_12, whose volume is of sub-case12."""
+    model, masks = small_model(), tmp_path / "masks"
+    masks.mkdir()
+    (tmp_path / "real").mkdir()
+    mask = write_mask(masks / "case_12_seg.nii.gz", (8, 8, 8), np.diag([24.0, 24.0, 24.0, 1.0]))
+    nib.save(nib.load(mask), tmp_path / "real" / "case_12_t1.nii.gz")
+    [generated] = generate(model, prepare(model, [mask]), tmp_path / "out")
+    assert generated.files[0] == tmp_path / "out/sub-case12/anat/sub-case12_desc-synth01_T1w.nii.gz"
+    [case] = find_cases(tmp_path / "out", real=tmp_path / "real").cases
+    assert case.subject == "case_12" and case.mask.samefile(mask) and case.reference.name == "case_12_t1.nii.gz"
+    [pair] = pair_folders(tmp_path / "out", masks).pairs
+    assert (pair.id, pair.images, pair.mask) == ("case_12", generated.files, mask)
+    volumes = find_images(tmp_path / "out", synthetic=True)
+    assert masks_of(volumes, find_masks(masks)) == [mask]
+    assert len(pair_by_subject(find_images(tmp_path / "real"), volumes)) == 1

@@ -38,6 +38,12 @@ def _timestep_spacings() -> Iterable[str]:
     return TIMESTEP_SPACINGS
 
 
+def _noise_rules() -> Iterable[str]:
+    from voxtune.diffusion.noise import NoiseRule
+
+    return get_args(NoiseRule)
+
+
 def _fits() -> Iterable[str]:
     from voxtune.data.grid import Mode
 
@@ -121,6 +127,7 @@ def _studies() -> Iterable[str]:
 REGISTRIES: dict[str, Callable[[], Iterable[str]]] = {
     "sampler": _samplers,
     "timestep_spacing": _timestep_spacings,
+    "noise": _noise_rules,
     "fit": _fits,
     "workload": _workloads,
     "trainable": _trainable,

@@ -65,7 +65,15 @@ def command(
             "3:0 runs the fewest layers in between. Changes the volumes."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Random seed. The noise of sample i depends only on the seed and i.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the noise.")] = 0,
+    noise: Annotated[
+        str,
+        typer.Option(
+            help="What determines the noise of a volume, with the seed: {noise}. identity: the mask's name and the volume's "
+            "number for that mask; position: its place in this command, as in version 0.1.",
+            **one_of("noise", word="noise rule"),
+        ),
+    ] = "identity",
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
     fit: Annotated[
         str, typer.Option(help="How a mask is fitted to the model's grid: {fit}.", **one_of("fit"))
@@ -76,6 +84,9 @@ def command(
     plan: PlanOption = "auto",
     picture: Annotated[
         bool, typer.Option("--picture", help="Also write a PNG of each mask and volume, or of the images.")
+    ] = False,
+    flat: Annotated[
+        bool, typer.Option("--flat", help="Write all files directly into the output folder, not in BIDS folders.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
     device: DeviceOption = "auto",
@@ -102,8 +113,10 @@ def command(
     options |= {"overwrite": overwrite, "provenance": provenance(model, loaded)}
     requests = [] if images else _requests(loaded, mask, fit, grid, output)
     if images:
-        if mask or fit != "auto":
-            raise InputError(f"{model} takes no mask; omit {'--mask' if mask else '--fit'} and set --count")
+        of_masks = {"--mask": bool(mask), "--fit": fit != "auto", "--noise": noise != "identity", "--flat": flat}
+        if any(of_masks.values()):
+            option = next(name for name, used in of_masks.items() if used)
+            raise InputError(f"{model} takes no mask; omit {option} and set --count")
         check_image_request(loaded, out, count, grid, overwrite=overwrite)
     if plan != "baseline":
         loaded = optimize(loaded, plan=plan, search=False, say=output.say)
@@ -120,7 +133,7 @@ def command(
         if images:
             results = _generate_images(loaded, out, picture, {"size": grid, **options})
         else:
-            results = _generate_volumes(loaded, requests, out, picture, options)
+            results = _generate_volumes(loaded, requests, out, picture, {"noise": noise, "flat": flat, **options})
     seconds = time.perf_counter() - started
     for result in results:
         output.say("wrote " + ", ".join(result["files"]))

@@ -18,7 +18,7 @@ import numpy as np
 
 from voxtune.data.cohort import LABELS, TUMOUR, Subject, subject
 from voxtune.data.contract import Shape
-from voxtune.data.modality import NIFTI_NAME
+from voxtune.data.derivative import DESCRIPTION, dataset_root, read_json, sidecar_path
 from voxtune.data.nifti import write_volume
 from voxtune.data.pairing import Pair
 from voxtune.errors import InputError
@@ -26,12 +26,9 @@ from voxtune.files import write_atomic
 from voxtune.versions import __version__
 
 MASKS = Path("derivatives", "masks")
-DESCRIPTION = "dataset_description.json"
 # Name and masks' name of the dataset; version 0.1 wrote "voxtune cohort" and "voxtune cohort: masks".
 NAME, MASKS_NAME = "voxtune cohort: simulated subjects", "voxtune cohort: masks of simulated subjects"
 NAME_START = "voxtune cohort"
-# Descriptions and sidecars are small; larger files are not read.
-MAX_JSON_BYTES = 2**20
 # Images in [0, 1] are stored as integers 0 .. 1000, a third of the file size of floats.
 INTENSITY_STEPS = 1000
 README = """Simulated subjects of the cohort of voxtune: the MNI152 average brain, varied by smooth warps, contrast and
@@ -133,29 +130,12 @@ def is_simulated(path: Path) -> bool:
     """Whether a volume is of a simulated subject, according to its sidecar or the description of its dataset."""
     if read_json(sidecar_path(path)).get("Simulated") is True:
         return True
-    dataset = next((folder for folder in list(path.parents)[:4] if (folder / DESCRIPTION).is_file()), None)
-    return dataset is not None and is_cohort(dataset)
+    return is_cohort(dataset_root(path))
 
 
 def mark_simulated(path: Path) -> None:
     """Writes a sidecar that marks a volume as that of a simulated subject."""
     _write_text(sidecar_path(path), json.dumps({"Simulated": True}) + "\n")
-
-
-def sidecar_path(path: Path) -> Path:
-    """The JSON file beside a NIfTI file."""
-    return path.with_name(NIFTI_NAME.sub(".json", path.name))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a small file; empty if the file is absent, large or not valid."""
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            return {}
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from voxtune.data.bids import is_simulated, read_json, sidecar_path
+from voxtune.data.bids import is_simulated
+from voxtune.data.derivative import dataset_root, read_json, sidecar_path, subject_of
 from voxtune.data.modality import MASK_ENDINGS, NIFTI_NAME, PLAIN_ENDINGS, SYNTHETIC, kind_name, same_kind, split_name
 from voxtune.data.pairing import group_by_subject, nifti_files
 from voxtune.errors import InputError
@@ -157,7 +158,7 @@ def _case(
     path: Path, references: dict[str, list[Path]], mask_pool: dict[str, list[Path]], *, real: bool, masks: bool
 ) -> Case:
     record = read_json(sidecar_path(path))
-    subject, ending = split_name(path)
+    subject, ending = subject_of(path), split_name(path)[1]
     number = SYNTHETIC.search(path.name)
     kind = "" if ending in PLAIN_ENDINGS else kind_name(ending)
     note = " ".join(part for part in (number.group(1) if number else "", kind) if part)
@@ -194,7 +195,8 @@ def _recorded_mask(path: Path, record: dict[str, Any]) -> Path | None:
     sources = record.get("Sources")
     for source in sources if isinstance(sources, list) else []:
         if isinstance(source, str) and Path(source).name == record.get("mask") and NIFTI_NAME.search(source):
-            mask = path.parent / source
+            # Relative to the dataset.
+            mask = dataset_root(path) / source
             if mask.is_file():
                 return mask
     return None

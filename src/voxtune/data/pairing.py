@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+from voxtune.data.derivative import subject_of
 from voxtune.data.modality import (
     MASK_ENDINGS,
     NIFTI_NAME,
@@ -144,10 +145,10 @@ def _pair(key: str, image_files: list[Path], mask_files: list[Path], images: tup
 
 
 def group_by_subject(files: list[Path], images: tuple[str, ...] = ()) -> dict[str, list[Path]]:
-    """Files by the subject in their names."""
+    """Files by their subject."""
     subjects = defaultdict(list)
     for path in files:
-        subjects[split_name(path, images)[0]].append(path)
+        subjects[subject_of(path, images)].append(path)
     return subjects
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from voxtune.data.contract import DataContract, scale_image
+from voxtune.data.derivative import subject_of
 from voxtune.data.geometry import GeometrySummary
 from voxtune.data.grid import fit
 from voxtune.data.modality import MASK_ENDINGS, SYNTHETIC, same_kind, split_name
@@ -43,8 +44,8 @@ def find_images(folder: str | Path, image: str | None = None, *, synthetic: bool
     If a folder contains both generated volumes (desc-synth in the name) and others, `synthetic` selects one kind.
     """
     known = () if image is None else (image,)
-    named = [(path, *split_name(path, known)) for path in nifti_files(folder)]
-    files = [VolumeFile(path=p, subject=s, modality=m) for p, s, m in named if m not in MASK_ENDINGS]
+    named = [(path, split_name(path, known)[1]) for path in nifti_files(folder)]
+    files = [VolumeFile(path=p, subject=subject_of(p, known), modality=m) for p, m in named if m not in MASK_ENDINGS]
     if image is not None:
         files = [f for f in files if not f.modality or same_kind(f.modality, image)]
     files = [f for f in files if bool(SYNTHETIC.search(f.path.name)) == synthetic] or files

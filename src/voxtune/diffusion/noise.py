@@ -1,4 +1,4 @@
-"""Gaussian noise that depends only on the seed, the index of the sample and the number of the draw.
+"""Gaussian noise that depends only on the seed, the index of the sample (63 bits) and the number of the draw.
 
 A counter-based generator (Philox 4x32-10, Salmon et al., SC'11) has no state: the noise is the same on any device, in any
 batch and in any order. Its integers are exact everywhere; the normal values agree between devices up to the rounding of log,
@@ -7,9 +7,12 @@ sin and cos.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import operator
+import unicodedata
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +24,9 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
+# What determines the index of a volume: its mask and number, or its place in the job, as in version 0.1.
+NoiseRule = Literal["identity", "position"]
+
 
 def check_seed(seed: int) -> int:
     try:
@@ -30,6 +36,16 @@ def check_seed(seed: int) -> int:
     if not 0 <= number < 2**63:
         raise InputError(f"seed must be a whole number from 0 to 2^63 - 1, got {str(seed)[:40]}")
     return number
+
+
+def identity_index(name: str, replicate: int) -> int:
+    """The index of sample number `replicate` (1, 2, ...) of the mask `name`, whatever else is sampled.
+
+    The first 63 bits of SHA-256 of "NAME\\nREPLICATE" in UTF-8, with the name in Unicode's normal form C.
+    """
+    text = f"{unicodedata.normalize('NFC', name)}\n{replicate}"
+    digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> list[Tensor]:

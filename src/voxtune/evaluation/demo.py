@@ -178,6 +178,7 @@ def _generate(
             folder,
             settings=settings,
             seed=seed,
+            flat=True,
             overwrite=True,
             provenance=made_by,
             progress=lambda done, _total: update(done),

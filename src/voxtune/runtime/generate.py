@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -16,21 +15,18 @@ import numpy as np
 import torch
 
 from voxtune.data.contract import DataContract, Shape, encode_mask, unscale_image
+from voxtune.data.derivative import check_stems, describe_dataset, mask_stem, output_names, sidecar_path
 from voxtune.data.grid import Mode, Placement, fit
 from voxtune.data.nifti import Volume, check_affine, exact_labels, read_labels
 from voxtune.data.pixels import centre_of, check_png, png, to_pixels
 from voxtune.data.preflight import check_lost_labels, check_mask
-from voxtune.diffusion.noise import check_seed
+from voxtune.diffusion.noise import NoiseRule, check_seed, identity_index
 from voxtune.errors import FileProblems, InputError
 from voxtune.files import checked_path, write_atomic
 from voxtune.runtime.model import Model, check_size
 from voxtune.runtime.sampling import SamplerSettings
 
 log = logging.getLogger("voxtune")
-
-# Mask names without a subject, such as dseg.nii.gz: the folder names the subject.
-GENERIC_NAME = re.compile(r"dseg|seg|mask|labels?", re.IGNORECASE)
-MASK_SUFFIX = re.compile(r"(_(dseg|seg|mask|labels?))?\.nii(\.gz)?$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +44,21 @@ class MaskRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VolumeJob:
+    """One volume to generate: number `replicate` of a mask, with the noise `index`. `names` are relative to the folder."""
+
+    request: MaskRequest
+    replicate: int
+    index: int
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class GeneratedVolume:
     """One generated sample: `images_CDHW` in [0, 1] on the model's grid, and its files on the mask's grid."""
 
     request: MaskRequest
+    replicate: int
     index: int
     images_CDHW: np.ndarray
     files: tuple[Path, ...]
@@ -61,7 +68,8 @@ def prepare(
     model: Model, masks: Iterable[Path], *, mode: Mode = "auto", size: Shape | None = None
 ) -> list[MaskRequest]:
     """Reads and checks all masks; raises one FilesError with every invalid mask."""
-    contract = mask_contract(model)
+    contract, masks = mask_contract(model), list(masks)
+    check_stems(masks)
     requests, problems = [], FileProblems()
     for path in masks:
         try:
@@ -136,7 +144,10 @@ def draw_images(
     request = prepare_mask(mask, contract, mode, size)  # type: ignore[arg-type]  # three dimensions, as the contract
     for warning in request.warnings:
         warn(warning)
-    [(_, _, images_CDHW)] = _sampled(model, [(0, request)], settings, seed, 1, progress)
+    # A mask in memory has no name.
+    index = 0 if mask.path is None else identity_index(mask_stem(mask.path), 1)
+    job = VolumeJob(request=request, replicate=1, index=index)
+    [(_, images_CDHW)] = _sampled(model, [job], settings, seed, 1, progress)
     volumes = _on_mask_grid(request, images_CDHW, contract.images)
     # Pictures of the volumes show what the mask is about.
     centre = centre_of(mask.array, labels=True)
@@ -151,30 +162,33 @@ def generate(
     settings: SamplerSettings | None = None,
     count: int = 1,
     seed: int = 0,
+    noise: NoiseRule = "identity",
     batch: int = 1,
+    flat: bool = False,
     overwrite: bool = False,
     provenance: dict[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[GeneratedVolume]:
     """Generates `count` volumes for each mask and writes them to `out`; yields each volume once its files are written.
 
-    Volume i (masks in order, `count` for each) has the noise of (seed, i), independent of the batch size. `settings`
-    default to the model's.
+    `jobs_of` describes the noise. `settings` default to the model's. `out` is a BIDS derivative dataset; with `flat`, all
+    files are directly in it.
     """
     contract = mask_contract(model)
-    jobs = [(i, request) for i, request in enumerate(r for r in requests for _ in range(count))]
-    names = output_names([request.path for _, request in jobs], contract.images)
+    jobs = jobs_of(requests, count, contract, noise=noise, flat=flat)
     if not overwrite:
-        check_new(out / name for group in names for name in group)
+        check_new(out / name for job in jobs for name in job.names)
     check_seed(seed)
     settings = settings or model.resolve()
     model.check_settings(settings)
-    _describe_folder(out)
-    for i, request, images_CDHW in _sampled(model, jobs, settings, seed, batch, progress):
+    describe_dataset(out)
+    for job, images_CDHW in _sampled(model, jobs, settings, seed, batch, progress):
+        request = job.request
         record = {
             **(provenance or {}),
             "seed": seed,
-            "index": i,
+            "index": job.index,
+            "noise": {"rule": noise, "stem": mask_stem(request.path), "replicate": job.replicate},
             **settings.record(),
             "passes": list(getattr(model.network, "passes", ())),
             "mask": request.path.name,
@@ -182,35 +196,60 @@ def generate(
             "labels": {str(value): name for value, name in contract.value_names().items()},
             "placement": request.placement.describe(),
         }
-        files = _write(_on_mask_grid(request, images_CDHW, contract.images), out, names[i], record)
-        yield GeneratedVolume(request=request, index=i, images_CDHW=images_CDHW, files=files)
+        files = _write(_on_mask_grid(request, images_CDHW, contract.images), out, job.names, record)
+        yield GeneratedVolume(
+            request=request, replicate=job.replicate, index=job.index, images_CDHW=images_CDHW, files=files
+        )
+
+
+def jobs_of(
+    requests: list[MaskRequest],
+    count: int,
+    contract: DataContract,
+    *,
+    noise: NoiseRule = "identity",
+    flat: bool = False,
+) -> list[VolumeJob]:
+    """`count` volumes for each mask, with their noise and their files.
+
+    The noise of a volume depends on the seed, the mask's name and the number of the volume (`identity_index`), and not on
+    other masks; with the rule "position", on the seed and the place among all volumes.
+    """
+    names = output_names([request.path for request in requests], count, contract.images, flat=flat)
+    jobs: list[VolumeJob] = []
+    for request, names_of_mask in zip(requests, names, strict=True):
+        stem = mask_stem(request.path)
+        for replicate, files in enumerate(names_of_mask, start=1):
+            index = identity_index(stem, replicate) if noise == "identity" else len(jobs)
+            jobs.append(VolumeJob(request=request, replicate=replicate, index=index, names=files))
+    return jobs
 
 
 def _sampled(
     model: Model,
-    jobs: list[tuple[int, MaskRequest]],
+    jobs: list[VolumeJob],
     settings: SamplerSettings,
     seed: int,
     batch: int,
     progress: Callable[[int, int], None] | None,
-) -> Iterator[tuple[int, MaskRequest, np.ndarray]]:
-    """(index, request, images in [0, 1] on the model's grid) of each job, sampled in batches."""
+) -> Iterator[tuple[VolumeJob, np.ndarray]]:
+    """(job, images in [0, 1] on the model's grid), sampled in batches."""
     contract = mask_contract(model)
     done = 0
     while chunk := list(islice(jobs, done, done + batch)):
-        cond = torch.from_numpy(np.stack([encode_mask(request.labels_DHW, contract) for _, request in chunk]))
+        cond = torch.from_numpy(np.stack([encode_mask(job.request.labels_DHW, contract) for job in chunk]))
         x = model.sample(
             cond,
             settings=settings,
             seed=seed,
-            indices=[i for i, _ in chunk],
+            indices=[job.index for job in chunk],
             progress=None
             if progress is None
             else batch_progress(progress, done, len(chunk), len(jobs), settings.steps),
         )
-        for (i, request), image in zip(chunk, x.cpu().numpy(), strict=True):
-            check_finite(image, f"volume {i}, for {request.path}")
-            yield i, request, unscale_image(image)
+        for job, image in zip(chunk, x.cpu().numpy(), strict=True):
+            check_finite(image, f"volume {job.replicate} of {job.request.path}")
+            yield job, unscale_image(image)
         done += len(chunk)
 
 
@@ -237,25 +276,6 @@ def check_finite(image: np.ndarray, name: str) -> None:
         )
 
 
-def output_names(masks: list[Path], images: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """File names of each sample: the mask's name without its suffix, and a number for each sample of a mask."""
-    names = []
-    counts: dict[str, int] = {}
-    sources: dict[str, Path] = {}
-    for path in masks:
-        stem = MASK_SUFFIX.sub("", path.name)
-        if not stem or GENERIC_NAME.fullmatch(stem):
-            stem = path.absolute().parent.name or "mask"
-        if sources.setdefault(stem, path.absolute()) != path.absolute():
-            raise InputError(
-                f"{sources[stem]} and {path} have the same name, so their volumes would overwrite each other; use separate "
-                "output folders"
-            )
-        number = counts[stem] = counts.get(stem, 0) + 1
-        names.append(tuple(f"{stem}_desc-synth{number:02d}_{image}.nii.gz" for image in images))
-    return names
-
-
 def batch_progress(
     progress: Callable[[int, int], None], done: int, batch: int, jobs: int, steps: int
 ) -> Callable[[int, int], None]:
@@ -267,8 +287,7 @@ def _write(volumes: list[Volume], out: Path, names: tuple[str, ...], record: dic
     files = []
     for volume, name in zip(volumes, names, strict=True):
         files.append(volume.save(out / name))
-        sidecar = out / name.replace(".nii.gz", ".json")
-        write_atomic(sidecar, (json.dumps(record, indent=2, default=str) + "\n").encode())
+        write_atomic(sidecar_path(files[-1]), (json.dumps(record, indent=2, default=str) + "\n").encode())
     return tuple(files)
 
 
@@ -278,24 +297,6 @@ def _relative(folder: Path, path: Path) -> str:
         return Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix()
     except ValueError:  # on another drive
         return path.resolve().as_posix()
-
-
-def _describe_folder(out: Path) -> None:
-    """Writes the BIDS description of a derivative dataset, if there is none."""
-    from voxtune.versions import __version__
-
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{out}: {error.strerror}; choose a writable folder") from None
-    description = {
-        "Name": "Synthetic MRI",
-        "BIDSVersion": "1.10.0",
-        "DatasetType": "derivative",
-        "GeneratedBy": [{"Name": "voxtune", "Version": __version__}],
-    }
-    if not (out / "dataset_description.json").exists():
-        write_atomic(out / "dataset_description.json", (json.dumps(description, indent=2) + "\n").encode())
 
 
 @dataclass(frozen=True, kw_only=True)
