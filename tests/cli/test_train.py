@@ -305,3 +305,55 @@ def test_a_run_cannot_be_resumed_with_fewer_steps_than_done(tmp_path, capsys):
     assert main(["train", "--resume", str(run), "--steps", "2"]) == 2
     assert "step 3" in capsys.readouterr().err
     assert (run / "train.json").read_bytes() == before
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("workload", [[], ["--workload", "segment"]])
+def test_a_dry_run_prints_the_facts_and_writes_nothing(folders, tmp_path, capsys, monkeypatch, workload):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["train", "--images", str(folders / "images"), "--masks", str(folders / "masks"), *workload]
+    arguments += [
+        "--labels",
+        "brain=1,tumour=2",
+        "--size",
+        "8,8,8",
+        "--batch",
+        "2",
+        "--steps",
+        "500",
+        "--device",
+        "cpu",
+    ]
+    more = [] if workload else ["--base", "32", "--multipliers", "1"]
+    assert main([*arguments, *more, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    lines = out.strip().splitlines()
+    assert lines[-1] == "Dry run: nothing was written."
+    trained, held_out = (2, "1 held out") if workload else (3, "none held out")
+    assert f"subjects     {trained} for training, {held_out}" in lines
+    assert f"in {trained} of the {trained} measured subjects" in out and "2 (tumour): median" in out
+    assert "files        3 " in out and "from 8 x 8 x 8 at 24 x 24 x 24 mm" in out
+    assert "time         about" in out and "s per step)" in out
+    assert "memory       about" in out
+    assert len(lines) <= 24 and max(map(len, lines)) <= 100
+    assert main([*arguments, *more, "--dry-run", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["dry_run"] is True and data["overview"]["subjects"] == trained
+    assert data["overview"]["memory_bytes"] > 0 and data["overview"]["seconds"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_facts_come_before_the_first_step_and_in_the_json(folders, tmp_path, capsys):
+    assert main(from_folders(folders, tmp_path / "run", "--steps", "5")) == 0
+    out = capsys.readouterr().out
+    assert out.index("subjects     3 for training") < out.index("memory") < out.index("time") < out.index("Trained 5")
+    assert out.count("subjects     ") == out.count("time     ") == 1
+    assert main(from_folders(folders, tmp_path / "again", "--steps", "3", "--json")) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["step"] == 3 and data["overview"]["subjects"] == 3 and data["overview"]["seconds_per_step"] > 0
+    assert main(["train", "--resume", str(tmp_path / "run"), "--steps", "6", "--json", "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)["overview"] is None
+    assert "--dry-run cannot be combined with --resume" in refused(
+        capsys, "--resume", str(tmp_path / "run"), "--dry-run"
+    )

@@ -203,9 +203,9 @@ class Failing(Blobs):
     ],
 )
 def test_a_missing_file_stops_after_a_checkpoint(tmp_path, error, message):
-    """Subject 0 is checked first, then 2 are read per step: step 5 fails, steps 1 to 4 are in the checkpoint."""
+    """Subject 0 is checked, all 5 are measured, then 2 are read per step: step 5 fails, the checkpoint is of step 4."""
     with pytest.raises(InputError, match="stopped after step 4") as stopped:
-        train(tiny_config(workers=0), Failing(9, error), tmp_path / "run")
+        train(tiny_config(workers=0), Failing(14, error), tmp_path / "run")
     assert message in str(stopped.value)
     assert "step-00000004" in str(stopped.value)
     assert f"voxtune train --resume {tmp_path / 'run'}" in str(stopped.value)
@@ -216,7 +216,7 @@ def test_a_missing_file_stops_after_a_checkpoint(tmp_path, error, message):
 
 def test_a_nan_loss_stops_the_run_and_keeps_the_last_checkpoint(tmp_path):
     with pytest.raises(InputError, match="the loss is not finite at step 5") as stopped:
-        train(tiny_config(workers=0), Failing(9, None), tmp_path / "run")
+        train(tiny_config(workers=0), Failing(14, None), tmp_path / "run")
     assert "step-00000003" in str(stopped.value)
     good = read_checkpoint(checkpoints(tmp_path / "run" / "checkpoints")[-1])
     assert good.state.step == 3

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from voxtune.analysis.table import Column, Table
 from voxtune.analysis.walk import COPIES, PRODUCTS, Op, Walk, walk
 from voxtune.errors import InputError
 from voxtune.workloads import NetworkConfig, Workload, build
+from voxtune.workloads.segment import SegmentConfig, SegmentUNet
 
 GB, GIB = 1e9, 2**30
 Precision = Literal["fp32", "tf32", "half"]
@@ -296,11 +298,37 @@ def walk_workload(network: NetworkConfig, size: tuple[int, ...], batch: int, rec
         mask = torch.empty(batch, network.mask_channels, *size) if network.mask_channels else None
         return torch.empty(batch, network.out_channels, *size), torch.empty(batch, dtype=torch.long), mask
 
-    def make() -> nn.Module:
-        return build(network)
+    return _walk(lambda: build(network), inputs, recipe, train=train)
 
+
+def _walk(
+    make: Callable[[], nn.Module], inputs: Callable[[], tuple[Tensor | None, ...]], recipe: Recipe, *, train: bool
+) -> Walk:
     half = recipe.precision == "half" and not recipe.compiled
     return walk(make, inputs, train=train, autocast=half, channels_last=recipe.channels_last and not recipe.compiled)
+
+
+def training_bytes(network: NetworkConfig, size: tuple[int, ...], batch: int, recipe: Recipe) -> float:
+    """Estimated peak memory of a training run: a step with Adam, and the moving average of the weights."""
+    walked = walk_workload(network, size, batch, recipe, train=True)
+    return peak_bytes(walked, recipe, train=True) + 4.0 * walked.parameter_elements
+
+
+def segmenter_bytes(network: SegmentConfig, size: tuple[int, ...], batch: int, recipe: Recipe) -> float:
+    """Estimated peak memory of a training step of a segmenter, with Adam."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(SegmentUNet(network), _MeanChannel())
+
+    walked = _walk(make, lambda: (torch.empty(batch, network.in_channels, *size),), recipe, train=True)
+    return peak_bytes(walked, recipe, train=True)
+
+
+class _MeanChannel(nn.Module):
+    """One channel, which every number of images can be compared with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(dim=1, keepdim=True)
 
 
 COLUMNS = (

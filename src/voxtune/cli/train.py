@@ -6,8 +6,9 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +28,12 @@ from voxtune.cli.common import (
 from voxtune.errors import InputError
 
 if TYPE_CHECKING:
+    from voxtune.training.config import TrainConfig
     from voxtune.training.loop import TrainResult
+    from voxtune.training.overview import Overview
+
+
+DRY_RUN = "Dry run: nothing was written."
 
 
 def _option(*names: str, help: str) -> Any:
@@ -84,6 +90,10 @@ def command(
     settings: Annotated[
         list[str] | None, _option("--set", help="Any other setting as NAME=VALUE, such as ema_decay=0.999.")
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check the data, run one step, print what would be trained; write nothing."),
+    ] = False,
     device: DeviceOption = "auto",
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -106,15 +116,62 @@ def command(
     if workload == "segment":
         if config is not None or resume is not None:
             raise InputError("--workload segment cannot be combined with --config or --resume")
-        train_segment(overrides, out, choose_device(device), output)
-        return
-    _finish(_train(config, resume, out, overrides, choose_device(device), output), output)
+        train_segment(overrides, out, choose_device(device), output, dry_run=dry_run)
+    elif dry_run:
+        if resume is not None:
+            raise InputError("--dry-run cannot be combined with --resume")
+        _dry_run(config, overrides, choose_device(device), output)
+    else:
+        _train(config, resume, out, overrides, choose_device(device), output)
+
+
+class Screen:
+    """Prints what is trained on before the first step, and the time once it is known."""
+
+    def __init__(self, output: Output, memory: Callable[[Overview], float]):
+        self.output, self.memory = output, memory
+        self.facts: Overview | None = None
+
+    def show(self, facts: Overview) -> None:
+        """Prints all facts; in a second call only new ones."""
+        before = [] if self.facts is None else self.facts.lines()
+        memory = self.memory(facts) if self.facts is None else self.facts.memory_bytes
+        self.facts = replace(facts, memory_bytes=memory)
+        for line in self.facts.lines():
+            if line not in before:
+                self.output.say(line)
+
+    def to_json(self) -> dict[str, Any] | None:
+        return None if self.facts is None else self.facts.to_json()
+
+
+def _memory(config: TrainConfig) -> Callable[[Overview], float]:
+    """The estimated memory of a run with these settings."""
+    from voxtune.analysis.estimate import Recipe, training_bytes
+
+    precision: Any = "fp32" if config.autocast == "none" else "half"
+    recipe = Recipe(precision=precision, channels_last=config.channels_last, compiled=config.compile)
+    return lambda facts: training_bytes(facts.network, facts.size, config.batch, recipe)  # type: ignore[arg-type]
+
+
+def _dry_run(file: Path | None, overrides: dict[str, Any], device: str, output: Output) -> None:
+    from voxtune.training.config import make_config, read_config
+    from voxtune.training.loop import dry_run
+    from voxtune.training.model import with_folder_image
+
+    config = read_config(file, overrides) if file else make_config({}, overrides, "options")
+    config, sentence = with_folder_image(config)
+    if sentence:
+        output.say(sentence)
+    screen = Screen(output, _memory(config))
+    screen.show(dry_run(config, device=device, warn=output.warn))
+    output.say(DRY_RUN)
+    output.result({"dry_run": True, "overview": screen.to_json()})
 
 
 def _train(
     file: Path | None, resume: Path | None, out: Path | None, overrides: dict[str, Any], device: str, output: Output
-) -> tuple[TrainResult, int]:
-    """The result, and the number of the signal that stopped the run (0 for none)."""
+) -> None:
     from voxtune.training.config import make_config, read_config
     from voxtune.training.loop import read_run, train
     from voxtune.training.model import with_folder_image
@@ -132,6 +189,7 @@ def _train(
         config, sentence = with_folder_image(config)
         if sentence:
             output.say(sentence)
+    screen = Screen(output, _memory(config))
     with stopping_on_signals(output) as caught, output.progress("training", config.steps) as update:
         result = train(
             config,
@@ -143,13 +201,14 @@ def _train(
             command=shlex.join(["voxtune", *sys.argv[1:]]),
             stop=lambda: bool(caught),
             warn=output.warn,
+            report=screen.show,
         )
-    return result, caught[0] if caught and result.stopped else 0
+    output.result({**result.to_json(), "overview": screen.to_json()})
+    _finish(result, caught[0] if caught and result.stopped else 0, output)
 
 
-def _finish(outcome: tuple[TrainResult, int], output: Output) -> None:
-    result, signal_number = outcome
-    output.result(result.to_json())
+def _finish(result: TrainResult, signal_number: int, output: Output) -> None:
+    """`signal_number`: that of the signal that stopped the run, 0 for none."""
     resume = f"voxtune train --resume {shlex.quote(str(result.out))}"
     if result.stopped:
         output.say(
@@ -232,39 +291,53 @@ SEGMENTER_SETTINGS = {
 }
 
 
-def train_segment(settings: dict[str, Any], out: Path | None, device: str, output: Output) -> None:
+def train_segment(
+    settings: dict[str, Any], out: Path | None, device: str, output: Output, *, dry_run: bool = False
+) -> None:
     """Trains a segmenter in minutes, without checkpoints, and prints its Dice on held-out subjects."""
-    from voxtune.segmentation.train import SegmentTraining, run_segment
+    from voxtune.analysis.estimate import Recipe, segmenter_bytes
+    from voxtune.segmentation.train import SegmentTraining, dry_run_segment, run_segment
 
     unused = sorted(set(settings) - SEGMENTER_SETTINGS)
     if unused:
         raise InputError(f"{unused[0]}: does not apply to --workload segment; omit it")
-    if out is None:
+    if out is None and not dry_run:
         raise InputError("missing output folder: pass -o DIR")
-    if (out / "config.json").exists():
+    if out is not None and (out / "config.json").exists():
         raise InputError(f"{out}: already contains a model; choose another folder")
     names = ("steps", "batch", "learning_rate", "autocast", "seed", "minutes")
     training = SegmentTraining(**{name: settings[name] for name in names if name in settings})
     train, held_out, data = _sources(settings, output)
-    output.say(f"{len(train)} training subjects, {len(held_out)} held-out subjects, on {device}")
+    recipe = Recipe(precision="fp32" if training.autocast == "none" else "half")
+    screen = Screen(output, lambda facts: segmenter_bytes(facts.network, facts.size, training.batch, recipe))  # type: ignore[arg-type]
+    options: dict[str, Any] = {
+        "data": data,
+        "base": settings.get("model.base"),
+        "device": device,
+        "report": screen.show,
+    }
+    if dry_run:
+        dry_run_segment(train, held_out, training, **options)
+        output.say(DRY_RUN)
+        output.result({"dry_run": True, "overview": screen.to_json()})
+        return
+    assert out is not None
     with output.progress("training", training.steps) as update:
         result = run_segment(
             train,
             held_out,
             training,
             out,
-            data=data,
             command=shlex.join(["voxtune", *sys.argv[1:]]),
-            base=settings.get("model.base"),
-            device=device,
             progress=lambda step, loss: update(step, f"loss {loss:.4f}"),
+            **options,
         )
     for name, dice in result.dice.items():
         output.say(
             f"Dice {name}: {dice['mean']:.4f} (minimum {dice['least']:.4f}) on {dice['subjects']} held-out subjects"
         )
     output.say(f"Trained {result.steps} steps in {result.seconds:.0f} s. Segmenter: {result.folder}")
-    output.result(result.to_json())
+    output.result({**result.to_json(), "overview": screen.to_json()})
 
 
 def _sources(settings: dict[str, Any], output: Output) -> tuple[Any, Any, str]:

@@ -24,11 +24,11 @@ import numpy as np
 from voxtune.data.cohort import FIELD_OF_VIEW, LABELS, cohort_spacing, subject
 from voxtune.data.contract import DataContract, Shape, encode_mask, scale_image
 from voxtune.data.geometry import GeometrySummary
-from voxtune.data.grid import Mode, fit
+from voxtune.data.grid import Mode, Placement, fit
 from voxtune.data.modality import T1W, find_kind
 from voxtune.data.nifti import Volume, read_labels, read_volume
 from voxtune.data.orientation import reorder
-from voxtune.data.pairing import Pair, pair_folders
+from voxtune.data.pairing import Pair, nifti_files, pair_folders
 from voxtune.data.preflight import Report, check_lost_labels, check_mask, check_pair, error_finding
 from voxtune.errors import InputError
 
@@ -85,7 +85,7 @@ BYTES_PER_VOXEL = 5
 
 
 class PairedFolders:
-    """A user's images and masks, matched by name. `check` reads and checks every file."""
+    """A user's images and masks, matched by name. `check` reads and checks every file, and fills `placements`."""
 
     def __init__(
         self,
@@ -101,6 +101,8 @@ class PairedFolders:
         pairing.report.raise_errors()
         self.contract = contract if size is None else replace(contract, size=size)
         self.pairs = pairing.pairs
+        self.placements: dict[str, Placement] = {}
+        self._folders = (images_dir, masks_dir)
         self._matching = pairing.report
         self.mode = mode
         self._cache = _Cache(cache_bytes)
@@ -122,6 +124,11 @@ class PairedFolders:
                 report += self._check_pair(pair, geometry)
         return geometry.report() + report
 
+    def unused_files(self) -> list[Path]:
+        """The files of both folders that belong to no pair, such as images of other kinds."""
+        used = {path for pair in self.pairs for path in (*pair.images, pair.mask)}
+        return sorted({path for folder in self._folders for path in nifti_files(folder)} - used)
+
     def _check_pair(self, pair: Pair, geometry: GeometrySummary) -> Report:
         report = Report()
         try:
@@ -131,7 +138,8 @@ class PairedFolders:
                 image = read_volume(path)
                 geometry.add(image)
                 report += check_pair(image, mask)
-            placed = fit(mask, self.contract, self.mode).apply(mask.array, label=True)
+            placement = self.placements[pair.id] = fit(mask, self.contract, self.mode)
+            placed = placement.apply(mask.array, label=True)
         except InputError as error:
             return report + Report(findings=(error_finding("unusable", pair.mask, str(error)),))
         return report + check_lost_labels(mask.array, placed, self.contract, mask.name)

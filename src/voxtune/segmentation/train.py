@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,9 +17,11 @@ from torch.nn import functional as F
 
 from voxtune.data.contract import DataContract, classes_of, encode_channels
 from voxtune.data.subjects import Source
+from voxtune.data.training_data import TrainingData
 from voxtune.errors import InputError
 from voxtune.segmentation.segmenter import Segmenter, SegmenterConfig, save_segmenter
 from voxtune.training.data import Loader, read_item
+from voxtune.training.overview import TIMED_STEPS, Overview, overview
 from voxtune.workloads.segment import SegmentConfig, SegmentUNet
 
 WARM_UP = 0.1
@@ -58,14 +60,16 @@ def train_segmenter(
     device: torch.device | str = "cpu",
     workers: int | None = None,
     progress: Callable[[int, float], None] | None = None,
+    training_data: TrainingData | None = None,
 ) -> Segmenter:
     """A segmenter for the contract of `source`. With `minutes`, training ends after that time, with the decay completed.
 
     `workers` threads load subjects in advance; by default none on a CPU, where they would compete with the network.
+    `training_data` are statistics of `source` for the segmenter's config.
     """
     contract, device = source.contract, torch.device(device)
-    shape = network or SegmentConfig(in_channels=len(contract.images), classes=len(contract.regions) + 1)
-    config = SegmenterConfig(network=shape, data=contract)
+    shape = network or _network(contract, None)
+    config = SegmenterConfig(network=shape, data=contract, training_data=training_data)
     gpus = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus):
         torch.manual_seed(training.seed)
@@ -190,6 +194,9 @@ class SegmentResult:
         return {**vars(self), "folder": str(self.folder)}
 
 
+Report = Callable[[Overview], None]
+
+
 def run_segment(
     train: Any,
     held_out: Any,
@@ -201,25 +208,64 @@ def run_segment(
     base: int | None = None,
     device: str = "cpu",
     progress: Callable[[int, float], None] | None = None,
+    report: Report | None = None,
 ) -> SegmentResult:
-    """Trains on `train`, measures on `held_out`, writes the folder `out`; `data` describes the data in the model card."""
+    """Trains on `train`, measures on `held_out`, writes the folder `out`; `data` describes the data in the model card.
+
+    `report` is called before the first step, and again when the time of the first steps is known.
+    """
     out = Path(out)
     if (out / "config.json").exists():
         raise InputError(f"{out}: already contains a model; choose another folder")
-    contract, started, steps = train.contract, time.perf_counter(), 0
+    network = _network(train.contract, base)
+    facts = _overview(train, held_out, network, data)
+    if report is not None:
+        report(facts)
+    started, times = time.perf_counter(), []
 
     def count(step: int, loss: float) -> None:
-        nonlocal steps
-        steps = step
+        times.append(time.perf_counter())
+        if report is not None and step == min(TIMED_STEPS, training.steps) > 1:
+            report(facts.with_time((times[-1] - times[0]) / (step - 1), training.steps, training.minutes))
         if progress is not None:
             progress(step, loss)
 
-    network = SegmentConfig(in_channels=len(contract.images), classes=len(contract.regions) + 1, base=base or 16)
-    segmenter = train_segmenter(train, training, network=network, device=device, progress=count)
-    seconds = time.perf_counter() - started
+    segmenter = train_segmenter(
+        train, training, network=network, device=device, progress=count, training_data=facts.statistics
+    )
+    seconds, steps = time.perf_counter() - started, len(times)
     dice = summary(held_out_dice(segmenter, held_out))
     save_segmenter(segmenter, out, card=card(segmenter, training, steps, seconds, data, command, dice))
     return SegmentResult(folder=out, seconds=round(seconds, 1), steps=steps, dice=dice)
+
+
+def dry_run_segment(
+    train: Any,
+    held_out: Any,
+    training: SegmentTraining,
+    *,
+    data: str,
+    base: int | None = None,
+    device: str = "cpu",
+    report: Report,
+) -> None:
+    """Reports the overview of a training, with the time of its second step; nothing is written."""
+    network, times = _network(train.contract, base), []
+    facts = _overview(train, held_out, network, data)
+    two_steps = replace(training, steps=2, minutes=None)
+    train_segmenter(
+        train, two_steps, network=network, device=device, progress=lambda *_: times.append(time.perf_counter())
+    )
+    report(facts.with_time(times[1] - times[0], training.steps, training.minutes))
+
+
+def _network(contract: DataContract, base: int | None) -> SegmentConfig:
+    return SegmentConfig(in_channels=len(contract.images), classes=len(contract.regions) + 1, base=base or 16)
+
+
+def _overview(train: Any, held_out: Any, network: SegmentConfig, data: str) -> Overview:
+    contract = train.contract
+    return overview(train, network, contract.size, contract, held_out=len(held_out), origin=data)
 
 
 def summary(rows: list[dict[str, float]]) -> dict[str, dict[str, float]]:

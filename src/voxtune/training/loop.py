@@ -18,14 +18,15 @@ from voxtune.data.subjects import Source
 from voxtune.errors import InputError
 from voxtune.files import replacing, reporting_os_errors
 from voxtune.runtime.card import model_card
-from voxtune.runtime.model import Model
+from voxtune.runtime.model import Model, ModelConfig
 from voxtune.runtime.storage import load, save
 from voxtune.training import checkpoint as disk
 from voxtune.training.checkpoint import Checkpoint
 from voxtune.training.config import TrainConfig, differences, read_config
-from voxtune.training.data import Loader, Warn, check_items, describe_source, open_source, read_item
+from voxtune.training.data import Loader, PackedSource, Warn, check_items, describe_source, open_source, read_item
 from voxtune.training.log import TrainLog, image_picture, sample_picture
 from voxtune.training.model import model_config, with_folder_image
+from voxtune.training.overview import TIMED_STEPS, Overview, overview
 from voxtune.training.step import Trainer
 from voxtune.versions import __version__
 
@@ -74,6 +75,7 @@ def train(
     command: str | None = None,
     stop: Callable[[], bool] | None = None,
     warn: Warn | None = None,
+    report: Callable[[Overview], None] | None = None,
 ) -> TrainResult:
     """Trains into the run folder `out` until the run is complete or `stop()` returns true after a step.
 
@@ -81,7 +83,8 @@ def train(
 
     `source` None opens the source in `config.data`. `model` is the model to start from, by default the one in `config`.
     `resume` continues from the newest checkpoint in `out`, if any. `progress(step, steps, loss)` is called after every
-    step. torch's global random state is restored afterwards.
+    step. A new run calls `report` before its first step, and again when the time of its first steps is known. torch's
+    global random state is restored afterwards.
     """
     out, device, warn, started = Path(out), torch.device(device), warn or (lambda text: None), time.monotonic()
     with reporting_os_errors(out), locked(out), _own_random_state(device), _fastest_convolutions(device):
@@ -94,6 +97,8 @@ def train(
         if source is None:
             source = open_source(config, model.config, warn, check=checkpoint is None)
         check_items(source, model.config)
+        origin = f"{len(source)} subjects from Python" if from_python else describe_source(config, source)
+        facts = None if checkpoint is not None else _facts(model, source, origin)
         if checkpoint is not None and config.steps < checkpoint.state.step:
             step = checkpoint.state.step
             raise InputError(f"{out}: already at step {step}; pass --steps {step} or more")
@@ -102,11 +107,60 @@ def train(
             trainer.restore(checkpoint)
         with replacing(out / CONFIG) as part:
             part.write_text(json.dumps(to_mapping(config), indent=2) + "\n")
-        origin = f"{len(source)} subjects from Python" if from_python else describe_source(config, source)
         card = partial(training_card, config, model, origin=origin, commands=_add_command(out, command))
         last = None if checkpoint is None else checkpoint.path
         run = Run(trainer, source, out, warn=warn, card=card, last=last, started=started)
+        if facts is not None and report is not None:
+            report(facts)
+            progress = _timing(progress, facts, config, report)
         return run.loop(progress, stop, None if checkpoint is None else checkpoint.state.step)
+
+
+def dry_run(config: TrainConfig, *, device: torch.device | str = "cpu", warn: Warn | None = None) -> Overview:
+    """The overview of a run, with the time of one real step; nothing is written."""
+    device, warn = torch.device(device), warn or (lambda text: None)
+    config, _ = with_folder_image(config)
+    with _own_random_state(device), _fastest_convolutions(device):
+        torch.manual_seed(config.seed)
+        model = _starting_model(config, None, None)
+        source = open_source(config, model.config, warn, check=True)
+        check_items(source, model.config)
+        facts = _facts(model, source, describe_source(config, source))
+        trainer = Trainer(config, model, len(source), device)
+        loader = Loader(source, seed=config.seed, batch=config.batch, start=0, workers=0, pin=device.type == "cuda")
+        batch, seconds = next(iter(loader)), 0.0
+        # The first step on a GPU or with torch.compile also chooses or compiles kernels.
+        for _ in range(2 if config.compile or device.type == "cuda" else 1):
+            started = time.perf_counter()
+            trainer.train_step([batch])
+            seconds = time.perf_counter() - started
+    return facts.with_time(seconds * config.accumulation, config.steps, config.minutes)
+
+
+def _facts(model: Model, source: Source, origin: str) -> Overview:
+    """The overview of a new run; the model gets the statistics of its training data."""
+    held_out = source.held_out if isinstance(source, PackedSource) else None
+    config = model.config
+    facts = overview(source, config.network, config.size, config.data, held_out=held_out, origin=origin)
+    model.config = replace(model.config, training_data=facts.statistics)
+    return facts
+
+
+def _timing(
+    progress: Progress | None, facts: Overview, config: TrainConfig, report: Callable[[Overview], None]
+) -> Progress:
+    """A `progress` that reports the estimated time after the first steps, without the first one, which starts everything."""
+    times: list[float] = []
+
+    def update(step: int, steps: int, loss: float) -> None:
+        if len(times) < TIMED_STEPS:
+            times.append(time.perf_counter())
+            if len(times) == min(TIMED_STEPS, steps) > 1:
+                report(facts.with_time((times[-1] - times[0]) / (len(times) - 1), config.steps, config.minutes))
+        if progress is not None:
+            progress(step, steps, loss)
+
+    return update
 
 
 class Run:
@@ -279,7 +333,7 @@ def load_init(path: str) -> Model:
 def _starting_model(config: TrainConfig, model: Model | None, checkpoint: Checkpoint | None) -> Model:
     if checkpoint is not None:
         changed = differences(checkpoint.config, config)
-        if model is not None and replace(checkpoint.model, sampling=model.config.sampling) != model.config:
+        if model is not None and _like(checkpoint.model, model.config) != model.config:
             changed.append("the config of the model")
         if changed:
             raise InputError(
@@ -293,6 +347,11 @@ def _starting_model(config: TrainConfig, model: Model | None, checkpoint: Checkp
         return Model(model_config(config))
     start = load_init(config.model.init)
     return Model(model_config(config, start.config), start.network)
+
+
+def _like(stored: ModelConfig, other: ModelConfig) -> ModelConfig:
+    """A stored config with the parts of another one that do not affect training."""
+    return replace(stored, sampling=other.sampling, training_data=other.training_data)
 
 
 def _find_checkpoint(out: Path, resume: bool, warn: Warn) -> Checkpoint | None:
