@@ -219,14 +219,15 @@ def test_the_name_of_every_option_is_that_of_the_command():
 
     commands = typer.main.get_command(app).commands
     only_python = {"progress", "stop", "settings", "reference", "synthetic"}
+    only_command = {"json", "quiet", "set", "lr", "dry_run", "real", "synth", "sheet", "labels"}
     for name in ("train", "evaluate", "view"):
         keywords = set(inspect.signature(getattr(voxtune, name)).parameters) - only_python
-        options = {parameter.name for parameter in commands[name].params}
+        options: set[str] = set()
+        for parameter in commands[name].params:
+            spellings = [text.removeprefix("--").replace("-", "_") for text in parameter.opts if text.startswith("--")]
+            options |= set(spellings or [parameter.name])
         assert keywords <= options, (name, keywords - options)
-        assert options - keywords <= {"json", "quiet", "settings", "real", "synth", "sheet", "labels"}, (
-            name,
-            options - keywords,
-        )
+        assert options - keywords <= only_command, (name, options - keywords)
 
 
 @pytest.mark.parametrize("name", [name for name in voxtune.__all__ if callable(getattr(voxtune, name))])

@@ -111,6 +111,7 @@ def train(
         resume=resume is not None,
         stop=stop,
         warn=log.warning,
+        report=lambda facts: [log.info(line) for line in facts.lines()],  # type: ignore[arg-type,return-value]
     )
 
 
