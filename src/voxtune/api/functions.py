@@ -28,6 +28,7 @@ from voxtune.training.config import make_config, read_config
 from voxtune.training.loop import TrainResult, read_run
 from voxtune.training.loop import train as run_training
 from voxtune.training.model import with_folder_image
+from voxtune.training.overview import Overview
 
 log = logging.getLogger("voxtune")
 
@@ -111,7 +112,7 @@ def train(
         resume=resume is not None,
         stop=stop,
         warn=log.warning,
-        report=lambda facts: [log.info(line) for line in facts.lines()],  # type: ignore[arg-type,return-value]
+        report=_log_overview,
     )
 
 
@@ -196,6 +197,11 @@ def view(
     for warning in written.warnings:
         log.warning(warning)
     return written.path
+
+
+def _log_overview(facts: Overview) -> None:
+    for line in facts.lines():
+        log.info(line)
 
 
 def _path(path: PathLike | None, name: str) -> Path | None:
