@@ -26,6 +26,7 @@ from voxtune.cli.common import (
 from voxtune.errors import InputError
 
 if TYPE_CHECKING:
+    from voxtune.data.contract import DataContract
     from voxtune.runtime.generate import GeneratedImage, GeneratedVolume, MaskRequest
     from voxtune.runtime.model import Model
 
@@ -202,13 +203,13 @@ def _mask_files(paths: list[Path]) -> list[Path]:
 def _generate_volumes(
     model: Model, requests: list[MaskRequest], out: Path, picture: bool, options: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    from voxtune.runtime.generate import generate
+    from voxtune.runtime.generate import generate, mask_contract
 
-    results = []
+    results, contract = [], mask_contract(model)
     for volume in generate(model, requests, out, **options):
         files = list(volume.files)
         if picture:
-            files.append(_picture(volume))
+            files.append(_picture(volume, contract))
         results.append({"mask": str(volume.request.path), "index": volume.index, "files": [str(f) for f in files]})
     return results
 
@@ -227,19 +228,22 @@ def _generate_images(model: Model, out: Path, picture: bool, options: dict[str, 
     return results
 
 
-def _picture(volume: GeneratedVolume) -> Path:
+def _picture(volume: GeneratedVolume, contract: DataContract) -> Path:
+    from voxtune.data.legend import contract_legend
     from voxtune.report.picture import SlicePanel, slice_picture
 
     # Pictures are in RAS orientation, whatever the orientation of the model's grid.
     to_ras = volume.request.placement.ras_array
     labels, spacing = to_ras(volume.request.labels_DHW)
     panels = [SlicePanel(title="mask", volume_DHW=labels, labels=True, spacing_DHW=spacing)]
-    panels += [
-        SlicePanel(title=file.name, volume_DHW=to_ras(image_DHW)[0], spacing_DHW=spacing)
-        for file, image_DHW in zip(volume.files, volume.images_CDHW, strict=True)
-    ]
     first = volume.files[0]
-    return slice_picture(panels, first.with_name(first.name.replace(".nii.gz", ".png")), around=labels)
+    titles = contract.images if len(contract.images) > 1 else (first.name,)
+    panels += [
+        SlicePanel(title=title, volume_DHW=to_ras(image_DHW)[0], spacing_DHW=spacing)
+        for title, image_DHW in zip(titles, volume.images_CDHW, strict=True)
+    ]
+    path = first.with_name(first.name.replace(".nii.gz", ".png"))
+    return slice_picture(panels, path, around=labels, legend=contract_legend(contract))
 
 
 def _sheet(images: list[GeneratedImage], path: Path) -> Path:

@@ -48,7 +48,7 @@ def command(
     if sheet is not None:
         from voxtune.report.contact_sheet import case_sheet
 
-        contact_sheet = case_sheet(folder, sheet, real=real, masks=masks, limit=limit)
+        contact_sheet = case_sheet(folder, sheet, real=real, masks=masks, labels=labels, limit=limit)
         sheet_warnings = [warning for warning in contact_sheet.warnings if warning not in page.warnings]
         for warning in sheet_warnings:
             output.warn(warning)

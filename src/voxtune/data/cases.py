@@ -1,13 +1,11 @@
 """Volumes to look at, each with its reference volume, its mask and its sidecar.
 
 Reads the folders that `voxtune sample` and `voxtune demo` write, BIDS datasets, and plain folders with matching names.
+A case is one subject, or one generated sample of it, with its images of several kinds (T1w, T2w, ...).
 """
 
 from __future__ import annotations
 
-import csv
-import json
-import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,40 +13,59 @@ from typing import Any, Literal
 
 from voxtune.data.bids import is_simulated
 from voxtune.data.derivative import dataset_root, read_json, sidecar_path, subject_of
-from voxtune.data.modality import MASK_ENDINGS, NIFTI_NAME, PLAIN_ENDINGS, SYNTHETIC, kind_name, same_kind, split_name
+from voxtune.data.legend import Legend, read_legend, record_legend
+from voxtune.data.modality import (
+    KINDS,
+    MASK_ENDINGS,
+    NIFTI_NAME,
+    PLAIN_ENDINGS,
+    SYNTHETIC,
+    kind_name,
+    same_kind,
+    split_name,
+)
 from voxtune.data.pairing import group_by_subject, nifti_files
 from voxtune.errors import InputError
-from voxtune.files import one_line
 
-COLOUR = re.compile(r"#[0-9a-fA-F]{6}")
+# The order of the images of a case; other kinds follow.
+ORDER = {kind.name: place for place, kind in enumerate(KINDS)}
 
 # "real" is a user's own scan, "simulated" a subject of the cohort; the origin of a plain "reference" is unknown.
 Origin = Literal["synthetic", "simulated", "real", "reference", "volume"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelName:
-    """Name and colour (#rrggbb, or empty) of a label."""
+class CaseImage:
+    """One image of a case with the reference volume of the same kind; `kind` is empty if the file name states none."""
 
-    name: str
-    colour: str = ""
-
-
-Legend = dict[int, LabelName]
+    kind: str
+    volume: Path
+    reference: Path | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One volume to look at. `note` distinguishes volumes of the same subject; `record` is the sidecar's content."""
+    """One subject or sample to look at.
+
+    `number` (synth01) distinguishes samples of a subject; `record` is the content of the first image's sidecar.
+    """
 
     subject: str
-    note: str
-    volume: Path
+    number: str
+    images: tuple[CaseImage, ...]
     origin: Origin
-    reference: Path | None
     reference_origin: Origin
     mask: Path | None
     record: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def note(self) -> str:
+        """The number and the image kinds."""
+        return " ".join(part for part in (self.number, ", ".join(i.kind for i in self.images if i.kind)) if part)
+
+    @property
+    def name(self) -> str:
+        return f"{self.subject} {self.note}".strip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,56 +83,18 @@ class Cases:
         return origins.pop() if len(origins) == 1 else "volume"
 
 
-def read_legend(path: str | Path) -> Legend:
-    """Label names by value, from a dseg.tsv, a model folder or its config.json."""
-    path = Path(path)
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file}: cannot be read ({one_line(error)}); give a dseg.tsv or a model folder") from None
-    legend = _from_tsv(text) if file.suffix.lower() == ".tsv" else _from_contract(text)
-    if not legend:
-        raise InputError(f"{file}: contains no label names; give a dseg.tsv (columns index, name) or a model folder")
-    return legend
-
-
-def _from_record(record: dict[str, Any]) -> Legend:
-    """Label names from a sidecar that `voxtune sample` wrote: {"labels": {"1": "brain"}}."""
-    labels = record.get("labels")
-    if not isinstance(labels, dict):
-        return {}
-    return {int(v): LabelName(name=str(name)) for v, name in labels.items() if _is_value(v) and str(name).strip()}
-
-
-def _from_tsv(text: str) -> Legend:
-    legend = {}
-    for row in csv.DictReader(text.splitlines(), delimiter="\t"):
-        value, name = (row.get("index") or "").strip(), (row.get("name") or "").strip()
-        colour = (row.get("color") or "").strip()
-        if _is_value(value) and name:
-            legend[int(value)] = LabelName(name=name, colour=colour if COLOUR.fullmatch(colour) else "")
-    return legend
-
-
-def _from_contract(text: str) -> Legend:
-    try:
-        labels = json.loads(text)["data"]["labels"]
-        return {int(label["value"]): LabelName(name=str(label["name"])) for label in labels}
-    except (ValueError, LookupError, TypeError, RecursionError, OverflowError):
-        return {}
-
-
-def _is_value(text: Any) -> bool:
-    return bool(re.fullmatch(r"\d{1,10}", str(text)))
-
-
 def find_cases(
-    folder: str | Path, *, real: str | Path | None = None, masks: str | Path | None = None, limit: int | None = None
+    folder: str | Path,
+    *,
+    real: str | Path | None = None,
+    masks: str | Path | None = None,
+    labels: str | Path | None = None,
+    limit: int | None = None,
 ) -> Cases:
     """Every generated volume below `folder`, or every image if none is marked as generated, with reference and mask.
 
-    References come from the folder `real` if given, else from `folder`.
+    References come from the folder `real` if given, else from `folder`. `labels` is a dseg.tsv or a model folder whose label
+    names replace those of the sidecars or the dataset.
     """
     folder = Path(folder)
     if limit is not None and limit < 1:
@@ -123,20 +102,53 @@ def find_cases(
     files = nifti_files(folder)
     images = [p for p in files if split_name(p)[1] not in MASK_ENDINGS]
     synthetic = [p for p in images if SYNTHETIC.search(p.name)]
-    volumes = synthetic or images
-    if not volumes:
+    if not images:
         raise InputError(f"{folder}: no volumes (.nii, .nii.gz) in this folder; give one written by voxtune sample")
     references = _references(images if synthetic else [], real)
     mask_pool = _masks(files, real, masks)
+    groups = _group(synthetic or images)
     cases = [
-        _case(path, references, mask_pool, real=real is not None, masks=masks is not None) for path in volumes[:limit]
+        _case(group, references, mask_pool, real=real is not None, masks=masks is not None) for group in groups[:limit]
     ]
     _check_matches(cases, real, masks)
-    warnings = [] if limit is None or len(volumes) <= limit else [f"{limit} of {len(volumes)} cases shown (--limit)"]
-    warnings += _missing(cases, "mask", "mask", "--masks DIR")
-    warnings += _missing(cases, "reference", "real volume", "--real DIR") if real is not None else []
+    warnings = [] if limit is None or len(groups) <= limit else [f"{limit} of {len(groups)} cases shown (--limit)"]
+    warnings += _missing([c for c in cases if c.mask is None], cases, "mask", "--masks DIR")
+    if real is not None:
+        without = [c for c in cases if any(image.reference is None for image in c.images)]
+        warnings += _missing(without, cases, "real volume", "--real DIR")
     legend = _legend([Path(p) for p in (masks, real, folder) if p is not None], cases)
+    legend = legend if labels is None else {**legend, **read_legend(labels)}
     return Cases(cases=tuple(cases), legend=legend, warnings=tuple(warnings))
+
+
+def _group(volumes: list[Path]) -> list[list[Path]]:
+    """The volumes of each case: same subject and sample, different kinds, ordered by kind."""
+    groups: dict[tuple[str, str], list[list[Path]]] = {}
+    ordered: list[list[Path]] = []
+    for path in volumes:
+        siblings = groups.setdefault((subject_of(path), _number(path)), [])
+        kind = _kind(path)
+        # A second image of a kind, or one of unknown kind, is a case of its own.
+        free = [g for g in siblings if kind and all(k and not same_kind(k, kind) for k in map(_kind, g))]
+        group = min(free, key=lambda g: g[0].parent != path.parent, default=None)
+        if group is None:
+            group = []
+            siblings.append(group)
+            ordered.append(group)
+        group.append(path)
+    return [sorted(group, key=lambda path: ORDER.get(_kind(path), len(ORDER))) for group in ordered]
+
+
+def _number(path: Path) -> str:
+    """The number of a generated sample, such as synth01, or nothing."""
+    match = SYNTHETIC.search(path.name)
+    return match.group(1) if match else ""
+
+
+def _kind(path: Path) -> str:
+    """The image kind of a file by its canonical name, or nothing if the name states none."""
+    ending = split_name(path)[1]
+    return "" if ending in PLAIN_ENDINGS else kind_name(ending)
 
 
 def _references(beside: list[Path], real: str | Path | None) -> dict[str, list[Path]]:
@@ -155,23 +167,23 @@ def _masks(files: list[Path], real: str | Path | None, masks: str | Path | None)
 
 
 def _case(
-    path: Path, references: dict[str, list[Path]], mask_pool: dict[str, list[Path]], *, real: bool, masks: bool
+    files: list[Path], references: dict[str, list[Path]], mask_pool: dict[str, list[Path]], *, real: bool, masks: bool
 ) -> Case:
+    path = files[0]
     record = read_json(sidecar_path(path))
-    subject, ending = subject_of(path), split_name(path)[1]
-    number = SYNTHETIC.search(path.name)
-    kind = "" if ending in PLAIN_ENDINGS else kind_name(ending)
-    note = " ".join(part for part in (number.group(1) if number else "", kind) if part)
-    reference = _partner(references.get(subject, []), ending)
+    subject = subject_of(path)
+    number = _number(path)
+    partners = references.get(subject, [])
+    images = tuple(CaseImage(kind=_kind(f), volume=f, reference=_partner(partners, split_name(f)[1])) for f in files)
+    reference = next((image.reference for image in images if image.reference is not None), None)
     mask = None if masks else _recorded_mask(path, record)
     origin: Origin = "synthetic" if number or real else "simulated" if is_simulated(path) else "volume"
     simulated = reference is not None and is_simulated(reference)
     return Case(
         subject=subject or path.name,
-        note=note,
-        volume=path,
+        number=number,
+        images=images,
         origin=origin,
-        reference=reference,
         reference_origin="simulated" if simulated else "real" if real else "reference",
         mask=mask or _by_name(mask_pool, record.get("mask")) or _partner(mask_pool.get(subject, []), ""),
         record=record,
@@ -179,7 +191,7 @@ def _case(
 
 
 def _partner(candidates: list[Path], ending: str) -> Path | None:
-    """The candidate of the same modality, else the only one without a modality; None if it would be a guess."""
+    """The candidate of the same image kind, else the only one without a kind; None if it would be a guess."""
     matches = [p for p in candidates if ending and same_kind(split_name(p)[1], ending)]
     matches = matches or [p for p in candidates if not ending or split_name(p)[1] in ("", *PLAIN_ENDINGS)]
     return matches[0] if len(matches) == 1 else None
@@ -205,7 +217,7 @@ def _recorded_mask(path: Path, record: dict[str, Any]) -> Path | None:
 def _legend(roots: list[Path], cases: list[Case]) -> Legend:
     """Label names from the sidecars, which hold the model's contract; else from a dseg.tsv of the dataset."""
     for case in cases:
-        legend = _from_record(case.record)
+        legend = record_legend(case.record)
         if legend:
             return legend
     first = next((case.mask for case in cases if case.mask is not None), None)
@@ -219,8 +231,8 @@ def _legend(roots: list[Path], cases: list[Case]) -> Legend:
 
 def _check_matches(cases: list[Case], real: str | Path | None, masks: str | Path | None) -> None:
     """Raises InputError if a folder given by the user matches no volume."""
-    example = cases[0].volume.name
-    if real is not None and not any(case.reference for case in cases):
+    example = cases[0].images[0].volume.name
+    if real is not None and not any(image.reference for case in cases for image in case.images):
         raise InputError(
             f"{real}: no image of the same subject as {example}; names must start with the same subject, as in sub-01_T1w"
         )
@@ -230,11 +242,9 @@ def _check_matches(cases: list[Case], real: str | Path | None, masks: str | Path
         )
 
 
-def _missing(cases: list[Case], field: str, name: str, option: str) -> list[str]:
-    without = [case.subject for case in cases if getattr(case, field) is None]
+def _missing(without: list[Case], cases: list[Case], name: str, option: str) -> list[str]:
     if not without:
         return []
-    subjects = ", ".join(without[:4]) + (" ..." if len(without) > 4 else "")
-    return [
-        f"{len(without)} of {len(cases)} cases have no unique {name} ({subjects}); pass {option} to name the folder"
-    ]
+    subjects = list(dict.fromkeys(case.subject for case in without))
+    shown = ", ".join(subjects[:4]) + (" ..." if len(subjects) > 4 else "")
+    return [f"{len(without)} of {len(cases)} cases have no unique {name} ({shown}); pass {option} to name the folder"]

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from voxtune.data import cohort
 from voxtune.data.bids import mark_simulated
+from voxtune.data.legend import contract_legend
 from voxtune.data.nifti import write_volume
 from voxtune.diffusion.noise import check_seed
 from voxtune.errors import InputError
@@ -110,7 +111,9 @@ def demonstrate(
         # The cohort is in RAS; a model's grid has an orientation of its own.
         SlicePanel(title="synthetic", volume_DHW=volume.request.placement.ras_array(volume.images_CDHW[0])[0]),
     ]
-    result.files["picture"] = slice_picture(panels, folder / "picture.png", around=simulated.labels_DHW)
+    result.files["picture"] = slice_picture(
+        panels, folder / "picture.png", around=simulated.labels_DHW, legend=contract_legend(contract)
+    )
     _report_metrics(_evaluate(folder, model, output), folder, result, output)
     result.seconds["metrics"] = clock.lap()
     _write_pages(folder, out / "study.html", result, output)

@@ -1,4 +1,4 @@
-"""A contact sheet of volumes on disk: mask, reference and volume, one column per case."""
+"""A contact sheet of volumes on disk: mask, reference and volume, one column per case and image kind."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from voxtune.data.grid import ras_array, to_ras
 from voxtune.data.nifti import Volume, read_labels, read_volume
 from voxtune.data.preflight import check_pair
 from voxtune.report.embedding import finite
-from voxtune.report.picture import SlicePanel, gallery
-from voxtune.report.view import case_name
+from voxtune.report.picture import Column, SlicePanel, gallery
 
 # More columns would be too small.
-MAX_CASES = 12
+MAX_COLUMNS = 12
 TITLES: dict[Origin, str] = {"simulated": "simulated subject"}
 
 
@@ -35,29 +34,40 @@ def case_sheet(
     *,
     real: str | Path | None = None,
     masks: str | Path | None = None,
+    labels: str | Path | None = None,
     limit: int | None = None,
 ) -> ContactSheet:
-    """Writes a PNG of the first twelve cases of `find_cases`.
+    """Writes a PNG of the first cases of `find_cases`, in at most twelve columns: one for each image of a case.
 
     A mask or reference volume on another grid than its volume is omitted with a warning.
     """
-    cases = find_cases(folder, real=real, masks=masks, limit=limit)
-    shown, more = cases.cases[:MAX_CASES], len(cases.cases) - MAX_CASES
+    cases = find_cases(folder, real=real, masks=masks, labels=labels, limit=limit)
+    shown = cases.cases[: max(1, MAX_COLUMNS // max(len(case.images) for case in cases.cases))]
     warnings = list(cases.warnings)
-    if more > 0:
-        warnings.append(f"the contact sheet shows only the first {MAX_CASES} of {len(cases.cases)} cases")
-    panels = [_panels(case, warnings) for case in shown]
-    names = tuple(case_name(case) for case in shown)
-    return ContactSheet(path=gallery(panels, names, Path(output)), cases=names, warnings=tuple(dict.fromkeys(warnings)))
+    if len(cases.cases) > len(shown):
+        warnings.append(f"the contact sheet shows only the first {len(shown)} of {len(cases.cases)} cases")
+    columns = [_columns(case, warnings) for case in shown]
+    # The kinds are above the columns.
+    names = [c.name if len(c.images) == 1 else f"{c.subject} {c.number}".strip() for c in shown]
+    path = gallery(columns, names, Path(output), legend=cases.legend)
+    return ContactSheet(path=path, cases=tuple(c.name for c in shown), warnings=tuple(dict.fromkeys(warnings)))
 
 
-def _panels(case: Case, warnings: list[str]) -> list[SlicePanel]:
-    volume = _image(case.volume, warnings)
-    mask = None if case.mask is None else _on_its_grid(read_labels(case.mask), volume, warnings)
-    reference = None if case.reference is None else _on_its_grid(_image(case.reference, warnings), volume, warnings)
-    panels = [] if mask is None else [_panel("mask", mask, labels=True)]
-    panels += [] if reference is None else [_panel(_title(case.reference_origin), reference)]
-    return [*panels, _panel(_title(case.origin), volume)]
+def _columns(case: Case, warnings: list[str]) -> list[Column]:
+    """A column for each image that is on the grid of the first; the mask is in the first column."""
+    columns: list[Column] = []
+    first = _image(case.images[0].volume, warnings)
+    for image in case.images:
+        volume = first if image is case.images[0] else _on_its_grid(_image(image.volume, warnings), first, warnings)
+        if volume is None:
+            continue
+        mask = None if columns or case.mask is None else _on_its_grid(read_labels(case.mask), volume, warnings)
+        other = None if image.reference is None else _on_its_grid(_image(image.reference, warnings), volume, warnings)
+        panels = [] if mask is None else [_panel("mask", mask, labels=True)]
+        panels += [] if other is None else [_panel(_title(case.reference_origin), other)]
+        panels.append(_panel(_title(case.origin), volume))
+        columns.append(Column(title=image.kind if len(case.images) > 1 else "", panels=panels))
+    return columns
 
 
 def _title(origin: Origin) -> str:

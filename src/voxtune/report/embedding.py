@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from voxtune.data.cases import LabelName, Legend
+from voxtune.data.legend import LabelName, Legend, centre_of, first_labels
 from voxtune.data.nifti import Volume, read_labels, read_volume, volume_bytes
 from voxtune.data.orientation import axis_codes
 from voxtune.data.pixels import label_colour
@@ -28,6 +28,7 @@ class Embedding:
     """The volumes of one page by key; `limit` is the maximum size in bytes."""
 
     limit: int
+    legend: Legend = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     size: int = 0
@@ -61,18 +62,25 @@ class Embedding:
             numbers = np.array([self._numbers[int(v)] for v in values], dtype=np.uint8)
             data = volume_bytes(numbers[inverse].reshape(volume.shape), volume, np.uint8)
             key = self._add("mask", path, volume, data)
-            self.facts[key]["focus"] = _focus(volume)
+            first = first_labels(volume.array, self.legend)
+            self.facts[key]["focus"] = _focus(volume, first)
+            # An organ would hide what is inside it.
+            self.facts[key]["solid"] = [self._numbers[v] for v in first if self._label(v).kind != "organ"]
         return key
 
-    def labels(self, legend: Legend) -> list[dict[str, Any]]:
+    def labels(self) -> list[dict[str, Any]]:
         """Every label that occurs, in order of value, with its number in the page."""
         rows = []
         for value, number in sorted(self._numbers.items()):
             if number:
-                label = legend.get(value, LabelName(name=f"label {value}"))
+                label = self._label(value)
                 colour = label.colour or label_colour(value)
-                rows.append({"number": number, "value": value, "name": label.name, "colour": colour})
+                row = {"number": number, "value": value, "name": label.name, "colour": colour, "kind": label.kind}
+                rows.append(row)
         return rows
+
+    def _label(self, value: int) -> LabelName:
+        return self.legend.get(value, LabelName(name=f"label {value}"))
 
     def elements(self) -> Iterator[str]:
         """Data blocks: base64 cannot close its element, and is decoded only when the case is selected."""
@@ -105,14 +113,13 @@ def finite(volume: Volume) -> tuple[np.ndarray, list[str]]:
     return np.where(good, volume.array, low), [message]
 
 
-def _focus(mask: Volume) -> list[float] | None:
-    """The initial crosshair position in mm: the centre of the highest label; None if the mask is empty."""
-    top = mask.array.max()
-    if top < 1:
-        return None
+def _focus(mask: Volume, values: tuple[int, ...]) -> list[float] | None:
+    """The initial crosshair position in mm, the centre of a voxel with one of these values; None if the mask is empty."""
     # The centre of a voxel, which the arrow keys can reach again.
-    middle = np.array([int(np.median(axis)) for axis in np.nonzero(mask.array == top)])
-    return [round(float(v), 3) for v in mask.affine[:3, :3] @ middle + mask.affine[:3, 3]]
+    voxel = centre_of(mask.array, values)
+    if voxel is None:
+        return None
+    return [round(float(v), 3) for v in mask.affine[:3, :3] @ np.array(voxel) + mask.affine[:3, 3]]
 
 
 def _grid(volume: Volume) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from voxtune.data.legend import Legend, centre_of, first_labels
 from voxtune.data.pixels import coloured
 from voxtune.errors import InputError
 
@@ -27,12 +28,22 @@ class SlicePanel:
     spacing_DHW: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
 
-def slice_picture(panels: Sequence[SlicePanel], path: Path, *, around: np.ndarray, side: int = 256) -> Path:
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One column of a contact sheet: an image of a case, with its mask and its reference volume."""
+
+    title: str = ""
+    panels: Sequence[SlicePanel]
+
+
+def slice_picture(
+    panels: Sequence[SlicePanel], path: Path, *, around: np.ndarray, legend: Legend, side: int = 256
+) -> Path:
     """Writes a PNG with a column for each panel: axial, coronal and sagittal slices, superior and anterior at the top.
 
-    The slices pass through the centre of the highest label of `around`.
+    The slices pass through the pathology of the mask `around`, according to the names in `legend`.
     """
-    centre = _centre(around)
+    centre = _centre(around, legend)
     sheet, draw = _canvas((side + GAP) * len(panels) + GAP, CAPTION + (side + GAP) * len(VIEWS))
     for column, panel in enumerate(panels):
         left = GAP + column * (side + GAP)
@@ -42,29 +53,39 @@ def slice_picture(panels: Sequence[SlicePanel], path: Path, *, around: np.ndarra
     return _save(sheet, path)
 
 
-def gallery(cases: Sequence[Sequence[SlicePanel]], names: Sequence[str], path: Path, *, side: int = 150) -> Path:
-    """Writes a PNG with a column for each case and a row for each view and panel title.
+def gallery(
+    cases: Sequence[Sequence[Column]], names: Sequence[str], path: Path, *, legend: Legend, side: int = 150
+) -> Path:
+    """Writes a PNG with the columns of each case side by side, and a row for each view and panel title.
 
-    The slices pass through the centre of the highest label of a case's mask.
+    The slices pass through the pathology of a case's mask, according to the names in `legend`.
     """
     from PIL import Image
 
-    fullest = sorted(cases, key=len, reverse=True)
+    columns = [column for case in cases for column in case]
+    fullest = sorted((column.panels for column in columns), key=len, reverse=True)
     titles = list(dict.fromkeys(p.title for panels in fullest for p in panels))
     rows = [(view, title) for view in VIEWS[::2] for title in titles]
-    sheet, draw = _canvas(CAPTION + (side + GAP) * len(cases), CAPTION + (side + GAP) * len(rows))
+    top = CAPTION * (2 if any(column.title for column in columns) else 1)
+    step = side + GAP
+    sheet, draw = _canvas(CAPTION + step * len(columns), top + step * len(rows))
     for row, (_, title) in enumerate(rows):
         strip, pen = _canvas(side, CAPTION)
         pen.text((side // 2, CAPTION // 2), title, fill=INK, font=_font(), anchor="mm")
-        sheet.paste(strip.transpose(Image.Transpose.ROTATE_90), (0, CAPTION + row * (side + GAP)))
-    for column, (panels, name) in enumerate(zip(cases, names, strict=True)):
-        x = CAPTION + column * (side + GAP)
-        _caption(draw, (x, 4), name, side)
-        centre = _centre(next((p.volume_DHW for p in panels if p.labels), np.zeros(panels[0].volume_DHW.shape)))
-        by_title = {p.title: p for p in panels}
-        for row, (view, title) in enumerate(rows):
-            if title in by_title:
-                _place(sheet, by_title[title], view, centre, (x, CAPTION + row * (side + GAP)), side)
+        sheet.paste(strip.transpose(Image.Transpose.ROTATE_90), (0, top + row * step))
+    x = CAPTION
+    for case, name in zip(cases, names, strict=True):
+        _caption(draw, (x, 4), name, step * len(case) - GAP)
+        panels = [panel for column in case for panel in column.panels]
+        mask = next((p.volume_DHW for p in panels if p.labels), np.zeros(panels[0].volume_DHW.shape, np.uint8))
+        centre = _centre(mask, legend)
+        for column in case:
+            _caption(draw, (x, CAPTION + 2), column.title, side)
+            by_title = {p.title: p for p in column.panels}
+            for row, (view, title) in enumerate(rows):
+                if title in by_title:
+                    _place(sheet, by_title[title], view, centre, (x, top + row * step), side)
+            x += step
     return _save(sheet, path)
 
 
@@ -76,7 +97,7 @@ def _canvas(width: int, height: int) -> tuple[Any, Any]:
 
 
 def _place(
-    sheet: Any, panel: SlicePanel, view: str, centre: tuple[int, int, int], corner: tuple[int, int], side: int
+    sheet: Any, panel: SlicePanel, view: str, centre: tuple[int, ...], corner: tuple[int, int], side: int
 ) -> None:
     """Pastes one slice, scaled to fit a square of `side` pixels and centred in it."""
     from PIL import Image
@@ -114,17 +135,12 @@ def _font(size: int = 15) -> Any:
     return ImageFont.load_default(size=size)
 
 
-def _centre(labels_DHW: np.ndarray) -> tuple[int, int, int]:
-    """The centre of the highest label, or of the volume if the mask is empty."""
-    top = int(labels_DHW.max())
-    if top == 0:
-        d, h, w = (s // 2 for s in labels_DHW.shape)
-        return d, h, w
-    d, h, w = (int(np.median(axis)) for axis in np.nonzero(labels_DHW == top))
-    return d, h, w
+def _centre(labels_DHW: np.ndarray, legend: Legend) -> tuple[int, ...]:
+    """The voxel to look at first, or the centre of the volume if the mask is empty."""
+    return centre_of(labels_DHW, first_labels(labels_DHW, legend)) or tuple(s // 2 for s in labels_DHW.shape)
 
 
-def _slice(volume_DHW: np.ndarray, view: str, centre: tuple[int, int, int]) -> np.ndarray:
+def _slice(volume_DHW: np.ndarray, view: str, centre: tuple[int, ...]) -> np.ndarray:
     """One slice, first row at the top: D increases to superior and H to anterior, so both are reversed."""
     d, h, w = centre
     if view == "axial":

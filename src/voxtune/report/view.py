@@ -16,7 +16,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from voxtune.data.cases import Case, Cases, Origin, find_cases, read_legend
+from voxtune.data.cases import Case, Cases, Origin, find_cases
 from voxtune.errors import InputError
 from voxtune.files import write_atomic
 from voxtune.report.embedding import Embedding, TooLargeError
@@ -74,11 +74,10 @@ def view_page(
     `metrics` is a metrics.json (default: the one in `folder`). `labels` is a dseg.tsv or a model folder with the label
     names (default: those of the sidecars or the dataset). `limit` is the maximum number of cases.
     """
-    cases = find_cases(folder, real=real, masks=masks, limit=limit)
-    legend = cases.legend if labels is None else {**cases.legend, **read_legend(labels)}
+    cases = find_cases(folder, real=real, masks=masks, labels=labels, limit=limit)
     measured, warnings = _metrics(Path(folder), None if metrics is None else Path(metrics))
-    volumes = Embedding(limit=LARGEST)
-    data = {"cases": _embed_cases(cases, volumes, measured), "volumes": volumes.facts, "labels": volumes.labels(legend)}
+    volumes = Embedding(limit=LARGEST, legend=cases.legend)
+    data = {"cases": _embed_cases(cases, volumes, measured), "volumes": volumes.facts, "labels": volumes.labels()}
     page = _render(_title(cases), _subtitle(Path(folder), cases), data, measured, volumes).encode()
     if len(page) > LARGE:
         warnings.append(
@@ -87,7 +86,7 @@ def view_page(
     write_atomic(Path(output), page)
     return WrittenPage(
         path=Path(output),
-        cases=tuple(case_name(c) for c in cases.cases),
+        cases=tuple(case.name for case in cases.cases),
         size=len(page),
         metrics=len(measured.figures),
         warnings=(*cases.warnings, *volumes.warnings, *warnings),
@@ -98,7 +97,7 @@ def _embed_cases(cases: Cases, volumes: Embedding, measured: Metrics) -> list[di
     embedded: list[dict[str, Any]] = []
     for case in cases.cases:
         try:
-            embedded.append({**_embed_case(case, volumes), "measured": measured.volumes.get(case.volume.name, [])})
+            embedded.append(_embed_case(case, volumes, measured))
         except TooLargeError as error:
             fix = f"pass --limit {len(embedded)}" if embedded else "give smaller volumes"
             raise InputError(
@@ -107,17 +106,24 @@ def _embed_cases(cases: Cases, volumes: Embedding, measured: Metrics) -> list[di
     return embedded
 
 
-def _embed_case(case: Case, volumes: Embedding) -> dict[str, Any]:
+def _embed_case(case: Case, volumes: Embedding, measured: Metrics) -> dict[str, Any]:
     mask = None if case.mask is None else volumes.mask(case.mask)
+    images = [
+        {
+            "kind": image.kind,
+            "volume": volumes.image(image.volume),
+            "reference": None if image.reference is None else volumes.image(image.reference),
+            "measured": measured.volumes.get(image.volume.name, []),
+        }
+        for image in case.images
+    ]
     return {
         "subject": case.subject,
         "note": case.note,
-        "volume": volumes.image(case.volume),
+        "images": images,
         "caption": CAPTIONS[case.origin],
-        "reference": None if case.reference is None else volumes.image(case.reference),
         "reference_caption": CAPTIONS[case.reference_origin],
         "mask": mask,
-        "focus": None if mask is None else volumes.facts[mask]["focus"],
         "details": [[label, str(case.record[key])] for key, label in DETAILS if case.record.get(key) is not None],
     }
 
@@ -134,17 +140,12 @@ def _metrics(folder: Path, given: Path | None) -> tuple[Metrics, list[str]]:
         return Metrics(), [f"{error}; the page shows no metrics"]
 
 
-def case_name(case: Case) -> str:
-    """The unique name of a case: the subject, the volume's number and its modality."""
-    return f"{case.subject} {case.note}".strip()
-
-
 def _title(cases: Cases) -> str:
     return TITLES.get(cases.origin, "Volumes")
 
 
 def _subtitle(folder: Path, cases: Cases) -> str:
-    number, paired = len(cases.cases), [case for case in cases.cases if case.reference is not None]
+    number, paired = len(cases.cases), [c for c in cases.cases if any(i.reference for i in c.images)]
     origins = {case.reference_origin for case in paired}
     noun = NOUNS.get(origins.pop(), "reference") if len(origins) == 1 else "reference"
     beside = f", {len(paired)} with a {noun} for comparison" if paired else ""
@@ -153,7 +154,7 @@ def _subtitle(folder: Path, cases: Cases) -> str:
 
 def _render(title: str, subtitle: str, data: dict[str, Any], measured: Metrics, volumes: Embedding) -> str:
     early, library = asset("early.js"), asset(LIBRARY)
-    script = "\n".join(asset(name) for name in ("tables.js", "view.js"))
+    script = "\n".join(asset(name) for name in ("tables.js", "surface.js", "view.js"))
     return Template(asset("view.html")).substitute(
         policy=escape(policy([early, library, script])),
         version=escape(__version__),

@@ -1,18 +1,20 @@
-// The viewer: one NiiVue instance per panel, linked; a case is decoded when it is selected. Names are inserted as text nodes
-// only. The root has `data-ready` once the first case is drawn, and `data-case` with the number of the case on display.
+// The viewer: one NiiVue instance per panel, linked; an image is decoded when it is selected. Names are inserted as text nodes
+// only. The root has `data-ready` once the first image is drawn, and `data-case` and `data-kind` of the image on display.
 "use strict";
 (() => {
   const { element, data } = Voxtune;
   const root = document.documentElement;
   const at = (id) => document.getElementById(id);
-  const canvases = [...document.querySelectorAll("[data-pane]")];
-  const panes = canvases.map((host) => ({ host, kind: host.dataset.pane, canvas: host.querySelector("canvas"), nv: null }));
+  const panes = [...document.querySelectorAll("[data-pane]")].map((host) => ({ host, kind: host.dataset.pane, canvas: host.querySelector("canvas"), nv: null }));
+  const choices = [...document.querySelectorAll("[data-case]")];
   const hidden = new Set();
   const byNumber = new Map(data.labels.map((l) => [l.number, l]));
-  const LAYOUTS = { axial: "AXIAL", coronal: "CORONAL", sagittal: "SAGITTAL", render: "RENDER", all: "MULTIPLANAR" };
+  const LAYOUTS = { all: "MULTIPLANAR", axial: "AXIAL", coronal: "CORONAL", sagittal: "SAGITTAL", render: "RENDER" };
   // NIfTI's intent code of label maps: NiiVue draws outlines for these only.
   const LABEL_INTENT = 1002;
-  let current = null, selection = 0;
+  const surfaces = new Map();
+  // The case on display, its image, and the kind that was chosen last: other cases open on it, too.
+  let current = null, image = null, wanted = null, selection = 0;
 
   function problem(text) {
     at("problem").textContent = text;
@@ -33,6 +35,8 @@
       fontColor: [0.85, 0.87, 0.9, 1], show3Dcrosshair: true, showLegend: false, isColorbar: false, isSliceMM: true,
       showAllOrientationMarkers: true, multiplanarShowRender: niivue.SHOW_RENDER.ALWAYS, multiplanarLayout: niivue.MULTIPLANAR_TYPE.GRID,
       multiplanarPadPixels: 8, atlasOutline: at("outline").checked ? 1 : 0,
+      // In 3D, labels are surfaces that shine through the volume; the mask itself would hide it.
+      renderOverlayBlend: 0, meshThicknessOn2D: 0, meshXRay: 0.65,
       scrollRequiresFocus: true, dragAndDropEnabled: false, loadingText: "", logLevel: "error",
       isRadiologicalConvention: at("radiological").checked,
     });
@@ -43,6 +47,8 @@
   }
 
   const shown = () => panes.filter((p) => p.nv && !p.host.hidden && p.nv.volumes.length);
+  // The panel that the keys address.
+  const lead = () => shown().find((p) => p.canvas === document.activeElement) ?? shown()[0];
 
   const decode = (key, name) => niivue.NVImage.loadFromBase64({ base64: at(key).textContent, name: `${name}.nii.gz` });
 
@@ -55,22 +61,40 @@
 
   const maskOpacity = () => (at("overlay").checked ? at("opacity").value / 100 : 0);
 
-  async function fill(pane, item, ticket) {
-    const key = item[pane.kind];
-    pane.host.hidden = !key;
-    if (!key) return;
+  // The surfaces of the labels to look at first, the largest first: a smaller one is drawn over it.
+  function meshes(pane, key, mask) {
+    const made = data.volumes[key].solid.map((number) => {
+      const id = `${key} ${number}`;
+      if (!surfaces.has(id)) surfaces.set(id, Voxtune.surface(mask.img, mask.hdr.dims.slice(1, 4), mask.hdr.affine, number));
+      return { number, ...surfaces.get(id) };
+    });
+    return made.filter((m) => m.points).sort((a, b) => b.triangles.length - a.triangles.length).map(({ number, points, triangles }) => {
+      const colour = byNumber.get(number).colour, rgba = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
+      const mesh = new niivue.NVMesh(points, triangles, String(number), new Uint8Array([...rgba, 255]), 1, true, pane.nv.gl);
+      mesh.label = number;
+      return mesh;
+    });
+  }
+
+  async function fill(pane, item, chosen, ticket) {
+    const key = chosen[pane.kind];
+    pane.host.hidden = !key || (pane.kind === "reference" && !at("compare").checked);
+    if (pane.host.hidden) return;
     await start(pane);
-    const image = await decode(key, pane.kind);
+    const volume = await decode(key, pane.kind);
     const mask = item.mask ? await decode(item.mask, "mask") : null;
     if (ticket !== selection) return;
     while (pane.nv.volumes.length) pane.nv.removeVolume(pane.nv.volumes[0]);
-    pane.nv.addVolume(image);
-    pane.robust = [image.robust_min, image.robust_max];
+    for (const mesh of pane.nv.meshes) mesh.unloadMesh(pane.nv.gl);
+    pane.nv.meshes = [];
+    pane.nv.addVolume(volume);
+    pane.robust = [volume.robust_min, volume.robust_max];
     if (mask) {
       mask.hdr.intent_code = LABEL_INTENT;
       mask.setColormapLabel(colours());
       mask.opacity = maskOpacity();
       pane.nv.addVolume(mask);
+      pane.nv.meshes = meshes(pane, item.mask, mask);
     }
     const { name } = data.volumes[key];
     pane.host.querySelector(".kind").textContent = item[pane.kind === "reference" ? "reference_caption" : "caption"];
@@ -79,31 +103,66 @@
     pane.canvas.setAttribute("aria-label", `${pane.host.querySelector("figcaption").textContent}: arrow keys and Page Up and Down move the crosshair`);
   }
 
-  async function select(index) {
-    const item = data.cases[index], ticket = ++selection;
-    document.querySelectorAll("[data-case]").forEach((b) => (b.dataset.case === String(index) ? b.setAttribute("aria-current", "true") : b.removeAttribute("aria-current")));
+  // Shows a case; crosshair and zoom stay where they are if it is on display already.
+  async function show(index) {
+    const item = data.cases[index], chosen = item.images.find((i) => i.kind === wanted) ?? item.images[0], ticket = ++selection;
+    const stay = item === current ? lead() : null;
+    const mm = stay && position(stay), pan = stay && [...stay.nv.scene.pan2Dxyzmm];
     delete root.dataset.case;
-    showDetails(item);
+    showChoice(index, item, chosen);
     try {
-      for (const pane of panes) await fill(pane, item, ticket);
+      for (const pane of panes) await fill(pane, item, chosen, ticket);
     } catch (error) {
       problem(`This case cannot be displayed: ${error.message ?? error}`);
       return;
     }
     if (ticket !== selection) return;
-    current = item;
+    [current, image] = [item, chosen];
     document.querySelectorAll(".of-mask input").forEach((input) => (input.disabled = !item.mask));
+    at("compare").disabled = !chosen.reference;
     resetWindow();
+    setMask();
     layout();
-    centre();
+    if (stay) {
+      for (const pane of shown()) {
+        pane.nv.setPan2Dxyzmm([...pan]);
+        place(pane, mm);
+      }
+    } else centre();
+    root.dataset.kind = chosen.kind;
     root.dataset.case = String(index);
     root.dataset.ready ??= String(Math.round(performance.now()));
   }
 
-  function showDetails(item) {
-    const grid = data.volumes[item.volume].grid;
-    const rows = [...item.measured, ...item.details, ["grid", grid]];
-    if (item.reference && data.volumes[item.reference].grid !== grid) rows.push(["reference grid", data.volumes[item.reference].grid]);
+  const again = () => current && show(data.cases.indexOf(current));
+
+  function showChoice(index, item, chosen) {
+    choices.forEach((b) => (b.dataset.case === String(index) ? b.setAttribute("aria-current", "true") : b.removeAttribute("aria-current")));
+    const list = choices[index].closest("ol"), box = choices[index].getBoundingClientRect(), frame = list.getBoundingClientRect();
+    // Not scrollIntoView, which would scroll the page as well.
+    if (box.top < frame.top || box.bottom > frame.bottom) list.scrollTop += (box.top + box.bottom - frame.top - frame.bottom) / 2;
+    if (box.left < frame.left || box.right > frame.right) list.scrollLeft += (box.left + box.right - frame.left - frame.right) / 2;
+    at("place").textContent = `${index + 1} / ${data.cases.length}`;
+    at("kinds").hidden = item.images.length < 2;
+    at("kinds").replaceChildren(...item.images.map((i) => {
+      const button = element("button", { type: "button", "aria-pressed": String(i === chosen) }, i.kind);
+      button.addEventListener("click", () => choose(i.kind));
+      return button;
+    }));
+    showDetails(item, chosen);
+  }
+
+  function choose(kind) {
+    const focused = at("kinds").contains(document.activeElement);
+    wanted = kind;
+    again();
+    if (focused) at("kinds").querySelector('[aria-pressed="true"]')?.focus();
+  }
+
+  function showDetails(item, chosen) {
+    const grid = data.volumes[chosen.volume].grid;
+    const rows = [...chosen.measured, ...item.details, ["grid", grid]];
+    if (chosen.reference && data.volumes[chosen.reference].grid !== grid) rows.push(["reference grid", data.volumes[chosen.reference].grid]);
     rows.push(["mask", item.mask ? data.volumes[item.mask].name : "none"]);
     at("details").querySelector("dl").replaceChildren(...rows.flatMap(([k, v]) => [element("dt", {}, k), element("dd", {}, v)]));
   }
@@ -111,8 +170,8 @@
   const number = (value) => (Number.isInteger(value) ? value.toLocaleString("en-US") : String(Number(value.toPrecision(4))));
 
   function showLocation(pane, location) {
-    const [image, mask] = location.values;
-    const parts = ["intensity ", element("b", {}, Number.isFinite(image?.value) ? number(image.value) : "outside")];
+    const [volume, mask] = location.values;
+    const parts = ["intensity ", element("b", {}, Number.isFinite(volume?.value) ? number(volume.value) : "outside")];
     if (mask) {
       const label = byNumber.get(Math.round(mask.value));
       parts.push(" · ", label ? element("i", { style: `background:${label.colour}` }) : "", label ? `${label.name} (${label.value})` : "background");
@@ -122,6 +181,8 @@
     at("position").textContent = `${coordinates.join("  ")} mm`;
   }
 
+  const position = ({ nv }) => Array.from(nv.frac2mm(nv.scene.crosshairPos)).slice(0, 3);
+
   function place(pane, mm) {
     pane.nv.scene.crosshairPos = pane.nv.mm2frac(mm);
     pane.nv.drawScene();
@@ -129,12 +190,22 @@
   }
 
   function centre() {
+    setZoom(1);
     for (const { nv } of shown()) nv.setPan2Dxyzmm([0, 0, 0, 1]);
+    const focus = current.mask && data.volumes[current.mask].focus;
+    for (const pane of shown()) place(pane, focus ?? Array.from(pane.nv.frac2mm([0.5, 0.5, 0.5])).slice(0, 3));
+  }
+
+  // Slices are magnified around the crosshair.
+  function setZoom(zoom) {
     for (const pane of shown()) {
-      const middle = pane.nv.frac2mm([0.5, 0.5, 0.5]);
-      place(pane, current.focus ?? [middle[0], middle[1], middle[2]]);
+      const mm = position(pane), [x, y, z, last] = pane.nv.scene.pan2Dxyzmm;
+      pane.nv.setPan2Dxyzmm([...[x, y, z].map((pan, axis) => pan + (last - zoom) * mm[axis]), zoom]);
+      pane.nv.setScale(zoom);
     }
   }
+
+  const zoomBy = (factor) => setZoom(Math.min(10, Math.max(0.5, lead().nv.scene.pan2Dxyzmm[3] * factor)));
 
   function layout() {
     const kind = niivue.SLICE_TYPE[LAYOUTS[at("layout").value]];
@@ -158,7 +229,10 @@
   }
 
   function setMask() {
-    for (const { nv } of shown()) if (nv.volumes.length > 1) nv.setOpacity(1, maskOpacity());
+    for (const { nv } of shown()) {
+      for (const mesh of nv.meshes) mesh.visible = at("overlay").checked && !hidden.has(mesh.label);
+      if (nv.volumes.length > 1) nv.setOpacity(1, maskOpacity());
+    }
   }
 
   function legend() {
@@ -168,10 +242,8 @@
       button.addEventListener("click", () => {
         if (!hidden.delete(label.number)) hidden.add(label.number);
         button.setAttribute("aria-pressed", String(!hidden.has(label.number)));
-        for (const { nv } of shown()) {
-          nv.volumes[1]?.setColormapLabel(colours());
-          nv.updateGLVolume();
-        }
+        for (const { nv } of shown()) nv.volumes[1]?.setColormapLabel(colours());
+        setMask();
       });
       return button;
     });
@@ -183,25 +255,107 @@
   const PLANES = { coronal: { ArrowUp: [0, 0, 1], ArrowDown: [0, 0, -1], PageUp: [0, 1, 0], PageDown: [0, -1, 0] },
                    sagittal: { ArrowLeft: [0, -1, 0], ArrowRight: [0, 1, 0], ArrowUp: [0, 0, 1], ArrowDown: [0, 0, -1], PageUp: [1, 0, 0], PageDown: [-1, 0, 0] } };
 
-  function keys(pane, event) {
-    // NiiVue's own letter keys would change settings without updating the controls.
-    event.stopPropagation();
-    const { nv } = pane, view = at("layout").value;
-    const step = PLANES[view]?.[event.key] ?? STEPS[event.key];
-    if (!step || !nv?.volumes.length || event.ctrlKey || event.altKey || event.metaKey) return;
-    event.preventDefault();
+  function move(key) {
+    const pane = lead(), view = at("layout").value, step = PLANES[view]?.[key] ?? STEPS[key];
     if (view === "render") {
-      nv.setRenderAzimuthElevation(nv.scene.renderAzimuth + 5 * step[0], nv.scene.renderElevation + 5 * step[1]);
+      const { renderAzimuth, renderElevation } = pane.nv.scene;
+      for (const { nv } of shown()) nv.setRenderAzimuthElevation(renderAzimuth + 5 * step[0], renderElevation + 5 * step[1]);
       return;
     }
     const mirrored = at("radiological").checked && view !== "sagittal" ? -1 : 1;
-    nv.moveCrosshairInVox(step[0] * mirrored, step[1], step[2]);
-    nv.drawScene();
+    pane.nv.moveCrosshairInVox(step[0] * mirrored, step[1], step[2]);
+    const mm = position(pane);
+    for (const each of shown()) place(each, mm);
+  }
+
+  function step(by) {
+    const open = choices.filter((b) => !b.parentElement.hidden), last = choices.findIndex((b) => b.hasAttribute("aria-current"));
+    const next = open.map((b) => Number(b.dataset.case)).filter((i) => (by > 0 ? i > last : i < last)).at(by > 0 ? 0 : -1);
+    if (next !== undefined) show(next);
+  }
+
+  function cycle(by) {
+    const { images } = data.cases[choices.findIndex((b) => b.hasAttribute("aria-current"))];
+    const last = images.findIndex((i) => i.kind === (wanted ?? images[0].kind));
+    if (images.length > 1) choose(images[(Math.max(last, 0) + by + images.length) % images.length].kind);
+  }
+
+  function pick(view) {
+    at("layout").value = view;
+    layout();
+  }
+
+  const click = (id) => () => at(id).click();
+  const WORDS = { ArrowLeft: "←", ArrowRight: "→", ArrowUp: "↑", ArrowDown: "↓", PageUp: "Page Up", PageDown: "Page Down" };
+  // Every key of the page: the list of the help and the keyboard both read this table. `shown` replaces the names of the keys.
+  const KEYS = [
+    { group: "Case", keys: ["n"], text: "Next case", run: () => step(1) },
+    { group: "Case", keys: ["p"], text: "Previous case", run: () => step(-1) },
+    { group: "Case", keys: ["/"], text: "Find a case", run: () => at("filter").focus() },
+    { group: "Case", keys: ["i"], text: "Next image kind (T1w, T2w, ...)", run: () => cycle(1) },
+    { group: "Case", keys: ["I"], shown: ["Shift", "i"], text: "Previous image kind", run: () => cycle(-1) },
+    { group: "Case", keys: ["c"], text: "Compare with the reference, or not", run: click("compare") },
+    { group: "View", keys: ["1"], text: "Slices and 3D", run: () => pick("all") },
+    { group: "View", keys: ["2"], text: "Axial", run: () => pick("axial") },
+    { group: "View", keys: ["3"], text: "Coronal", run: () => pick("coronal") },
+    { group: "View", keys: ["4"], text: "Sagittal", run: () => pick("sagittal") },
+    { group: "View", keys: ["5", "v"], text: "3D", run: () => pick("render") },
+    { group: "View", keys: ["ArrowLeft", "ArrowRight", "ArrowUp", "ArrowDown"], text: "Move the crosshair by one voxel; in 3D, turn the volume", run: move },
+    { group: "View", keys: ["PageUp", "PageDown"], text: "Next and previous slice", run: move },
+    { group: "View", keys: ["+", "="], shown: ["+"], text: "Zoom in", run: () => zoomBy(1.25) },
+    { group: "View", keys: ["-"], text: "Zoom out", run: () => zoomBy(0.8) },
+    { group: "View", keys: ["0"], text: "Centre on the first label, without zoom", run: centre },
+    { group: "Display", keys: ["m"], text: "Mask on or off", run: click("overlay") },
+    { group: "Display", keys: ["o"], text: "Outline on or off", run: click("outline") },
+    { group: "Display", keys: ["w"], text: "Reset the window", run: resetWindow },
+    { group: "Display", keys: ["r"], text: "Radiological convention on or off", run: click("radiological") },
+    { group: "Display", keys: ["d"], text: "Dark or light page", run: click("theme") },
+    { group: "Display", keys: ["?"], text: "Show or close this list", run: () => help() },
+  ];
+  // Without WebGL2 nothing is drawn.
+  let drawing = true;
+
+  function onKey(event) {
+    const { target, key } = event;
+    // NiiVue's own letter keys would change settings without updating the controls.
+    if (panes.some((p) => p.canvas === target)) event.stopPropagation();
+    if (event.ctrlKey || event.altKey || event.metaKey) return;
+    if (target.id === "filter") {
+      if (key === "Escape") target.blur();
+      return;
+    }
+    // These use the arrow keys, and a list of choices the letters.
+    if (target.matches("select") || (target.matches('input[type="range"]') && key in STEPS)) return;
+    const entry = KEYS.find(({ keys }) => keys.includes(key));
+    if (!entry || (at("help").open && key !== "?") || (!drawing && key !== "?" && key !== "d")) return;
+    event.preventDefault();
+    if (key in STEPS && !shown().length) return;
+    entry.run(key);
+  }
+
+  function help() {
+    if (at("help").open) at("help").close();
+    else at("help").showModal();
+  }
+
+  function listKeys() {
+    const groups = [...new Set(KEYS.map((k) => k.group))].map((group) => {
+      const rows = KEYS.filter((k) => k.group === group).flatMap(({ keys, shown: names = keys, text }) => [
+        element("dt", {}, ...names.flatMap((name, i) => [i ? " " : "", element("kbd", {}, WORDS[name] ?? name.toUpperCase())])),
+        element("dd", {}, text),
+      ]);
+      return element("section", {}, element("h3", {}, group), element("dl", {}, ...rows));
+    });
+    at("key-list").replaceChildren(...groups);
+    at("keys").addEventListener("click", help);
+    at("close-help").addEventListener("click", help);
+    document.addEventListener("keydown", onKey, { capture: true });
   }
 
   function controls() {
     at("controls").addEventListener("submit", (e) => e.preventDefault());
     at("layout").addEventListener("change", layout);
+    at("compare").addEventListener("change", again);
     at("overlay").addEventListener("change", setMask);
     at("opacity").addEventListener("input", setMask);
     at("outline").addEventListener("change", (e) => panes.forEach(({ nv }) => nv?.setAtlasOutline(e.target.checked ? 1 : 0)));
@@ -209,19 +363,18 @@
     at("window").addEventListener("input", setWindow);
     at("reset-window").addEventListener("click", resetWindow);
     at("centre").addEventListener("click", centre);
-    at("radiological").addEventListener("change", (e) => shown().forEach(({ nv }) => nv.setRadiologicalConvention(e.target.checked)));
-    for (const pane of panes) {
-      pane.canvas.addEventListener("keydown", (e) => keys(pane, e), { capture: true });
-      pane.canvas.addEventListener("keyup", (e) => e.stopPropagation(), { capture: true });
-    }
-    document.querySelectorAll("[data-case]").forEach((b) => b.addEventListener("click", () => select(Number(b.dataset.case))));
+    at("radiological").addEventListener("change", (e) => panes.forEach(({ nv }) => nv?.setRadiologicalConvention(e.target.checked)));
+    at("previous").addEventListener("click", () => step(-1));
+    at("next").addEventListener("click", () => step(1));
+    for (const { canvas } of panes) canvas.addEventListener("keyup", (e) => e.stopPropagation(), { capture: true });
+    choices.forEach((b) => b.addEventListener("click", () => show(Number(b.dataset.case))));
   }
 
   function filter() {
     at("filter").hidden = data.cases.length < 10;
     at("filter").addEventListener("input", (e) => {
       const text = e.target.value.trim().toLowerCase();
-      document.querySelectorAll("[data-case]").forEach((b) => (b.parentElement.hidden = !b.textContent.toLowerCase().includes(text)));
+      choices.forEach((b) => (b.parentElement.hidden = !b.textContent.toLowerCase().includes(text)));
     });
   }
 
@@ -243,14 +396,16 @@
   theme();
   filter();
   legend();
+  listKeys();
   Voxtune.panes = panes;
   if (!hasWebGL()) {
     problem("This browser has no WebGL2, which is required to display volumes. Open the page in a current Firefox, Chrome, Edge or Safari with hardware acceleration or software WebGL enabled.");
     document.querySelector(".panes").hidden = at("controls").hidden = true;
-    showDetails(data.cases[0]);
+    drawing = false;
+    showChoice(0, data.cases[0], data.cases[0].images[0]);
     root.dataset.ready = String(Math.round(performance.now()));
     return;
   }
   controls();
-  select(0);
+  show(0);
 })();
