@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from voxtune.data.bids import mark_simulated, write_cohort
-from voxtune.data.cases import find_cases, read_legend
+from voxtune.data.cases import find_cases
 from voxtune.data.nifti import Volume, write_volume
 from voxtune.errors import InputError
 
@@ -21,7 +21,8 @@ def put(*paths):
 
 
 def names(case):
-    return tuple(None if p is None else p.name for p in (case.volume, case.reference, case.mask))
+    [image] = case.images
+    return tuple(None if p is None else p.name for p in (image.volume, image.reference, case.mask))
 
 
 def test_volume_reference_and_mask_in_one_folder(tmp_path):
@@ -64,7 +65,7 @@ def test_an_invalid_sidecar_is_ignored(tmp_path, text):
 
 def test_another_modality_is_not_a_reference(tmp_path):
     put(tmp_path / "x_desc-synth01_T1w.nii.gz", tmp_path / "x_FLAIR.nii.gz")
-    assert find_cases(tmp_path).cases[0].reference is None
+    assert find_cases(tmp_path).cases[0].images[0].reference is None
 
 
 def test_folders_without_a_match_are_rejected(tmp_path):
@@ -80,19 +81,38 @@ def test_folders_without_a_match_are_rejected(tmp_path):
         find_cases(tmp_path / "absent")
 
 
-def test_legends(tmp_path):
-    table = tmp_path / "dseg.tsv"
-    table.write_text("index\tname\tcolor\n0\tbackground\t\n1\tbrain\t#ff0000\n2\ttumour\tred\nx\ty\tz\n")
-    assert {v: (n.name, n.colour) for v, n in read_legend(table).items()} == {
-        0: ("background", ""),
-        1: ("brain", "#ff0000"),
-        2: ("tumour", ""),
-    }
-    (tmp_path / "config.json").write_text('{"data": {"labels": [{"name": "brain", "value": 4, "channel": 0}]}}')
-    assert read_legend(tmp_path)[4].name == "brain"
-    table.write_text("a\tb\n")
-    with pytest.raises(InputError, match="contains no label names"):
-        read_legend(table)
+def kinds(case):
+    return [(image.kind, image.volume.name, image.reference and image.reference.name) for image in case.images]
+
+
+def test_images_of_a_subject_are_one_case(tmp_path):
+    """Flat names and BIDS folders, with or without a session; the kinds are in the order of the registry."""
+    for number in ("01", "02"):
+        for kind in ("FLAIR", "T2w", "T1w"):
+            put(tmp_path / "flat" / f"x_desc-synth{number}_{kind}.nii.gz")
+            put(tmp_path / "bids" / "sub-1" / "ses-2" / "anat" / f"sub-1_ses-2_desc-synth{number}_{kind}.nii.gz")
+        put(tmp_path / "bids" / "sub-1" / "ses-2" / "anat" / f"sub-1_ses-2_ce-gadolinium_desc-synth{number}_T1w.nii.gz")
+    put(tmp_path / "real" / "sub-1_ses-2_t1ce.nii.gz", tmp_path / "real" / "sub-1_ses-2_t1.nii.gz")
+    flat = find_cases(tmp_path / "flat").cases
+    assert [(c.subject, c.number, c.note) for c in flat] == [
+        ("x", "synth01", "synth01 T1w, T2w, FLAIR"),
+        ("x", "synth02", "synth02 T1w, T2w, FLAIR"),
+    ]
+    cases = find_cases(tmp_path / "bids", real=tmp_path / "real")
+    assert [c.name for c in cases.cases] == [f"sub-1_ses-2 synth{n} T1w, T1ce, T2w, FLAIR" for n in ("01", "02")]
+    assert kinds(cases.cases[0])[:3] == [
+        ("T1w", "sub-1_ses-2_desc-synth01_T1w.nii.gz", "sub-1_ses-2_t1.nii.gz"),
+        ("T1ce", "sub-1_ses-2_ce-gadolinium_desc-synth01_T1w.nii.gz", "sub-1_ses-2_t1ce.nii.gz"),
+        ("T2w", "sub-1_ses-2_desc-synth01_T2w.nii.gz", None),
+    ]
+    assert "2 of 2 cases have no unique real volume (sub-1_ses-2)" in cases.warnings[-1]
+    assert [c.number for c in find_cases(tmp_path / "bids", limit=1).cases] == ["synth01"]
+
+
+def test_images_of_the_same_kind_or_of_no_kind_are_cases_of_their_own(tmp_path):
+    put(*(tmp_path / name for name in ("a/x_t1.nii.gz", "b/x_t1.nii.gz", "b/x_t2.nii.gz", "b/x.nii.gz")))
+    cases = [(c.name, [i.volume.parent.name for i in c.images]) for c in find_cases(tmp_path).cases]
+    assert sorted(cases) == [("x", ["b"]), ("x T1w", ["a"]), ("x T1w, T2w", ["b", "b"])]
 
 
 def test_cohort_subjects_are_called_simulated(tmp_path):

@@ -12,12 +12,12 @@ from PIL import Image
 from tests.factories.nifti import write_array
 from voxtune.cli.main import main
 from voxtune.cli.sample import _picture
-from voxtune.data.contract import generic_contract
+from voxtune.data.contract import DataContract, Label, generic_contract
 from voxtune.data.grid import fit
 from voxtune.data.nifti import Volume
 from voxtune.data.pixels import PALETTE, label_colour
 from voxtune.errors import InputError
-from voxtune.report.contact_sheet import MAX_CASES, case_sheet
+from voxtune.report.contact_sheet import MAX_COLUMNS, case_sheet
 from voxtune.report.picture import CAPTION, GAP, SlicePanel, slice_picture
 from voxtune.runtime.generate import GeneratedVolume, MaskRequest
 
@@ -52,7 +52,9 @@ def sampled(folder, orientation):
     request = MaskRequest(path=folder / "m.nii.gz", grid=mask, labels_DHW=placed, placement=placement, warnings=())
     file = folder / f"{orientation}.nii.gz"
     return np.asarray(
-        Image.open(_picture(GeneratedVolume(request=request, index=0, images_CDHW=placed[None] / 2, files=(file,))))
+        Image.open(
+            _picture(GeneratedVolume(request=request, index=0, images_CDHW=placed[None] / 2, files=(file,)), contract)
+        )
     )
 
 
@@ -79,7 +81,9 @@ def test_pictures_have_correct_proportions_and_right_on_the_right(tmp_path):
 def test_labels_have_the_colours_of_the_page(tmp_path):
     labels = np.arange(64).reshape(4, 4, 4)
     labels[:] = labels[2]
-    path = slice_picture([SlicePanel(title="mask", volume_DHW=labels, labels=True)], tmp_path / "p.png", around=labels)
+    path = slice_picture(
+        [SlicePanel(title="mask", volume_DHW=labels, labels=True)], tmp_path / "p.png", around=labels, legend={}
+    )
     axial = np.asarray(Image.open(path))[CAPTION : CAPTION + 256, GAP : GAP + 256]
     assert colours(axial) == {rgb(v) for v in range(32, 48)} and len(colours(axial)) == 16
     assert rgb(0) == PALETTE[0] and len({label_colour(v) for v in range(60)}) == 60
@@ -164,6 +168,79 @@ def test_titles_of_volumes_of_one_subject_differ(folder, tmp_path):
     assert first.std() > 10 and (first != second).any()
 
 
+def kinds_of_one_subject(folder, size=8):
+    """Four images with constant intensities beside a pathology of low value near a corner; the highest label is the brain."""
+    mask = np.full((size, size, size), 4, np.uint8)
+    mask[1:3, 1:3, 5:7] = 1
+    write_array(folder / "sub-1_dseg.nii.gz", mask)
+    for number, kind in enumerate(("T1w", "T1ce", "T2w", "FLAIR")):
+        image = np.full((size, size, size), number, np.float32)
+        image[1:3, 1:3, 5:7] = 9
+        path = write_array(folder / f"sub-1_desc-synth01_{kind}.nii.gz", image)
+        record = {"labels": {"1": "necrosis", "4": "brain"}}
+        path.with_name(path.name.replace(".nii.gz", ".json")).write_text(json.dumps(record))
+
+
+def test_a_contact_sheet_has_a_column_for_each_kind_through_the_pathology(tmp_path):
+    kinds_of_one_subject(tmp_path / "in")
+    contact_sheet = case_sheet(tmp_path / "in", tmp_path / "sheet.png")
+    assert contact_sheet.cases == ("sub-1 synth01 T1w, T1ce, T2w, FLAIR",) and not contact_sheet.warnings
+    sheet = np.asarray(Image.open(contact_sheet.path))
+    # Two lines of titles, the mask and the volume in two views; four columns.
+    assert sheet.shape == (2 * CAPTION + 4 * STEP, CAPTION + 4 * STEP, 3)
+    tiles = [[sheet[2 * CAPTION + r * STEP :, CAPTION + c * STEP :][:SIDE, :SIDE] for c in range(4)] for r in range(4)]
+    for view in (0, 2):
+        assert {PALETTE[1], rgb(4)} <= colours(tiles[view][0])
+        assert all(len(colours(tiles[view][c])) == 1 for c in (1, 2, 3)), "the mask is shown once"
+        assert all(tiles[view + 1][c].max() == 255 for c in range(4)), "the bright pathology is in the slice"
+    titles = [sheet[CAPTION : 2 * CAPTION, CAPTION + c * STEP :][:, :SIDE] for c in range(4)]
+    assert all(title.std() > 5 for title in titles) and (titles[0] != titles[3]).any()
+
+
+def test_columns_of_several_kinds_are_limited(tmp_path):
+    for number in range(1, 6):
+        for kind in ("T1w", "T2w", "FLAIR"):
+            write_array(tmp_path / "in" / f"sub-{number}_desc-synth01_{kind}.nii.gz", np.zeros((2, 2, 2), np.float32))
+    contact_sheet = case_sheet(tmp_path / "in", tmp_path / "sheet.png")
+    assert len(contact_sheet.cases) == 4 and "only the first 4 of 5 cases" in contact_sheet.warnings[-1]
+
+
+def test_names_given_for_the_page_count_for_the_sheet(tmp_path):
+    kinds_of_one_subject(tmp_path / "in")
+    (tmp_path / "names.tsv").write_text("index\tname\trole\n1\tx\tother\n4\ty\tpathology\n")
+    sheets = [tmp_path / "a.png", tmp_path / "b.png"]
+    for sheet, options in zip(sheets, ([], ["--labels", str(tmp_path / "names.tsv")]), strict=True):
+        command = ["view", str(tmp_path / "in"), "-o", str(tmp_path / "v.html"), "--overwrite", "--sheet", str(sheet)]
+        assert main([*command, *options]) == 0
+    assert sheets[0].read_bytes() != sheets[1].read_bytes()
+
+
+def test_the_picture_of_a_sample_has_a_column_for_each_kind(tmp_path):
+    labels = np.full((12, 12, 12), 2, np.uint8)
+    labels[1:4, 1:4, 1:4] = 1
+    mask = Volume(array=labels, affine=np.eye(4))
+    contract = DataContract(
+        size=labels.shape,
+        spacing=(1.0, 1.0, 1.0),
+        orientation="RAS",
+        labels=(Label(name="lesion", value=1, channel=0), Label(name="brain", value=2, channel=1)),
+        images=("T1w", "FLAIR"),
+    )
+    placement = fit(mask, contract)
+    placed = placement.apply(labels, label=True)
+    request = MaskRequest(path=tmp_path / "m.nii.gz", grid=mask, labels_DHW=placed, placement=placement, warnings=())
+    files = tuple(tmp_path / f"m_desc-synth01_{kind}.nii.gz" for kind in contract.images)
+    images = np.stack([placed == 1, placed == 2]).astype(np.float32)
+    volume = GeneratedVolume(request=request, index=0, images_CDHW=images, files=files)
+    picture = np.asarray(Image.open(_picture(volume, contract)))
+    assert picture.shape == (CAPTION + 3 * (256 + GAP), 3 * (256 + GAP) + GAP, 3)
+    mask_tile, first, second = (picture[CAPTION:, GAP + c * (256 + GAP) :][:256, :256] for c in range(3))
+    assert colours(mask_tile) == {PALETTE[1], PALETTE[2]}, (
+        "the slice passes through the lesion, which is not the highest label"
+    )
+    assert first.max() == second.max() == 255 and (first != second).any()
+
+
 def test_long_titles_stay_in_their_column(folder, tmp_path):
     long = "sub-" + "W" * 80
     write_array(folder / f"{long}_desc-synth01_T1w.nii.gz", np.zeros((6, 7, 8), np.float32))
@@ -175,7 +252,7 @@ def test_long_titles_stay_in_their_column(folder, tmp_path):
 
 
 def test_the_number_of_cases_is_limited(folder, tmp_path, capsys):
-    for i in range(2, MAX_CASES + 4):
+    for i in range(2, MAX_COLUMNS + 4):
         write_array(folder / f"sub-{i}_desc-synth01_T1w.nii.gz", np.zeros((2, 2, 2), np.float32))
     command = ["view", str(folder), "-o", str(tmp_path / "v.html"), "--sheet", str(tmp_path / "s.png"), "--overwrite"]
     assert main(command) == 0

@@ -16,7 +16,7 @@ import pytest
 from tests.factories.nifti import write_array
 from voxtune.cli.main import main
 from voxtune.data.bids import mark_simulated
-from voxtune.data.cases import LabelName
+from voxtune.data.legend import LabelName
 from voxtune.data.pixels import label_colour
 from voxtune.errors import InputError
 from voxtune.report import view
@@ -44,8 +44,10 @@ def test_embedded_volumes_equal_the_files(folder, tmp_path):
     [case] = data["cases"]
     assert written.cases == ("sub-1 synth01 T1w",) and written.size == written.path.stat().st_size
     assert not written.warnings
+    [image] = case["images"]
+    assert image["kind"] == "T1w"
     for key, name, step in (("volume", "desc-synth01_T1w", 2e-5), ("reference", "T1w", 0.0)):
-        shown, file = embedded(page, case[key]), nib.load(folder / f"sub-1_{name}.nii.gz")
+        shown, file = embedded(page, image[key]), nib.load(folder / f"sub-1_{name}.nii.gz")
         assert np.abs(shown.get_fdata() - file.get_fdata()).max() <= step
         assert np.array_equal(shown.affine, file.affine)
         assert shown.header["descrip"].item() == b""
@@ -55,7 +57,7 @@ def test_embedded_volumes_equal_the_files(folder, tmp_path):
     assert (
         mask.dtype == np.uint8 and mask[3, 3, 3] == number[4000] and mask[2, 2, 2] == number[1] and mask[0, 0, 0] == 0
     )
-    assert case["focus"] == [6.0, 6.0, 9.0]
+    assert data["volumes"][case["mask"]]["focus"] == [6.0, 6.0, 9.0]
 
 
 def test_captions_name_the_origin_of_a_reference(folder, tmp_path):
@@ -88,16 +90,72 @@ def test_niivue_is_the_published_file():
     assert all((folder / f).is_file() for f in ("LICENSE", "LICENSES-bundled", "README.md"))
 
 
-def test_names_of_labels_and_their_colours():
-    volumes = Embedding(limit=10)
+def test_names_of_labels_their_colours_and_kinds():
+    legend = {2: LabelName(name="tumour"), 9: LabelName(name="x", colour="#123456"), 3: LabelName(name="brain")}
+    volumes = Embedding(limit=10, legend=legend)
     volumes._numbers.update({2: 1, 9: 2, 1: 3})
-    rows = volumes.labels({2: LabelName(name="tumour"), 9: LabelName(name="x", colour="#123456")})
-    assert [(r["value"], r["number"], r["name"], r["colour"]) for r in rows] == [
-        (1, 3, "label 1", "#5686bc"),
-        (2, 1, "tumour", "#e69f00"),
-        (9, 2, "x", "#123456"),
+    assert [(r["value"], r["number"], r["name"], r["colour"], r["kind"]) for r in volumes.labels()] == [
+        (1, 3, "label 1", "#5686bc", "other"),
+        (2, 1, "tumour", "#e69f00", "pathology"),
+        (9, 2, "x", "#123456", "other"),
     ]
     assert len({label_colour(v) for v in range(1, 60)}) == 59
+
+
+def brats_mask(folder, name="sub-1_dseg.nii.gz"):
+    """A brain, label 4, with oedema, 2, around enhancing tumour, 3, around necrosis, 1."""
+    mask = np.zeros((16, 16, 16), np.uint8)
+    mask[1:15, 1:15, 1:15] = 4
+    mask[8:13, 8:13, 8:13], mask[9:12, 9:12, 9:12], mask[10, 10, 10] = 2, 3, 1
+    write_array(folder / name, mask)
+    return mask
+
+
+BRATS = {"1": "necrosis", "2": "oedema", "3": "enhancing tumour", "4": "brain"}
+
+
+def test_the_page_opens_on_the_pathology_not_on_the_highest_value(tmp_path):
+    brats_mask(tmp_path)
+    write_array(tmp_path / "sub-1_desc-synth01_T1w.nii.gz", np.zeros((16, 16, 16), np.float32))
+    (tmp_path / "sub-1_desc-synth01_T1w.json").write_text(json.dumps({"labels": BRATS}))
+    data = data_of(view_page(tmp_path, tmp_path / "v.html").path.read_text())
+    facts = data["volumes"][data["cases"][0]["mask"]]
+    # Voxels of 2 x 2 x 3 mm.
+    assert facts["focus"] == [20.0, 20.0, 30.0]
+    number = {row["name"]: row["number"] for row in data["labels"]}
+    assert sorted(facts["solid"]) == sorted(number[n] for n in ("necrosis", "oedema", "enhancing tumour"))
+    # A dseg.tsv replaces the names, and may say what is a pathology.
+    (tmp_path / "names.tsv").write_text("index\tname\trole\n1\tA\tpathology\n2\tB\n3\tC\n4\tD\n")
+    data = data_of(view_page(tmp_path, tmp_path / "v.html", labels=tmp_path / "names.tsv").path.read_text())
+    assert data["volumes"][data["cases"][0]["mask"]]["solid"] == [number["necrosis"]]
+
+
+def test_an_organ_is_no_surface(tmp_path):
+    write_array(tmp_path / "sub-1_dseg.nii.gz", np.ones((4, 4, 4), np.uint8))
+    write_array(tmp_path / "sub-1_T1w.nii.gz", np.zeros((4, 4, 4), np.float32))
+    (tmp_path / "dseg.tsv").write_text("index\tname\n1\tbrain\n")
+    data = data_of(view_page(tmp_path, tmp_path / "v.html").path.read_text())
+    facts = data["volumes"][data["cases"][0]["mask"]]
+    assert facts["solid"] == [] and facts["focus"] is not None
+
+
+def test_images_of_several_kinds_are_one_case(tmp_path):
+    """As voxtune sample writes them in BIDS folders, and with references whose names are those of BraTS."""
+    folder, real = tmp_path / "out" / "sub-1" / "ses-1" / "anat", tmp_path / "real"
+    kinds = {"T1w": "t1", "T1ce": "t1ce", "T2w": "t2", "FLAIR": "flair"}
+    for place, (kind, ending) in enumerate(kinds.items()):
+        middle = "ce-gadolinium_desc-synth01_T1w" if kind == "T1ce" else f"desc-synth01_{kind}"
+        write_array(folder / f"sub-1_ses-1_{middle}.nii.gz", np.full((4, 4, 4), place))
+        write_array(real / f"sub-1_ses-1_{ending}.nii.gz", np.full((4, 4, 4), 10 + place))
+    written = view_page(tmp_path / "out", tmp_path / "v.html", real=real)
+    assert written.cases == ("sub-1_ses-1 synth01 T1w, T1ce, T2w, FLAIR",)
+    page = written.path.read_text()
+    [case] = data_of(page)["cases"]
+    assert [image["kind"] for image in case["images"]] == list(kinds)
+    for place, image in enumerate(case["images"]):
+        assert embedded(page, image["volume"]).get_fdata().max() == place
+        assert embedded(page, image["reference"]).get_fdata().max() == 10 + place
+    assert "synth01, 4 images" in page
 
 
 def test_a_large_page_gives_a_warning_and_a_larger_one_an_error(folder, tmp_path, monkeypatch):

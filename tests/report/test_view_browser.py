@@ -85,7 +85,7 @@ def test_panes_are_drawn_linked_and_show_values(open_page, page_file):
     for image in images.values():
         assert len(np.unique(image.reshape(-1, 3), axis=0)) > 50, "blank"
 
-    # The crosshair starts on the highest label in both panes, and the values there are shown.
+    # The crosshair starts on the tumour in both panes, and the values there are shown.
     readouts = page.locator(".readout").all_inner_texts()
     assert readouts == ["intensity 0.8 · tumour (2)", "intensity 800 · tumour (2)"]
     assert page.locator("#position").inner_text().startswith("R 1")

@@ -20,6 +20,8 @@ from voxtune.errors import InputError
 from voxtune.files import one_line
 
 COLOUR = re.compile(r"#[0-9a-fA-F]{6}")
+# Of the largest area that three slices can show.
+ENOUGH = 0.95
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -132,12 +134,19 @@ def first_labels(mask: np.ndarray, legend: Legend) -> tuple[int, ...]:
     return pathologies or tuple(sorted(present, key=lambda value: (present[value], -value))[:1])
 
 
+def first_voxel(mask: np.ndarray, legend: Legend) -> tuple[int, int, int]:
+    """The voxel to look at first: in the midst of `first_labels`, or of the volume if the mask is empty."""
+    x, y, z = centre_of(mask, first_labels(mask, legend)) or tuple(n // 2 for n in mask.shape)
+    return x, y, z
+
+
 def centre_of(mask: np.ndarray, values: Sequence[int]) -> tuple[int, ...] | None:
     """The voxel with one of these values through which the slices of all axes show most of them; None without any."""
     voxels = np.argwhere(np.isin(mask, values)) if len(values) else np.empty((0, 3), int)
     if not len(voxels):
         return None
     area = sum(np.bincount(axis, minlength=n)[axis] for axis, n in zip(voxels.T, mask.shape, strict=True))
-    best = voxels[area == np.max(area)]
+    # Nearly the most is enough, so that a stray voxel does not move the slices to the lesion's edge.
+    best = voxels[area >= ENOUGH * np.max(area)]
     nearest = np.abs(best - np.median(best, axis=0)).sum(axis=1).argmin()
     return tuple(int(n) for n in best[nearest])

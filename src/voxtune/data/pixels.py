@@ -12,6 +12,7 @@ import math
 import numpy as np
 
 from voxtune.data.grid import ras_array
+from voxtune.data.legend import first_voxel
 from voxtune.data.nifti import Volume
 from voxtune.data.orientation import axis_codes, reorder
 from voxtune.errors import InputError
@@ -113,7 +114,8 @@ def slice_png(volume: Volume) -> bytes:
         raise InputError(f"{volume.name}: shape {volume.shape} is not that of a 3D volume")
     labels = np.issubdtype(array.dtype, np.integer) or array.dtype == bool
     axes, flips = reorder(axis_codes(volume.affine), "RAS")
-    position = (volume.centre or centre_of(array, labels=labels))[axes[2]]
+    # Without labels, the middle of the volume.
+    position = (volume.centre or first_voxel(array if labels else np.zeros(array.shape, np.uint8), {}))[axes[2]]
     ras_DHW, (_, height_mm, width_mm) = ras_array(volume)
     plane = ras_DHW[-1 - position if flips[2] else position, ::-1, :]
     if not labels:
@@ -125,13 +127,3 @@ def slice_png(volume: Volume) -> bytes:
     size = [max(1, round(length * SLICE_SIDE / max(mm))) for length in mm]
     tile = tile.resize(size, Image.Resampling.NEAREST if labels else Image.Resampling.BICUBIC)
     return png(np.asarray(tile))
-
-
-def centre_of(array: np.ndarray, *, labels: bool) -> tuple[int, int, int]:
-    """The centre of the smallest label of a mask, such as the lesion in a head; in an image, the middle of the volume."""
-    values, counts = np.unique(array[array != 0], return_counts=True) if labels else (np.zeros(0), np.zeros(0))
-    if not len(values):
-        x, y, z = (n // 2 for n in array.shape)
-    else:
-        x, y, z = (int(np.median(axis)) for axis in np.nonzero(array == values[counts.argmin()]))
-    return x, y, z

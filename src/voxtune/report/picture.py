@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from voxtune.data.legend import Legend, centre_of, first_labels
+from voxtune.data.legend import Legend, first_voxel
 from voxtune.data.pixels import coloured
 from voxtune.errors import InputError
 
@@ -43,7 +43,7 @@ def slice_picture(
 
     The slices pass through the pathology of the mask `around`, according to the names in `legend`.
     """
-    centre = _centre(around, legend)
+    centre = first_voxel(around, legend)
     sheet, draw = _canvas((side + GAP) * len(panels) + GAP, CAPTION + (side + GAP) * len(VIEWS))
     for column, panel in enumerate(panels):
         left = GAP + column * (side + GAP)
@@ -78,7 +78,7 @@ def gallery(
         _caption(draw, (x, 4), name, step * len(case) - GAP)
         panels = [panel for column in case for panel in column.panels]
         mask = next((p.volume_DHW for p in panels if p.labels), np.zeros(panels[0].volume_DHW.shape, np.uint8))
-        centre = _centre(mask, legend)
+        centre = first_voxel(mask, legend)
         for column in case:
             _caption(draw, (x, CAPTION + 2), column.title, side)
             by_title = {p.title: p for p in column.panels}
@@ -133,11 +133,6 @@ def _font(size: int = 15) -> Any:
     from PIL import ImageFont
 
     return ImageFont.load_default(size=size)
-
-
-def _centre(labels_DHW: np.ndarray, legend: Legend) -> tuple[int, ...]:
-    """The voxel to look at first, or the centre of the volume if the mask is empty."""
-    return centre_of(labels_DHW, first_labels(labels_DHW, legend)) or tuple(s // 2 for s in labels_DHW.shape)
 
 
 def _slice(volume_DHW: np.ndarray, view: str, centre: tuple[int, ...]) -> np.ndarray:

@@ -119,7 +119,10 @@ def _embed_case(case: Case, volumes: Embedding, measured: Metrics) -> dict[str, 
     ]
     return {
         "subject": case.subject,
-        "note": case.note,
+        # The names of several kinds are on their buttons.
+        "note": case.note
+        if len(case.images) == 1
+        else ", ".join(part for part in (case.number, f"{len(case.images)} images") if part),
         "images": images,
         "caption": CAPTIONS[case.origin],
         "reference_caption": CAPTIONS[case.reference_origin],

@@ -17,8 +17,9 @@ import torch
 from voxtune.data.contract import DataContract, Shape, encode_mask, unscale_image
 from voxtune.data.derivative import check_stems, describe_dataset, mask_stem, output_names, sidecar_path
 from voxtune.data.grid import Mode, Placement, fit
+from voxtune.data.legend import contract_legend, first_voxel
 from voxtune.data.nifti import Volume, check_affine, exact_labels, read_labels
-from voxtune.data.pixels import centre_of, check_png, png, to_pixels
+from voxtune.data.pixels import check_png, png, to_pixels
 from voxtune.data.preflight import check_lost_labels, check_mask
 from voxtune.diffusion.noise import NoiseRule, check_seed, identity_index
 from voxtune.errors import FileProblems, InputError
@@ -150,7 +151,7 @@ def draw_images(
     [(_, images_CDHW)] = _sampled(model, [job], settings, seed, 1, progress)
     volumes = _on_mask_grid(request, images_CDHW, contract.images)
     # Pictures of the volumes show what the mask is about.
-    centre = centre_of(mask.array, labels=True)
+    centre = first_voxel(mask.array, contract_legend(contract))
     return {name: replace(volume, centre=centre) for name, volume in zip(contract.images, volumes, strict=True)}
 
 

@@ -55,11 +55,10 @@
   function colours() {
     const list = [{ number: 0, name: "", colour: "#000000" }, ...data.labels].sort((a, b) => a.number - b.number);
     const channel = (i) => list.map((l) => parseInt(l.colour.slice(i, i + 2), 16));
-    const seen = list.map((l) => (l.number === 0 || hidden.has(l.number) ? 0 : 255));
+    // With outlines, an organ is not filled: its colour would lie over the whole image.
+    const seen = list.map((l) => (l.number === 0 || (l.kind === "organ" && at("outline").checked) ? 0 : 255));
     return { R: channel(1), G: channel(3), B: channel(5), A: seen, I: list.map((l) => l.number), labels: list.map((l) => l.name) };
   }
-
-  const maskOpacity = () => (at("overlay").checked ? at("opacity").value / 100 : 0);
 
   // The surfaces of the labels to look at first, the largest first: a smaller one is drawn over it.
   function meshes(pane, key, mask) {
@@ -72,6 +71,8 @@
       const colour = byNumber.get(number).colour, rgba = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
       const mesh = new niivue.NVMesh(points, triangles, String(number), new Uint8Array([...rgba, 255]), 1, true, pane.nv.gl);
       mesh.label = number;
+      // Lit from the viewer's side, so that the colour is that of the legend.
+      mesh.meshShaderIndex = pane.nv.meshShaderNameToNumber("Diffuse");
       return mesh;
     });
   }
@@ -92,7 +93,7 @@
     if (mask) {
       mask.hdr.intent_code = LABEL_INTENT;
       mask.setColormapLabel(colours());
-      mask.opacity = maskOpacity();
+      pane.labels = mask.img;
       pane.nv.addVolume(mask);
       pane.nv.meshes = meshes(pane, item.mask, mask);
     }
@@ -193,7 +194,12 @@
     setZoom(1);
     for (const { nv } of shown()) nv.setPan2Dxyzmm([0, 0, 0, 1]);
     const focus = current.mask && data.volumes[current.mask].focus;
-    for (const pane of shown()) place(pane, focus ?? Array.from(pane.nv.frac2mm([0.5, 0.5, 0.5])).slice(0, 3));
+    for (const pane of shown()) {
+      const middle = Array.from(pane.nv.frac2mm([0.5, 0.5, 0.5])).slice(0, 3);
+      place(pane, focus ?? middle);
+      // From the side that is nearer to the crosshair.
+      pane.nv.setRenderAzimuthElevation(focus && focus[0] > middle[0] ? 250 : 110, 10);
+    }
   }
 
   // Slices are magnified around the crosshair.
@@ -229,20 +235,27 @@
   }
 
   function setMask() {
-    for (const { nv } of shown()) {
+    for (const { nv, labels } of shown()) {
       for (const mesh of nv.meshes) mesh.visible = at("overlay").checked && !hidden.has(mesh.label);
-      if (nv.volumes.length > 1) nv.setOpacity(1, maskOpacity());
+      const mask = nv.volumes[1];
+      if (mask) {
+        // Hidden labels become background: without a colour, they would keep their outline.
+        mask.img = hidden.size ? labels.map((n) => (hidden.has(n) ? 0 : n)) : labels;
+        mask.setColormapLabel(colours());
+        mask.opacity = at("overlay").checked ? at("opacity").value / 100 : 0;
+        nv.opts.atlasOutline = at("outline").checked ? 1 : 0;
+      }
+      nv.updateGLVolume();
     }
   }
 
   function legend() {
     const buttons = data.labels.map((label) => {
       const swatch = element("i", { style: `background:${label.colour}` });
-      const button = element("button", { type: "button", "aria-pressed": "true" }, swatch, `${label.value} ${label.name}`);
+      const button = element("button", { type: "button", "aria-pressed": "true", title: `Hide or show ${label.name}` }, swatch, `${label.value} ${label.name}`);
       button.addEventListener("click", () => {
         if (!hidden.delete(label.number)) hidden.add(label.number);
         button.setAttribute("aria-pressed", String(!hidden.has(label.number)));
-        for (const { nv } of shown()) nv.volumes[1]?.setColormapLabel(colours());
         setMask();
       });
       return button;
@@ -326,7 +339,8 @@
     }
     // These use the arrow keys, and a list of choices the letters.
     if (target.matches("select") || (target.matches('input[type="range"]') && key in STEPS)) return;
-    const entry = KEYS.find(({ keys }) => keys.includes(key));
+    // Without regard to Caps Lock, except where both cases have a meaning.
+    const entry = KEYS.find(({ keys }) => keys.includes(key)) ?? KEYS.find(({ keys }) => keys.includes(key.toLowerCase()));
     if (!entry || (at("help").open && key !== "?") || (!drawing && key !== "?" && key !== "d")) return;
     event.preventDefault();
     if (key in STEPS && !shown().length) return;
@@ -358,7 +372,7 @@
     at("compare").addEventListener("change", again);
     at("overlay").addEventListener("change", setMask);
     at("opacity").addEventListener("input", setMask);
-    at("outline").addEventListener("change", (e) => panes.forEach(({ nv }) => nv?.setAtlasOutline(e.target.checked ? 1 : 0)));
+    at("outline").addEventListener("change", setMask);
     at("level").addEventListener("input", setWindow);
     at("window").addEventListener("input", setWindow);
     at("reset-window").addEventListener("click", resetWindow);

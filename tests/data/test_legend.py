@@ -1,0 +1,124 @@
+"""Names and kinds of labels from files, and the voxel to look at first."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.factories.contracts import BRATS
+from voxtune.data.contract import DataContract, Label
+from voxtune.data.legend import (
+    LabelName,
+    centre_of,
+    contract_legend,
+    first_labels,
+    first_voxel,
+    legend_record,
+    read_legend,
+    record_legend,
+)
+from voxtune.errors import InputError
+
+
+def test_names_and_colours_of_a_table_or_a_model(tmp_path):
+    table = tmp_path / "dseg.tsv"
+    table.write_text("index\tname\tcolor\n0\tbackground\t\n1\tbrain\t#ff0000\n2\ttumour\tred\nx\ty\tz\n")
+    assert {v: (n.name, n.colour) for v, n in read_legend(table).items()} == {
+        0: ("background", ""),
+        1: ("brain", "#ff0000"),
+        2: ("tumour", ""),
+    }
+    (tmp_path / "config.json").write_text('{"data": {"labels": [{"name": "brain", "value": 4, "channel": 0}]}}')
+    assert read_legend(tmp_path)[4].name == "brain"
+    table.write_text("a\tb\n")
+    with pytest.raises(InputError, match="contains no label names"):
+        read_legend(table)
+
+
+def test_names_that_share_a_value_are_joined_and_a_pathology_wins(tmp_path):
+    """A voxel of a mask has one value, also with overlapping labels."""
+    labels = [
+        {"name": "brain", "value": 2, "more_values": [1, 4], "channel": 0},
+        {"name": "whole tumour", "value": 1, "more_values": [4], "channel": 1},
+        {"name": "region", "value": 4, "channel": 2, "role": "other"},
+    ]
+    (tmp_path / "config.json").write_text(json.dumps({"data": {"labels": labels}}))
+    legend = read_legend(tmp_path)
+    assert {value: (label.name, label.kind) for value, label in legend.items()} == {
+        2: ("brain", "organ"),
+        1: ("brain + whole tumour", "pathology"),
+        4: ("brain + whole tumour + region", "pathology"),
+    }
+    (tmp_path / "dseg.tsv").write_text("index\tname\trole\n1\tA\t\n1\tB\tpathology\n2\tC\torgan\n2\tC\torgan\n")
+    legend = read_legend(tmp_path / "dseg.tsv")
+    assert {value: (label.name, label.kind) for value, label in legend.items()} == {
+        1: ("A + B", "pathology"),
+        2: ("C", "organ"),
+    }
+
+
+@pytest.mark.parametrize(
+    "labels", ["7", "[7]", '[{"name": "x"}]', '[{"name": "x", "value": 1, "more_values": 3}]', '[{"value": [1]}]']
+)
+def test_an_invalid_model_folder_is_refused_in_one_line(tmp_path, labels):
+    (tmp_path / "config.json").write_text(f'{{"data": {{"labels": {labels}}}}}')
+    with pytest.raises(InputError, match=r"config\.json: contains no label names"):
+        read_legend(tmp_path)
+
+
+def test_a_sidecar_holds_names_and_kinds():
+    custom = Label(name="region", value=5, channel=1, role="pathology")
+    contract = DataContract(
+        size=(4, 4, 4),
+        spacing=(1.0, 1.0, 1.0),
+        orientation="RAS",
+        labels=(Label(name="brain", value=1, channel=0), custom),
+    )
+    record = legend_record(contract_legend(contract))
+    assert record == {
+        "labels": {"1": "brain", "5": "region"},
+        "label_kinds": {"1": "organ", "5": "pathology"},
+    }
+    assert {v: (n.name, n.kind) for v, n in record_legend(json.loads(json.dumps(record))).items()} == {
+        1: ("brain", "organ"),
+        5: ("region", "pathology"),
+    }
+    # Sidecars of version 0.1 have no kinds, and others may be damaged.
+    assert record_legend({"labels": {"2": "tumour", "?": "no"}, "label_kinds": [2]})[2].kind == "pathology"
+    assert record_legend({"labels": {"2": "region"}, "label_kinds": {"2": "nonsense"}})[2].kind == "other"
+    assert record_legend({"labels": ["tumour"]}) == {}
+
+
+def test_the_pathologies_come_first_whatever_their_values():
+    mask = np.full((8, 8, 8), 4)
+    mask[2:5, 2:5, 2:5], mask[3, 3, 3] = 2, 1
+    legend = contract_legend(BRATS)
+    assert [legend[v].kind for v in (1, 2, 3, 4)] == ["pathology", "pathology", "pathology", "organ"]
+    assert first_labels(mask, legend) == (1, 2)
+    assert first_voxel(mask, legend) == (3, 3, 3)
+    healthy = np.where(mask == 4, 4, 0)
+    assert first_labels(healthy, legend) == (4,)
+    # Without names, the label with the fewest voxels; of two, the higher value.
+    assert first_labels(mask, {}) == (1,)
+    assert first_labels(np.array([[[0, 1, 2, 2, 1]]]), {}) == (2,)
+    assert first_labels(np.zeros((2, 2, 2), int), legend) == ()
+    assert first_voxel(np.zeros((4, 6, 8), int), legend) == (2, 3, 4)
+    assert first_labels(mask, {4: LabelName(name="x", role="pathology")}) == (4,)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 0, 2)])
+def test_the_slices_show_much_of_a_scattered_lesion(order):
+    """A large lesion and two small ones: between them there is nothing to see."""
+    mask = np.zeros((20, 22, 24), int)
+    mask[2:7, 3:8, 4:9] = 1
+    mask[16, 18, 20] = mask[17, 3, 20] = 1
+    voxel = centre_of(mask.transpose(order), (1,))
+    assert voxel == tuple((4, 5, 6)[axis] for axis in order)
+    # The middle of a ring is not in the ring.
+    ring = np.zeros((9, 9, 9), int)
+    ring[1:8, 1:8, 4] = 1
+    ring[2:7, 2:7, 4] = 0
+    assert ring[centre_of(ring, (1,))] == 1
+    assert centre_of(ring, (7,)) is None and centre_of(ring, ()) is None
