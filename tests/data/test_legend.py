@@ -15,7 +15,6 @@ from voxtune.data.legend import (
     contract_legend,
     first_labels,
     first_voxel,
-    legend_record,
     read_legend,
     record_legend,
 )
@@ -64,31 +63,36 @@ def test_names_that_share_a_value_are_joined_and_a_pathology_wins(tmp_path):
 )
 def test_an_invalid_model_folder_is_refused_in_one_line(tmp_path, labels):
     (tmp_path / "config.json").write_text(f'{{"data": {{"labels": {labels}}}}}')
-    with pytest.raises(InputError, match=r"config\.json: contains no label names"):
+    with pytest.raises(InputError, match=r"config\.json: .*label") as error:
         read_legend(tmp_path)
+    assert len(str(error.value).splitlines()) == 1
 
 
-def test_a_sidecar_holds_names_and_kinds():
+def test_names_of_a_contract_and_of_a_sidecar():
     custom = Label(name="region", value=5, channel=1, role="pathology")
-    contract = DataContract(
-        size=(4, 4, 4),
-        spacing=(1.0, 1.0, 1.0),
-        orientation="RAS",
-        labels=(Label(name="brain", value=1, channel=0), custom),
-    )
-    record = legend_record(contract_legend(contract))
-    assert record == {
-        "labels": {"1": "brain", "5": "region"},
-        "label_kinds": {"1": "organ", "5": "pathology"},
-    }
-    assert {v: (n.name, n.kind) for v, n in record_legend(json.loads(json.dumps(record))).items()} == {
+    labels = (Label(name="brain", value=1, channel=0, more_values=(7,)), custom)
+    contract = DataContract(size=(4, 4, 4), spacing=(1.0, 1.0, 1.0), orientation="RAS", labels=labels)
+    assert {v: (n.name, n.kind) for v, n in contract_legend(contract).items()} == {
         1: ("brain", "organ"),
+        7: ("brain", "organ"),
         5: ("region", "pathology"),
     }
-    # Sidecars of version 0.1 have no kinds, and others may be damaged.
-    assert record_legend({"labels": {"2": "tumour", "?": "no"}, "label_kinds": [2]})[2].kind == "pathology"
-    assert record_legend({"labels": {"2": "region"}, "label_kinds": {"2": "nonsense"}})[2].kind == "other"
+    legend = record_legend({"labels": {"2": "brain + whole tumour", "?": "no", "image": "brain", "3": " "}})
+    assert {v: (n.name, n.kind) for v, n in legend.items()} == {2: ("brain + whole tumour", "pathology")}
     assert record_legend({"labels": ["tumour"]}) == {}
+
+
+def test_the_text_of_the_option_labels():
+    """As the other commands read it; what is taken from the image has no value in the file."""
+    legend = read_legend("tumour=1,4; oedema=2; brain=image")
+    assert {v: (n.name, n.kind) for v, n in legend.items()} == {
+        1: ("tumour", "pathology"),
+        4: ("tumour", "pathology"),
+        2: ("oedema", "pathology"),
+    }
+    assert read_legend("brats2021")[4].name == "enhancing tumour"
+    with pytest.raises(InputError, match="no such preset or file"):
+        read_legend("absent")
 
 
 def test_the_pathologies_come_first_whatever_their_values():

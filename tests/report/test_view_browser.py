@@ -157,6 +157,211 @@ def test_case_without_reference_and_volume_view(open_page, page_file):
     assert faults(opened) == []
 
 
+KINDS = ("T1w", "T1ce", "T2w", "FLAIR")
+# The brain has the highest value; the pathologies are nested balls in the patient's right.
+BRATS = {"1": "necrosis", "2": "oedema", "3": "enhancing tumour", "4": "brain"}
+
+
+@pytest.fixture(scope="module")
+def kinds_page(tmp_path_factory):
+    """A subject with four images in BIDS folders, twice generated, and another with a T1w image alone."""
+    folder = tmp_path_factory.mktemp("kinds")
+    x, y, z = np.meshgrid(*(np.linspace(-1, 1, n) for n in SHAPE), indexing="ij")
+    mask = np.where(x**2 + y**2 + z**2 < 0.9, 4, 0)
+    for radius, value in ((0.4, 2), (0.3, 3), (0.2, 1)):
+        mask[(x + 0.4) ** 2 + y**2 + z**2 < radius**2] = value
+    anat = folder / "out" / "sub-1" / "anat"
+    for place, kind in enumerate(KINDS):
+        image = np.where(mask > 0, 0.2 + 0.2 * place, 0).astype(np.float32)
+        for number in ("01", "02"):
+            middle = f"ce-gadolinium_desc-synth{number}_T1w" if kind == "T1ce" else f"desc-synth{number}_{kind}"
+            put(anat / f"sub-1_{middle}.nii.gz", image)
+        put(folder / "real" / f"sub-1_{kind.lower()}.nii.gz", np.rint(image * 1000).astype(np.int16))
+    put(folder / "real" / "sub-1_dseg.nii.gz", mask.astype(np.uint8))
+    put(folder / "real" / "sub-2_t1.nii.gz", np.rint(image * 1000).astype(np.int16))
+    put(folder / "out" / "sub-2" / "anat" / "sub-2_desc-synth01_T1w.nii.gz", image)
+    (anat / "sub-1_desc-synth01_T1w.json").write_text(json.dumps({"labels": BRATS}))
+    return view_page(folder / "out", folder / "view.html", real=folder / "real").path
+
+
+def press(page, *keys, case=None, kind=None):
+    """Presses keys, and waits for the case and the image that they lead to."""
+    for key in keys:
+        page.keyboard.press(key)
+    if case is not None:
+        page.wait_for_selector(f"html[data-case='{case}'][data-kind='{kind}']")
+
+
+def coloured(page, colour, pane="volume"):
+    """The number of pixels with the hue of a label, of any brightness."""
+    image = pixels(page, pane) / 255
+    wanted = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)])
+    norms = np.linalg.norm(image, axis=2) * np.linalg.norm(wanted)
+    return int(((image @ wanted > 0.985 * norms) & (image.max(axis=2) > 0.25)).sum())
+
+
+OEDEMA, ENHANCING, BRAIN = "#e69f00", "#009e73", "#cc79a7"
+
+
+def test_the_3d_view_shows_the_pathology_through_the_volume(open_page, kinds_page):
+    opened = open_page(kinds_page, wait="ready", width=800)
+    page = opened.page
+    # The label with the highest value is the brain.
+    readouts = page.locator(".readout").all_inner_texts()
+    assert readouts == ["intensity 0.2 · necrosis (1)", "intensity 200 · necrosis (1)"]
+    press(page, "5")
+    for pane in ("volume", "reference"):
+        assert coloured(page, OEDEMA, pane) > 300, pane
+    assert coloured(page, BRAIN) < 20, "the brain's surface would hide what is inside"
+    both = coloured(page, OEDEMA)
+    # Without the oedema, the enhancing part inside it is seen better; without the mask, nothing.
+    page.get_by_role("button", name="2 oedema").click()
+    assert coloured(page, OEDEMA) < both / 4 and coloured(page, ENHANCING) > 200
+    press(page, "m")
+    assert coloured(page, ENHANCING) < 20 and page.locator("#overlay").is_checked() is False
+    # The largest surface is first, so that the smaller ones are drawn over it; it is where the label is: a ball with 0.4 of
+    # the half axes of 38, 46 and 34 mm around (15.2, 0, 0) mm.
+    number = {row["value"]: row["number"] for row in page.evaluate("Voxtune.data.labels")}
+    meshes = page.evaluate("Voxtune.panes[0].nv.meshes.map((m) => [m.label, ...m.extentsMin, ...m.extentsMax])")
+    assert [row[0] for row in meshes] == [number[value] for value in (2, 3, 1)]
+    assert np.allclose(meshes[0][1:], [0, -18.4, -13.6, 30.4, 18.4, 13.6], atol=4)
+    assert faults(opened) == []
+
+
+def test_hidden_labels_have_no_outline(open_page, kinds_page):
+    page = open_page(kinds_page, wait="ready", width=800).page
+    press(page, "2")
+    assert page.locator("#outline").is_checked() and coloured(page, BRAIN) > 100
+    page.get_by_role("button", name="4 brain").click()
+    assert coloured(page, BRAIN) < 20 and coloured(page, OEDEMA) > 100
+    page.get_by_role("button", name="4 brain").click()
+    assert coloured(page, BRAIN) > 100
+
+
+def test_keys_of_cases_and_images(open_page, kinds_page):
+    opened = open_page(kinds_page, wait="ready", width=700)
+    page = opened.page
+    assert page.locator("#place").inner_text() == "1 / 3"
+    assert page.locator(".cases li").all_inner_texts()[0].split("\n")[-1] == "synth01, 4 images"
+    assert page.locator("#kinds button").all_inner_texts() == list(KINDS)
+    press(page, "ArrowLeft", "+")
+    place, zoom = positions(page)[0], "Voxtune.panes.map((p) => p.nv.scene.pan2Dxyzmm[3])"
+    assert page.evaluate(zoom) == [1.25, 1.25]
+    # Another image of the same case at the same place, beside the reference of the same kind.
+    for kind, value in (("T1ce", 4), ("T2w", 6), ("FLAIR", 8)):
+        press(page, "i", case=0, kind=kind)
+        readouts = page.locator(".readout").all_inner_texts()
+        assert [r.split(" · ")[0] for r in readouts] == [f"intensity 0.{value}", f"intensity {value}00"]
+        assert page.locator("#kinds [aria-pressed=true]").inner_text() == kind
+        assert np.allclose(positions(page), [place, place], atol=1e-2) and page.evaluate(zoom) == [1.25, 1.25]
+    assert page.locator("[data-pane=reference] .name").inner_text() == "sub-1_flair.nii.gz"
+    press(page, "i", case=0, kind="T1w")
+    press(page, "Shift+I", case=0, kind="FLAIR")
+    # The next case opens on the same kind, at its own lesion; the last one has a T1w image only.
+    press(page, "n", case=1, kind="FLAIR")
+    assert not np.allclose(positions(page)[0], place, atol=1) and page.evaluate(zoom) == [1, 1]
+    press(page, "n", case=2, kind="T1w")
+    assert page.locator("#kinds").is_hidden()
+    press(page, "n", "i")
+    press(page, "p", case=1, kind="FLAIR")
+    page.click("#previous")
+    page.wait_for_selector("html[data-case='0']")
+    # A click on an image kind keeps the focus there.
+    page.get_by_role("button", name="T2w").click()
+    page.wait_for_selector("html[data-kind='T2w']")
+    assert page.evaluate("document.activeElement.textContent") == "T2w"
+    assert faults(opened) == []
+
+
+def test_keys_of_the_view(open_page, kinds_page):
+    opened = open_page(kinds_page, wait="ready", width=800)
+    page = opened.page
+    layouts = []
+    for key in "2345":
+        press(page, key)
+        layouts.append((page.locator("#layout").input_value(), page.evaluate("Voxtune.panes[0].nv.opts.sliceType")))
+    assert layouts == [("axial", 0), ("coronal", 1), ("sagittal", 2), ("render", 4)]
+    turned = "Voxtune.panes.map((p) => p.nv.scene.renderAzimuth)"
+    before = page.evaluate(turned)
+    press(page, "ArrowRight")
+    assert page.evaluate(turned) == [before[0] + 5] * 2
+    press(page, "1")
+    # Without the reference the panel is wider; with it, both are at the same place again.
+    width = page.locator("[data-pane=volume]").bounding_box()["width"]
+    press(page, "c")
+    page.wait_for_selector("html[data-case='0']")
+    assert page.locator("[data-pane=reference]").is_hidden()
+    assert page.locator("[data-pane=volume]").bounding_box()["width"] > 1.5 * width
+    press(page, "PageUp", "C")
+    page.wait_for_selector("html[data-case='0']")
+    assert np.allclose(*positions(page), atol=1e-2)
+    place = positions(page)[0]
+    press(page, "0")
+    assert np.allclose(np.subtract(place, positions(page)[0]), [0, 0, 4], atol=1e-2)
+    for key, control in (("o", "#outline"), ("r", "#radiological"), ("m", "#overlay")):
+        checked = page.locator(control).is_checked()
+        press(page, key)
+        assert page.locator(control).is_checked() != checked
+    page.locator("#window").fill("50")
+    press(page, "w")
+    assert page.locator("#window").input_value() == "0"
+    # Arrow keys on a slider and letters in a list of choices belong to them.
+    page.locator("#level").focus()
+    place = positions(page)
+    press(page, "ArrowRight")
+    assert page.locator("#level").input_value() == "1" and positions(page) == place
+    assert faults(opened) == []
+
+
+def test_the_list_of_keys_is_the_table_of_the_script(open_page, kinds_page):
+    opened = open_page(kinds_page, wait="ready", width=420)
+    page = opened.page
+    page.get_by_role("button", name="Keys").click()
+    listed = page.locator("#help dt").all_inner_texts()
+    assert page.locator("#help").is_visible() and listed[:3] == ["N", "P", "/"] and "PAGE" in listed[12].upper()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 420
+    # A key does nothing behind the list; the same key that opens the list closes it.
+    press(page, "n", "?")
+    assert page.locator("#help").is_hidden() and page.locator("html").get_attribute("data-case") == "0"
+    press(page, "?")
+    assert page.locator("#help").is_visible()
+    press(page, "Escape")
+    assert page.locator("#help").is_hidden()
+    # With a modifier, a key belongs to the browser.
+    press(page, "Control+i")
+    assert page.locator("html").get_attribute("data-kind") == "T1w"
+    theme = page.locator("html").get_attribute("data-theme")
+    press(page, "d")
+    assert page.locator("html").get_attribute("data-theme") != theme
+
+
+def test_a_hundred_cases(open_page, tmp_path):
+    array = np.arange(64, dtype=np.int16).reshape(4, 4, 4)
+    for number in range(100):
+        put(tmp_path / "in" / f"sub-{number:03d}_T1w.nii.gz", array)
+    opened = open_page(view_page(tmp_path / "in", tmp_path / "v.html").path, wait="ready", width=1280)
+    page = opened.page
+    inside = """() => {
+      const list = document.querySelector(".cases ol").getBoundingClientRect();
+      const box = document.querySelector("[aria-current]").getBoundingClientRect();
+      return box.top >= list.top - 1 && box.bottom <= list.bottom + 1 && list.bottom <= innerHeight && scrollY === 0;
+    }"""
+    assert page.evaluate("document.documentElement.scrollHeight") < 1500, "the list scrolls, not the page"
+    for _ in range(30):
+        page.keyboard.press("n")
+    page.wait_for_selector("html[data-case='30']")
+    assert page.evaluate(inside) and page.locator("#place").inner_text() == "31 / 100"
+    press(page, "/")
+    page.keyboard.type("07")
+    assert page.locator(".cases li:visible").count() == 11
+    # Letters go into the field; after Escape they are keys again, and move among the cases that match.
+    press(page, "Escape")
+    press(page, "n", case=70, kind="T1w")
+    press(page, "p", case=7, kind="T1w")
+    assert page.evaluate(inside)
+    assert faults(opened) == []
+
+
 def test_hostile_names_are_inert_and_legible(open_page, tmp_path):
     folder = tmp_path / HOSTILE.replace("/", "")
     subject(folder, f"{HOSTILE}-1", level=1.0)

@@ -24,7 +24,12 @@ def command(
         typer.Option(help="Folder of masks; by default those beside the volumes or named in their sidecars."),
     ] = None,
     metrics: Annotated[Path | None, typer.Option(help="A metrics.json; by default the one in the folder.")] = None,
-    labels: Annotated[Path | None, typer.Option(help="Label names: a dseg.tsv or a model folder.")] = None,
+    labels: Annotated[
+        str | None,
+        typer.Option(
+            help='Label names: a dseg.tsv, a model folder, or names and values such as "tumour=1,4; brain=2".'
+        ),
+    ] = None,
     sheet: Annotated[
         Path | None, typer.Option(help="Also write a contact sheet of the first cases to this PNG.")
     ] = None,

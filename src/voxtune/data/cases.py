@@ -93,8 +93,8 @@ def find_cases(
 ) -> Cases:
     """Every generated volume below `folder`, or every image if none is marked as generated, with reference and mask.
 
-    References come from the folder `real` if given, else from `folder`. `labels` is a dseg.tsv or a model folder whose label
-    names replace those of the sidecars or the dataset.
+    References come from the folder `real` if given, else from `folder`. `labels` is a dseg.tsv, a model folder or a text such
+    as "tumour=1,4; brain=2", whose names replace those of the sidecars or the dataset.
     """
     folder = Path(folder)
     if limit is not None and limit < 1:
@@ -148,6 +148,10 @@ def _number(path: Path) -> str:
 def _kind(path: Path) -> str:
     """The image kind of a file by its canonical name, or nothing if the name states none."""
     ending = split_name(path)[1]
+    generated = NIFTI_NAME.sub("", path.name).rpartition("_")[2]
+    if not ending and SYNTHETIC.search(path.name) and not generated.startswith("desc-"):
+        # The model's own name of an image, which may be any.
+        return generated
     return "" if ending in PLAIN_ENDINGS else kind_name(ending)
 
 

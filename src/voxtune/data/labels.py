@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from voxtune.config import from_mapping
-from voxtune.data.contract import PRESETS, DataContract, Label, label_key
+from voxtune.data.contract import PRESETS, DataContract, Kind, Label, label_key
 from voxtune.data.nifti import Volume, read_labels, read_volume
 from voxtune.data.preflight import Report, check_mask, check_pair
 from voxtune.errors import InputError
@@ -45,6 +45,7 @@ class LabelEntry:
     name: str
     values: tuple[int, ...] = ()
     from_image: bool = False
+    role: Kind | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         words = [*map(str, self.values), *([IMAGE] if self.from_image else [])]
@@ -90,7 +91,7 @@ class LabelMap:
         """The labels of a contract, each with its own values."""
         return cls(
             entries=tuple(
-                LabelEntry(name=label.name, values=label.values, from_image=label.from_image)
+                LabelEntry(name=label.name, values=label.values, from_image=label.from_image, role=label.role)
                 for label in contract.ordered
             )
         )
@@ -116,7 +117,12 @@ class LabelMap:
             first, *more = entry.values or (free,)
             labels.append(
                 Label(
-                    name=entry.name, value=first, channel=channel, more_values=tuple(more), from_image=entry.from_image
+                    name=entry.name,
+                    value=first,
+                    channel=channel,
+                    more_values=tuple(more),
+                    from_image=entry.from_image,
+                    role=entry.role,
                 )
             )
         return tuple(labels)
@@ -381,7 +387,7 @@ def _from_config(content: str) -> LabelMap:
     contract_labels = [from_mapping(Label, label, f"labels[{number}]") for number, label in enumerate(labels)]
     return LabelMap(
         entries=tuple(
-            LabelEntry(name=label.name, values=label.values, from_image=label.from_image)
+            LabelEntry(name=label.name, values=label.values, from_image=label.from_image, role=label.role)
             for label in sorted(contract_labels, key=lambda label: label.channel)
         )
     )

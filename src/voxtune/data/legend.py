@@ -1,12 +1,11 @@
 """The labels of a mask in files: names, colours and kinds, and which of them to look at first.
 
-Read from the sidecar of a generated volume, a dseg.tsv, or a model folder.
+Read from the sidecar of a generated volume, or from what --labels accepts; of a dseg.tsv also colours and kinds.
 """
 
 from __future__ import annotations
 
 import csv
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, get_args
 import numpy as np
 
 from voxtune.data.contract import DataContract, Kind, Label
+from voxtune.data.labels import LabelEntry, parse_labels
 from voxtune.errors import InputError
 from voxtune.files import one_line
 
@@ -43,39 +43,31 @@ Legend = dict[int, LabelName]
 
 def contract_legend(contract: DataContract) -> Legend:
     """The label names of a model by value."""
-    return _join((value, LabelName(name=n.name, role=n.kind)) for n in contract.labels for value in n.values)
-
-
-def legend_record(legend: Legend) -> dict[str, dict[str, str]]:
-    """The legend as entries of a sidecar, which `record_legend` reads."""
-    names = {str(value): label.name for value, label in sorted(legend.items())}
-    return {"labels": names, "label_kinds": {str(value): label.kind for value, label in sorted(legend.items())}}
+    return _of_labels(contract.ordered)
 
 
 def record_legend(record: dict[str, Any]) -> Legend:
-    """The legend of a sidecar: {"labels": {"1": "brain"}}, and since version 0.2 {"label_kinds": {"1": "organ"}}."""
-    names, kinds = record.get("labels"), record.get("label_kinds")
+    """The legend of a sidecar: {"labels": {"1": "brain"}}."""
+    names = record.get("labels")
     if not isinstance(names, dict):
         return {}
-    kinds = kinds if isinstance(kinds, dict) else {}
-    return {
-        int(value): LabelName(name=str(name), role=_role(kinds.get(value)))
-        for value, name in names.items()
-        if _is_value(value) and str(name).strip()
-    }
+    return {int(v): LabelName(name=str(name)) for v, name in names.items() if _is_value(v) and str(name).strip()}
 
 
-def read_legend(path: str | Path) -> Legend:
-    """The legend of a dseg.tsv, a model folder or its config.json. Names that share a value are joined."""
-    path = Path(path)
-    file = path / "config.json" if path.is_dir() else path
+def read_legend(source: str | Path) -> Legend:
+    """The legend of a dseg.tsv, a model folder or its config.json, or of a text such as "tumour=1,4; oedema=2".
+
+    Names that share a value are joined.
+    """
+    path = Path(source)
+    if path.suffix.lower() != ".tsv":
+        return _of_labels(parse_labels(str(source)).entries)
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        legend = _from_tsv(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
-        raise InputError(f"{file}: cannot be read ({one_line(error)}); give a dseg.tsv or a model folder") from None
-    legend = _from_tsv(text) if file.suffix.lower() == ".tsv" else _from_config(text)
+        raise InputError(f"{path}: cannot be read ({one_line(error)}); give a dseg.tsv or a model folder") from None
     if not legend:
-        raise InputError(f"{file}: contains no label names; give a dseg.tsv (columns index, name) or a model folder")
+        raise InputError(f"{path}: contains no label names; a dseg.tsv has the columns index and name")
     return legend
 
 
@@ -91,16 +83,8 @@ def _from_tsv(text: str) -> Legend:
     return _join(rows)
 
 
-def _from_config(text: str) -> Legend:
-    try:
-        labels = json.loads(text)["data"]["labels"]
-        return _join(
-            (int(value), LabelName(name=str(label["name"]), role=_role(label.get("role"))))
-            for label in labels
-            for value in (label["value"], *(label.get("more_values") or ()))
-        )
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
-        return {}
+def _of_labels(labels: Iterable[Label | LabelEntry]) -> Legend:
+    return _join((value, LabelName(name=n.name, role=n.role)) for n in labels for value in n.values)
 
 
 def _join(rows: Iterable[tuple[int, LabelName]]) -> Legend:

@@ -12,7 +12,7 @@ from voxtune.data.grid import ras_array, to_ras
 from voxtune.data.nifti import Volume, read_labels, read_volume
 from voxtune.data.preflight import check_pair
 from voxtune.report.embedding import finite
-from voxtune.report.picture import Column, SlicePanel, gallery
+from voxtune.report.picture import SheetColumn, SlicePanel, gallery
 
 # More columns would be too small.
 MAX_COLUMNS = 12
@@ -53,9 +53,9 @@ def case_sheet(
     return ContactSheet(path=path, cases=tuple(c.name for c in shown), warnings=tuple(dict.fromkeys(warnings)))
 
 
-def _columns(case: Case, warnings: list[str]) -> list[Column]:
+def _columns(case: Case, warnings: list[str]) -> list[SheetColumn]:
     """A column for each image that is on the grid of the first; the mask is in the first column."""
-    columns: list[Column] = []
+    columns: list[SheetColumn] = []
     first = _image(case.images[0].volume, warnings)
     for image in case.images:
         volume = first if image is case.images[0] else _on_its_grid(_image(image.volume, warnings), first, warnings)
@@ -66,7 +66,7 @@ def _columns(case: Case, warnings: list[str]) -> list[Column]:
         panels = [] if mask is None else [_panel("mask", mask, labels=True)]
         panels += [] if other is None else [_panel(_title(case.reference_origin), other)]
         panels.append(_panel(_title(case.origin), volume))
-        columns.append(Column(title=image.kind if len(case.images) > 1 else "", panels=panels))
+        columns.append(SheetColumn(title=image.kind if len(case.images) > 1 else "", panels=panels))
     return columns
 
 

@@ -29,7 +29,7 @@ class SlicePanel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Column:
+class SheetColumn:
     """One column of a contact sheet: an image of a case, with its mask and its reference volume."""
 
     title: str = ""
@@ -54,7 +54,7 @@ def slice_picture(
 
 
 def gallery(
-    cases: Sequence[Sequence[Column]], names: Sequence[str], path: Path, *, legend: Legend, side: int = 150
+    cases: Sequence[Sequence[SheetColumn]], names: Sequence[str], path: Path, *, legend: Legend, side: int = 150
 ) -> Path:
     """Writes a PNG with the columns of each case side by side, and a row for each view and panel title.
 

@@ -85,6 +85,8 @@
     const volume = await decode(key, pane.kind);
     const mask = item.mask ? await decode(item.mask, "mask") : null;
     if (ticket !== selection) return;
+    // Until everything is in place: without a GPU, each drawing in 3D takes a while.
+    pane.nv.drawScene = () => {};
     while (pane.nv.volumes.length) pane.nv.removeVolume(pane.nv.volumes[0]);
     for (const mesh of pane.nv.meshes) mesh.unloadMesh(pane.nv.gl);
     pane.nv.meshes = [];
@@ -115,8 +117,10 @@
       for (const pane of panes) await fill(pane, item, chosen, ticket);
     } catch (error) {
       problem(`This case cannot be displayed: ${error.message ?? error}`);
+      draw();
       return;
     }
+    // Another case was chosen meanwhile.
     if (ticket !== selection) return;
     [current, image] = [item, chosen];
     document.querySelectorAll(".of-mask input").forEach((input) => (input.disabled = !item.mask));
@@ -130,9 +134,18 @@
         place(pane, mm);
       }
     } else centre();
+    draw();
     root.dataset.kind = chosen.kind;
     root.dataset.case = String(index);
     root.dataset.ready ??= String(Math.round(performance.now()));
+  }
+
+  function draw() {
+    for (const { nv } of panes) {
+      if (!nv || !Object.hasOwn(nv, "drawScene")) continue;
+      delete nv.drawScene;
+      nv.drawScene();
+    }
   }
 
   const again = () => current && show(data.cases.indexOf(current));
