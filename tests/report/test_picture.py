@@ -53,7 +53,10 @@ def sampled(folder, orientation):
     file = folder / f"{orientation}.nii.gz"
     return np.asarray(
         Image.open(
-            _picture(GeneratedVolume(request=request, index=0, images_CDHW=placed[None] / 2, files=(file,)), contract)
+            _picture(
+                GeneratedVolume(request=request, replicate=1, index=0, images_CDHW=placed[None] / 2, files=(file,)),
+                contract,
+            )
         )
     )
 
@@ -231,7 +234,7 @@ def test_the_picture_of_a_sample_has_a_column_for_each_kind(tmp_path):
     request = MaskRequest(path=tmp_path / "m.nii.gz", grid=mask, labels_DHW=placed, placement=placement, warnings=())
     files = tuple(tmp_path / f"m_desc-synth01_{kind}.nii.gz" for kind in contract.images)
     images = np.stack([placed == 1, placed == 2]).astype(np.float32)
-    volume = GeneratedVolume(request=request, index=0, images_CDHW=images, files=files)
+    volume = GeneratedVolume(request=request, replicate=1, index=0, images_CDHW=images, files=files)
     picture = np.asarray(Image.open(_picture(volume, contract)))
     assert picture.shape == (CAPTION + 3 * (256 + GAP), 3 * (256 + GAP) + GAP, 3)
     mask_tile, first, second = (picture[CAPTION:, GAP + c * (256 + GAP) :][:256, :256] for c in range(3))
