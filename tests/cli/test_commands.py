@@ -25,6 +25,8 @@ from voxtune.cli.common import EXIT_CODES
 from voxtune.cli.main import COMMANDS, app
 from voxtune.config import to_mapping
 from voxtune.diffusion import SAMPLERS
+from voxtune.runtime.sampling import AutoSampling, Evidence
+from voxtune.runtime.storage import store_auto
 
 
 @pytest.fixture
@@ -169,7 +171,30 @@ def test_info_shows_the_default_settings_of_sample(capsys):
     demo = Path(voxtune.__file__).parent / "models" / "demo"
     settings = voxtune.load(demo).resolve()
     assert json.loads(run(capsys, "info", demo, "--json")[1])["sampling"] == settings.record()
-    assert f"{settings.sampler}, {settings.steps} steps" in run(capsys, "info", demo)[1]
+    assert settings.describe() in run(capsys, "info", demo)[1]
+
+
+def test_info_sample_and_sidecar_agree_on_the_settings(capsys, model, tmp_path):
+    folder, mask = shutil.copytree(model, tmp_path / "model"), write_mask(tmp_path / "sub-1_dseg.nii.gz")
+    evidence = Evidence(file="steps.json", sha256="0" * 64, subjects=64, summary="made up")
+    auto = AutoSampling(sampler="sde-dpm++", steps=2, timestep_spacing="logsnr", clip=False, evidence=evidence)
+    store_auto(folder, auto)
+    line = "sde-dpm++, 2 steps, logsnr timesteps, not clamped (stored by voxtune steps, measured on 64 subjects)"
+    assert line in run(capsys, "info", folder)[1]
+    command = ("sample", folder, "--mask", mask, "--device", "cpu")
+    code, out, err = run(capsys, *command, "-o", tmp_path / "a")
+    assert code == 0 and line in out and "evidence" not in err, err
+    [sidecar] = (tmp_path / "a").rglob("sub-1_*.json")
+    record = json.loads(sidecar.read_text())
+    described = json.loads(run(capsys, "info", folder, "--json")[1])["sampling"]
+    assert {name: record[name] for name in described} == described == auto.record()
+    # Another number of steps keeps the rest, and its evidence is not that of the stored settings.
+    code, out, err = run(capsys, *command, "-o", tmp_path / "b", "--steps", "3")
+    assert code == 0 and "sde-dpm++, 3 steps, logsnr timesteps, not clamped, seed" in out
+    assert err.count("the stored evidence is for sde-dpm++, 2 steps") == 1
+    record = json.loads(next((tmp_path / "b").rglob("sub-1_*.json")).read_text())
+    assert (record["sampler"], record["steps"], record["timestep_spacing"]) == ("sde-dpm++", 3, "logsnr")
+    assert record["clip"] is False and "steps_auto" not in record
 
 
 def test_sample_uses_the_given_spacing_and_clipping(capsys, model, tmp_path):

@@ -70,7 +70,7 @@ def test_a_model_with_a_feature_cache_is_tuned_in_both_parts(capsys, folder, tmp
     monkeypatch.setattr(tuner, "_faster", lambda *_: True)
     code, out, err = run(capsys, "--model", folder, "-o", tmp_path / "out", "--json")
     assert code == 0, err
-    assert "deep features cached for 2 steps" in err
+    assert "feature cache 2:0" in err
     assert "the outer levels" in err and "same passes" in err
     assert err.count("kept\n") == 4, "baseline and plan of either part"
     result = json.loads(out)

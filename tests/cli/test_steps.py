@@ -305,7 +305,7 @@ def test_feature_caching_is_measured_and_stored(capsys, folders, tmp_path, monke
     mask = write_mask(tmp_path / "a_dseg.nii.gz")
     drawing = ("sample", model, "--mask", mask, "-o", tmp_path / "drawn", "--steps", "auto", "--device", "cpu")
     code, out, err = run(capsys, *drawing)
-    assert code == 0 and f"cache {auto.cache}, seed" in out and "not measured" not in err, err
+    assert code == 0 and f"feature cache {auto.cache} (stored" in out and "not measured" not in err, err
     record = json.loads(next((tmp_path / "drawn").rglob("sub-a_*.json")).read_text())
     assert record["cache"] == vars(auto.cache) and record["steps_auto"]["sha256"] == auto.evidence.sha256
 

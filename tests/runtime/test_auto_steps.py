@@ -15,7 +15,7 @@ from voxtune.cli.main import main
 from voxtune.diffusion import SAMPLERS, TIMESTEP_SPACINGS
 from voxtune.errors import InputError
 from voxtune.runtime.model import Model
-from voxtune.runtime.sampling import AutoSampling, Evidence
+from voxtune.runtime.sampling import AutoSampling, Evidence, FeatureCache, SamplerSettings, SamplingConfig
 from voxtune.runtime.storage import read_safetensors, store_auto
 
 EVIDENCE = Evidence(file="steps.json", sha256="0" * 64, subjects=64, summary="ddim, 3 steps: non-inferior to ddpm, 10")
@@ -42,10 +42,46 @@ def test_auto_uses_the_stored_settings(folder, cond):
     assert replace(model.config.sampling, auto=None) == plain.config.sampling
     explicit = plain.sample(cond, sampler="ddim", steps=3, timestep_spacing="leading", clip=False)
     assert torch.equal(model.sample(cond, steps="auto"), explicit)
-    # Without options, the stored settings are used; with a sampler or a number of steps, the model's defaults.
     assert torch.equal(model.sample(cond), explicit)
     assert torch.equal(model.sample(cond, sampler="ddpm"), plain.sample(cond))
-    assert torch.equal(model.sample(cond, steps=2), plain.sample(cond, steps=2))
+
+
+def plain_settings(**change):
+    """The stored settings with a change."""
+    stored = {"sampler": "ddim", "steps": 3, "timestep_spacing": "leading", "clip": False}
+    return SamplerSettings(**{**stored, **change})
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"steps": 5}, plain_settings(steps=5)),
+        ({"steps": 3}, plain_settings()),
+        ({"clip": True}, plain_settings(clip=True)),
+        ({"timestep_spacing": "linspace", "steps": 4}, plain_settings(timestep_spacing="linspace", steps=4)),
+        ({"sampler": "ddim", "steps": 2}, plain_settings(steps=2)),
+        ({"cache": 2}, plain_settings(cache=FeatureCache(interval=2))),
+        # Another sampler has the model's defaults.
+        ({"sampler": "unipc", "steps": 5}, SamplerSettings(sampler="unipc", steps=5)),
+        ({"sampler": "ddpm"}, SamplerSettings(sampler="ddpm", steps=10)),
+    ],
+)
+def test_an_option_changes_only_what_it_names(options, expected):
+    stored = replace(AUTO, cache=FeatureCache(interval=3, depth=0))
+    sampling = SamplingConfig(auto=stored)
+    settings = sampling.resolve(10, **options)
+    assert settings == expected and type(settings) is SamplerSettings
+    assert sampling.resolve(10) is stored and sampling.unmeasured(stored) is None
+    note = sampling.unmeasured(settings)
+    assert note is not None and "ddim, 3 steps, leading timesteps" in note and settings.describe() in note
+    assert SamplingConfig().unmeasured(settings) is None, "nothing is stored"
+
+
+def test_the_stored_settings_given_by_hand_are_measured():
+    sampling = SamplingConfig(auto=AUTO)
+    settings = sampling.resolve(10, sampler="ddim", steps=3, timestep_spacing="leading", clip=False)
+    assert sampling.unmeasured(settings) is None and settings.describe() in AUTO.describe()
+    assert settings.describe() == "ddim, 3 steps, leading timesteps, not clamped"
 
 
 def test_every_sampler_and_spacing_can_be_stored(folder):

@@ -33,7 +33,7 @@ def command(
         "channels": f"{facts['in_channels']} in, {facts['out_channels']} out",
         "one step": f"{facts['flop_per_step'] / 1e12:.3f} TFLOP",
         "diffusion": f"{facts['diffusion']['schedule']} schedule, {facts['diffusion']['steps']} steps",
-        "sampling": _sampling(facts["sampling"]),
+        "sampling": config.sampling.resolve(config.available_steps).describe(),
         "labels": facts["labels"] or "none (unconditional)",
         "images": ", ".join(facts["images"]) if facts["images"] else None,
         "grid": _grid(facts),
@@ -43,14 +43,6 @@ def command(
             if value is not None:
                 output.say(f"{name:11} {value}")
     output.result(facts)
-
-
-def _sampling(settings: dict[str, Any]) -> str:
-    """The settings that `voxtune sample` uses by default."""
-    cache = settings.get("cache")
-    cached = f", feature cache {cache['interval']}:{cache['depth']}" if cache else ""
-    stored = ", stored by voxtune steps" if "steps_auto" in settings else ""
-    return f"{settings['sampler']}, {settings['steps']} steps, {settings['timestep_spacing']} spacing{cached} (default{stored})"
 
 
 def _grid(facts: dict[str, Any]) -> str | None:

@@ -54,7 +54,7 @@ def command(
         str | None,
         typer.Option(
             help="Number of sampling steps, or auto: the settings stored by voxtune steps. "
-            "A number uses the model's default sampler."
+            "A number keeps the stored sampler and timestep spacing."
         ),
     ] = None,
     timestep_spacing: TimestepSpacingOption = None,
@@ -108,7 +108,10 @@ def command(
     check_seed(seed)
     given = sampler_options(sampler=sampler, steps=steps, timestep_spacing=timestep_spacing, clip=clip, cache=cache)
     settings = loaded.resolve(warn=output.warn, **given)
-    if settings.cache and settings.cache.interval > 1 and not isinstance(settings, AutoSampling):
+    unmeasured = loaded.config.sampling.unmeasured(settings)
+    if unmeasured is not None:
+        output.warn(unmeasured)
+    elif settings.cache and settings.cache.interval > 1 and not isinstance(settings, AutoSampling):
         output.warn(f"cache {settings.cache} was not measured for this model; measure it with voxtune steps --cache")
     options: dict[str, Any] = {"settings": settings, "count": count, "seed": seed, "batch": batch}
     options |= {"overwrite": overwrite, "provenance": provenance(model, loaded)}
@@ -123,11 +126,7 @@ def command(
         loaded = optimize(loaded, plan=plan, search=False, say=output.say)
     number = count * (1 if images else len(requests))
     kind = "image" if images else "volume"
-    cache_text = "" if settings.cache is None else f", cache {settings.cache}"
-    output.say(
-        f"generating {number} {kind}(s) with {settings.sampler}, {settings.steps} steps{cache_text}, seed {seed}, "
-        f"on {loaded.device}"
-    )
+    output.say(f"generating {number} {kind}(s) with {settings.describe()}, seed {seed}, on {loaded.device}")
     started = time.perf_counter()
     with output.progress("sampling", number * settings.steps) as update:
         options["progress"] = lambda done, _total: update(done)

@@ -172,8 +172,7 @@ def _generate(
     made_by: dict[str, Any],
 ) -> GeneratedVolume:
     [request] = prepare(model, [result.files["mask"]])
-    cached = "" if settings.cache is None else f", deep features cached for {settings.cache.interval} steps"
-    output.say(f"sampling {settings.sampler}, {settings.steps} steps{cached}, seed {seed}, on {model.device}")
+    output.say(f"sampling {settings.describe()}, seed {seed}, on {model.device}")
     with output.progress("sampling", settings.steps) as update:
         [volume] = generate(
             model,

@@ -189,7 +189,7 @@ def _candidates(
     if not samplers or not numbers or not timestep_spacings:
         raise InputError(f"no sampler, timestep spacing or steps to compare; the model has {available} steps")
     every = [
-        model.resolve(sampler=s, steps=n, timestep_spacing=spacing)
+        model.resolve(sampler=s, steps=n, timestep_spacing=spacing, clip=True)
         for spacing, s, n in itertools.product(timestep_spacings, samplers, numbers)
     ]
     return [settings for settings in every if settings.timestep_spacing == timestep_spacings[0]]

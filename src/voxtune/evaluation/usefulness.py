@@ -237,9 +237,12 @@ def run(request: UsefulnessRequest, say: Say) -> UsefulnessTable:
     training = request.training()
     check_seed(request.seed)
     settings = model.resolve(warn=say, **(request.sampling or {"steps": "auto"}))
+    unmeasured = model.config.sampling.unmeasured(settings)
+    if unmeasured is not None:
+        say(unmeasured)
     subjects = _checked(_split(request, model), request)
     say(f"training subjects: {subjects.origin}; test subjects: {subjects.held_out.origin}")
-    say(f"{request.volumes} volumes with {settings.sampler}, {settings.steps} steps, on {model.device}")
+    say(f"{request.volumes} volumes with {settings.describe()}, on {model.device}")
     model = by_plan(model, request.plan, say)
     synthetic = generate_volumes(
         model, subjects.learn, request.volumes, settings, seed=request.seed, batch=request.batch, say=say

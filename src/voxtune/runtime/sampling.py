@@ -6,7 +6,7 @@ import logging
 import string
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal, TypedDict
 
 from voxtune.config import current_names, from_mapping
@@ -95,8 +95,15 @@ class SamplerSettings:
         return values if self.cache is None else {**values, "cache": asdict(self.cache)}
 
     def record(self) -> dict[str, Any]:
-        """The entries of a generated volume's sidecar."""
+        """The settings in the sidecar of a generated volume, in `voxtune info --json` and in `voxtune sample --json`."""
         return self.to_json()
+
+    def describe(self) -> str:
+        """The settings in a line, as the commands print them."""
+        parts = [self.sampler, f"{self.steps} steps", f"{self.timestep_spacing} timesteps"]
+        parts += [] if self.clip else ["not clamped"]
+        parts += [f"feature cache {self.cache}"] if self.cache else []
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +134,9 @@ class AutoSampling(SamplerSettings):
 
     def record(self) -> dict[str, Any]:
         return {**self.to_json(), "steps_auto": asdict(self.evidence)}
+
+    def describe(self) -> str:
+        return f"{super().describe()} (stored by voxtune steps, measured on {self.evidence.subjects} subjects)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +192,12 @@ class SamplingConfig:
         cache: FeatureCache | str | int | None = None,
         warn: Callable[[str], None] = log.warning,
     ) -> SamplerSettings:
-        """The options completed by the model's defaults, of `available` steps; without any option, the stored settings."""
+        """The options completed by the model's settings; without any option, the stored settings with their evidence.
+
+        A number of steps or another single option changes only that: the rest is as stored, except the feature cache, which
+        was measured for the stored settings alone. With another sampler, the rest is the model's default, of all `available`
+        steps. `unmeasured` tells the difference.
+        """
         if isinstance(steps, str) and steps != "auto":
             raise InputError(f"steps {steps!r}: expected a whole number or 'auto'")
         if spacing is not None:
@@ -209,6 +224,17 @@ class SamplingConfig:
                 "steps 'auto': no settings are stored with this model; using its default of "
                 f"{self.steps or available} steps (measure and store settings with voxtune steps --store)"
             )
-        number = self.steps or available if steps is None else steps
-        defaults = {"sampler": self.sampler, "steps": number, "timestep_spacing": self.timestep_spacing}
-        return SamplerSettings(**{**defaults, **given})
+        base = SamplerSettings(
+            sampler=self.sampler, steps=self.steps or available, timestep_spacing=self.timestep_spacing
+        )
+        if self.auto is not None and sampler in (None, self.auto.sampler):
+            base = SamplerSettings.from_json({**self.auto.to_json(), "cache": None}, "stored settings")
+        if steps is not None:
+            given["steps"] = steps
+        return replace(base, **given)
+
+    def unmeasured(self, settings: SamplerSettings) -> str | None:
+        """A line if there are stored settings whose evidence is not about `settings`."""
+        if self.auto is None or settings.to_json() == self.auto.to_json():
+            return None
+        return f"the stored evidence is for {SamplerSettings.describe(self.auto)}; it does not apply to {settings.describe()}"
