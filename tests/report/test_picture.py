@@ -235,7 +235,9 @@ def test_the_picture_of_a_sample_has_a_column_for_each_kind(tmp_path):
     files = tuple(tmp_path / f"m_desc-synth01_{kind}.nii.gz" for kind in contract.images)
     images = np.stack([placed == 1, placed == 2]).astype(np.float32)
     volume = GeneratedVolume(request=request, replicate=1, index=0, images_CDHW=images, files=files)
-    picture = np.asarray(Image.open(_picture(volume, contract)))
+    path = _picture(volume, contract)
+    picture = np.asarray(Image.open(path))
+    assert path.name == "m_desc-synth01.png"
     assert picture.shape == (CAPTION + 3 * (256 + GAP), 3 * (256 + GAP) + GAP, 3)
     mask_tile, first, second = (picture[CAPTION:, GAP + c * (256 + GAP) :][:256, :256] for c in range(3))
     assert colours(mask_tile) == {PALETTE[1], PALETTE[2]}, (

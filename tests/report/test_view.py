@@ -130,6 +130,22 @@ def test_the_page_opens_on_the_pathology_not_on_the_highest_value(tmp_path):
     assert data["volumes"][data["cases"][0]["mask"]]["solid"] == [number["necrosis"]]
 
 
+def test_details_of_the_sidecar(tmp_path):
+    """The noise of a volume is a large number, except where it is that of a position."""
+    file = tmp_path / "sub-1_desc-synth01_T1w.nii.gz"
+    write_array(file, np.zeros((4, 4, 4), np.float32))
+    record = {"sampler": "ddpm", "steps": 3, "index": 7}
+    shown = [["sampler", "ddpm"], ["steps", "3"]]
+    for noise, rows in (
+        (None, [["sample", "7"]]),
+        ({"rule": "position"}, [["sample", "7"]]),
+        ({"rule": "identity", "stem": "sub-1", "replicate": 1}, []),
+    ):
+        (tmp_path / "sub-1_desc-synth01_T1w.json").write_text(json.dumps(record | ({"noise": noise} if noise else {})))
+        data = data_of(view_page(tmp_path, tmp_path / "v.html").path.read_text())
+        assert data["cases"][0]["details"] == shown + rows
+
+
 def test_an_organ_is_no_surface(tmp_path):
     write_array(tmp_path / "sub-1_dseg.nii.gz", np.ones((4, 4, 4), np.uint8))
     write_array(tmp_path / "sub-1_T1w.nii.gz", np.zeros((4, 4, 4), np.float32))

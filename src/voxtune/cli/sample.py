@@ -229,19 +229,22 @@ def _generate_images(model: Model, out: Path, picture: bool, options: dict[str, 
 
 def _picture(volume: GeneratedVolume, contract: DataContract) -> Path:
     from voxtune.data.legend import contract_legend
+    from voxtune.data.modality import SYNTHETIC
     from voxtune.report.picture import SlicePanel, slice_picture
 
     # Pictures are in RAS orientation, whatever the orientation of the model's grid.
     to_ras = volume.request.placement.ras_array
     labels, spacing = to_ras(volume.request.labels_DHW)
     panels = [SlicePanel(title="mask", volume_DHW=labels, labels=True, spacing_DHW=spacing)]
-    first = volume.files[0]
-    titles = contract.images if len(contract.images) > 1 else (first.name,)
+    first, several = volume.files[0], len(contract.images) > 1
+    titles = contract.images if several else (first.name,)
     panels += [
         SlicePanel(title=title, volume_DHW=to_ras(image_DHW)[0], spacing_DHW=spacing)
         for title, image_DHW in zip(titles, volume.images_CDHW, strict=True)
     ]
-    path = first.with_name(first.name.replace(".nii.gz", ".png"))
+    # A picture of several images has no kind in its name: sub-1_desc-synth01.png.
+    mark = SYNTHETIC.search(first.name) if several else None
+    path = first.with_name((first.name[: mark.end()] if mark else first.name.removesuffix(".nii.gz")) + ".png")
     return slice_picture(panels, path, around=labels, legend=contract_legend(contract))
 
 

@@ -32,7 +32,6 @@ DETAILS = (
     ("sampler", "sampler"),
     ("steps", "steps"),
     ("seed", "seed"),
-    ("index", "sample"),
     ("placement", "placement"),
 )
 LIBRARY = "niivue/niivue.umd.js"
@@ -127,8 +126,19 @@ def _embed_case(case: Case, volumes: Embedding, measured: Metrics) -> dict[str, 
         "caption": CAPTIONS[case.origin],
         "reference_caption": CAPTIONS[case.reference_origin],
         "mask": mask,
-        "details": [[label, str(case.record[key])] for key, label in DETAILS if case.record.get(key) is not None],
+        "details": _details(case.record),
     }
+
+
+def _details(record: dict[str, Any]) -> list[list[str]]:
+    """Captions and values of what the sidecar records."""
+    rows = [[caption, str(record[key])] for key, caption in DETAILS if record.get(key) is not None]
+    noise = record.get("noise")
+    # In version 0.1 the noise was that of a number, without a rule.
+    by_number = not isinstance(noise, dict) or noise.get("rule") == "position"
+    if by_number and record.get("index") is not None:
+        rows.append(["sample", str(record["index"])])
+    return rows
 
 
 def _metrics(folder: Path, given: Path | None) -> tuple[Metrics, list[str]]:
