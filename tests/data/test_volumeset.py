@@ -8,12 +8,13 @@ import pytest
 
 from voxtune.data.contract import generic_contract
 from voxtune.data.volumeset import (
-    check_modalities,
+    common_kinds,
     find_images,
     find_masks,
     pair_by_subject,
     read_pair,
     read_placed,
+    volumes_of,
 )
 from voxtune.errors import InputError
 
@@ -38,7 +39,7 @@ def test_synthetic_volumes_are_matched_with_references(tmp_path):
         write(tmp_path / "real" / f"{name}.nii.gz")
     for name in ("sub-01_desc-synth01_T1w", "sub-01_desc-synth02_T1w", "sub-09_desc-synth01_T1w"):
         write(tmp_path / "synth" / f"{name}.nii.gz")
-    real, synth = find_images(tmp_path / "real"), find_images(tmp_path / "synth", synthetic=True)
+    real, synth = volumes(tmp_path / "real"), volumes(tmp_path / "synth", synthetic=True)
     assert [f.subject for f in real] == ["sub-01", "sub-02"]
     pairs = pair_by_subject(real, synth)
     assert [(a.path.name, b.path.name) for a, b in pairs] == [
@@ -55,16 +56,76 @@ def test_one_folder_with_references_and_synthetic_volumes(tmp_path):
     assert [f.path.name for f in find_images(tmp_path, synthetic=True)] == ["sub-01_desc-synth01_T1w.nii.gz"]
 
 
-def test_several_modalities_require_a_choice(tmp_path):
-    for name in ("a_T1w", "a_T2w", "b_T1n"):
+def volumes(folder, kinds=("T1w",), **more):
+    return volumes_of(folder, find_images(folder, **more), kinds)
+
+
+def test_the_kinds_that_all_sets_have(tmp_path):
+    for name in (
+        "r/a_T1w",
+        "r/a_T2w",
+        "r/b_t1n",
+        "r/b_t2",
+        "r/a_FLAIR",
+        "s/a_desc-synth01_T2w",
+        "s/a_desc-synth01_T1w",
+    ):
         write(tmp_path / f"{name}.nii.gz")
-    with pytest.raises(InputError, match="--image"):
-        check_modalities([find_images(tmp_path)])
-    chosen = find_images(tmp_path, "T1w")
-    assert [f.path.name for f in chosen] == ["a_T1w.nii.gz", "b_T1n.nii.gz"]
-    check_modalities([chosen])
+    write(tmp_path / "t2" / "a_T2w.nii.gz")
+    write(tmp_path / "none" / "a.nii.gz")
+    write(tmp_path / "none" / "b_image.nii.gz")
+    names = ("r", "s", "t2", "none")
+    sets = {name: (tmp_path / name, find_images(tmp_path / name, synthetic=name == "s")) for name in names}
+    assert common_kinds([sets["r"], sets["s"]]) == (
+        ("T1w", "T2w"),
+        ["FLAIR images are ignored: not every folder has them"],
+    )
+    assert common_kinds([sets["s"], sets["t2"]])[0] == ("T2w",)
+    assert common_kinds([sets["none"], sets["t2"]]) == (("T2w",), [])
+    assert common_kinds([sets["none"]]) == (("",), [])
+    with pytest.raises(InputError, match="no file name states the image kind; choose one: --image T1w or --image T2w"):
+        common_kinds([sets["none"], sets["s"]])
+    write(tmp_path / "flair" / "a_FLAIR.nii.gz")
+    with pytest.raises(
+        InputError, match=r"s: 1 T1w and 1 T2w images; .*flair: 1 FLAIR image; no image kind is in all"
+    ) as error:
+        common_kinds([sets["s"], (tmp_path / "flair", find_images(tmp_path / "flair"))])
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_files_of_one_volume_are_grouped(tmp_path):
+    names = ("sub-1_ses-1_T1w", "sub-1_ses-1_ce-gadolinium_T1w", "sub-1_ses-2_T1w", "sub-1_ses-2_ce-gadolinium_T1w")
+    for name in names:
+        write(tmp_path / "r" / f"{name}.nii.gz")
+    both = ("T1ce", "T1w")
+    [first, second] = volumes(tmp_path / "r", both)
+    assert (first.subject, second.subject) == ("sub-1_ses-1", "sub-1_ses-2")
+    assert {kind: file.path.name for kind, file in first.images.items()} == {
+        "T1ce": f"{names[1]}.nii.gz",
+        "T1w": f"{names[0]}.nii.gz",
+    }
+    assert [v.path.name for v in volumes(tmp_path / "r")] == [f"{names[0]}.nii.gz", f"{names[2]}.nii.gz"]
+    for number in (1, 2):
+        write(tmp_path / "s" / f"sub-1_ses-1_desc-synth0{number}_T1w.nii.gz")
+        write(tmp_path / "s" / f"sub-1_ses-1_ce-gadolinium_desc-synth0{number}_T1w.nii.gz")
+    synthetic = volumes(tmp_path / "s", both, synthetic=True)
+    assert [len(v.images) for v in synthetic] == [2, 2]
+    assert [(a, b) for a, b in pair_by_subject([first, second], synthetic)] == [(first, v) for v in synthetic]
+
+
+def test_volumes_without_a_kind_or_with_two_files_of_one_are_errors(tmp_path):
+    for name in ("a_T1w", "a_T2w", "b_T1w"):
+        write(tmp_path / f"{name}.nii.gz")
+    with pytest.raises(InputError, match=r"no T2w image for subject b; add it, or choose .* --image T1w"):
+        volumes(tmp_path, ("T1w", "T2w"))
     with pytest.raises(InputError, match="no FLAIR images"):
-        find_images(tmp_path, "FLAIR")
+        volumes(tmp_path, ("FLAIR",))
+    with pytest.raises(InputError, match="no FLAIR or ADC images"):
+        volumes(tmp_path, ("FLAIR", "ADC"))
+    write(tmp_path / "b_t2.nii.gz")
+    write(tmp_path / "b_T2w.nii.gz")
+    with pytest.raises(InputError, match="several T2w images for subject b"):
+        volumes(tmp_path, ("T1w", "T2w"))
 
 
 def test_ambiguous_partners_are_rejected(tmp_path):
@@ -72,7 +133,7 @@ def test_ambiguous_partners_are_rejected(tmp_path):
         write(tmp_path / "real" / f"{name}.nii.gz")
     write(tmp_path / "synth" / "sub-01_desc-synth01_T1w.nii.gz")
     with pytest.raises(InputError, match="several reference images for subject sub-01"):
-        pair_by_subject(find_images(tmp_path / "real"), find_images(tmp_path / "synth"))
+        pair_by_subject(volumes(tmp_path / "real"), volumes(tmp_path / "synth"))
     for name in ("a_seg", "a_dseg"):
         write(tmp_path / "masks" / f"{name}.nii.gz")
     with pytest.raises(InputError, match="several masks for subject a"):

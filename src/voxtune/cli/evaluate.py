@@ -32,7 +32,12 @@ def command(
         Path | None,
         typer.Option(help="Folder of the training volumes, for memorisation. Default: the reference volumes."),
     ] = None,
-    image: Annotated[str | None, typer.Option(help="Image type, such as T1w, if folders hold several.")] = None,
+    image: Annotated[
+        str | None,
+        typer.Option(
+            help="Image kind, such as T2w, or several: t1,t1ce,t2,flair. Default: those that all folders have."
+        ),
+    ] = None,
     features: Annotated[
         Path | None, typer.Option(help="Feature network folder. Default: the one that ships with Voxtune.")
     ] = None,
@@ -48,6 +53,7 @@ def command(
     quiet: QuietOption = False,
 ) -> None:
     """Compare synthetic volumes with reference volumes: similarity, distribution, mask adherence, memorisation."""
+    from voxtune.data.modality import listed
     from voxtune.evaluation.describe import find_sets
     from voxtune.evaluation.evaluate import evaluate, open_networks, write_result
     from voxtune.quality.bootstrap import Bootstrap
@@ -57,7 +63,10 @@ def command(
     check_output_path(out / "metrics.json", overwrite)
     sets = find_sets(real, synth, masks, training, image)
     feature_network, segmenter_network = open_networks(features, segmenter, choose_device(device))
-    output.say(f"{len(sets.real)} reference volumes, {len(sets.synth)} synthetic volumes, {len(sets.pairs)} pairs")
+    images = f" of {listed(sets.kinds)} images" if len(sets.kinds) > 1 else ""
+    output.say(
+        f"{len(sets.real)} reference volumes, {len(sets.synth)} synthetic volumes, {len(sets.pairs)} pairs{images}"
+    )
     started = time.perf_counter()
     total = len(sets.real) + len(sets.synth) + len(sets.training or []) + len(sets.pairs)
     with output.progress("reading", total) as update:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,17 @@ from voxtune.data.contract import DataContract, scale_image
 from voxtune.data.derivative import subject_of
 from voxtune.data.geometry import GeometrySummary
 from voxtune.data.grid import fit
-from voxtune.data.modality import MASK_ENDINGS, SYNTHETIC, same_kind, split_name
+from voxtune.data.modality import (
+    KINDS,
+    MASK_ENDINGS,
+    PLAIN_ENDINGS,
+    SYNTHETIC,
+    describe_counts,
+    kind_name,
+    listed,
+    same_kind,
+    split_name,
+)
 from voxtune.data.nifti import Volume, read_labels, read_volume
 from voxtune.data.pairing import nifti_files
 from voxtune.data.preflight import MODEL, Consumer, check_mask, check_pair
@@ -21,11 +31,24 @@ from voxtune.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class VolumeFile:
-    """An image file with its subject (sub-01 of sub-01_desc-synth02_T1w.nii.gz) and its modality in lower case, or ""."""
+    """An image file with its subject (sub-01 of sub-01_desc-synth02_T1w.nii.gz) and its image kind, or ""."""
 
     path: Path
     subject: str
-    modality: str
+    kind: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class VolumeFiles:
+    """The files of one volume by image kind; a single image may be of the kind "", which no file name states."""
+
+    subject: str
+    images: dict[str, VolumeFile]
+
+    @property
+    def path(self) -> Path:
+        """The first file."""
+        return next(iter(self.images.values())).path
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,21 +61,79 @@ class Placed:
     constant: bool
 
 
-def find_images(folder: str | Path, image: str | None = None, *, synthetic: bool = False) -> list[VolumeFile]:
-    """The images below a folder, sorted by path, without masks; only those of modality `image` if it is given.
+def find_images(folder: str | Path, images: Sequence[str] = (), *, synthetic: bool = False) -> list[VolumeFile]:
+    """The images below a folder, sorted by path, without masks. `images` are kinds that names may state besides the known.
 
-    If a folder contains both generated volumes (desc-synth in the name) and others, `synthetic` selects one kind.
+    If a folder contains both generated volumes (desc-synth in the name) and others, `synthetic` selects one sort.
     """
-    known = () if image is None else (image,)
-    named = [(path, split_name(path, known)[1]) for path in nifti_files(folder)]
-    files = [VolumeFile(path=p, subject=subject_of(p, known), modality=m) for p, m in named if m not in MASK_ENDINGS]
-    if image is not None:
-        files = [f for f in files if not f.modality or same_kind(f.modality, image)]
+    named = [(path, split_name(path, images)[1]) for path in nifti_files(folder)]
+    files = [
+        VolumeFile(path=path, subject=subject_of(path, images), kind="" if end in PLAIN_ENDINGS else kind_name(end))
+        for path, end in named
+        if end not in MASK_ENDINGS
+    ]
     files = [f for f in files if bool(SYNTHETIC.search(f.path.name)) == synthetic] or files
     if not files:
-        kind = "NIfTI images (.nii, .nii.gz)" if image is None else f"{image} images"
-        raise InputError(f"{folder}: no {kind} in this folder")
+        raise InputError(f"{folder}: no NIfTI images (.nii, .nii.gz) in this folder")
     return files
+
+
+def common_kinds(sets: Sequence[tuple[Path, Sequence[VolumeFile]]]) -> tuple[tuple[str, ...], list[str]]:
+    """(the image kinds of all sets, warnings about others); ("",) if no file name states a kind.
+
+    Raises InputError for sets without a common kind, or if the names of one set do not say which of several kinds it has.
+    """
+    stated = [(folder, {f.kind for f in files if f.kind}) for folder, files in sets]
+    known = [kind.name for kind in KINDS]
+    every = sorted(
+        set().union(*(kinds for _, kinds in stated)), key=lambda kind: (kind not in known, [*known, kind].index(kind))
+    )
+    if len(every) < 2:
+        return tuple(every) or ("",), []
+    for folder, kinds in stated:
+        if not kinds:
+            options = listed([f"--image {kind}" for kind in every], "or")
+            raise InputError(f"{folder}: no file name states the image kind; choose one: {options}")
+    common = tuple(kind for kind in every if all(kind in kinds for _, kinds in stated))
+    if not common:
+        counts = (f"{d}: {describe_counts(f.kind for f in files if f.kind)}" for d, files in sets)
+        raise InputError(f"{'; '.join(counts)}; no image kind is in all of them")
+    others = [kind for kind in every if kind not in common]
+    return common, [f"{listed(others)} images are ignored: not every folder has them"] if others else []
+
+
+def volumes_of(folder: str | Path, files: Sequence[VolumeFile], kinds: Sequence[str]) -> list[VolumeFiles]:
+    """The volumes of a set, with one file of each kind; of a single kind also the files whose names state none."""
+    if len(kinds) == 1:
+        [kind] = kinds
+        chosen = [f for f in files if not kind or not f.kind or same_kind(f.kind, kind)]
+        if not chosen:
+            raise InputError(f"{folder}: no {kind} images in this folder")
+        return [VolumeFiles(subject=f.subject, images={kind: f}) for f in chosen]
+    groups: dict[tuple[str, str], dict[str, VolumeFile]] = {}
+    for file in files:
+        matches = [kind for kind in kinds if same_kind(file.kind, kind)]
+        number = SYNTHETIC.search(file.path.name)
+        group = groups.setdefault((file.subject, number.group(1) if number else ""), {}) if matches else {}
+        for kind in matches:
+            if kind in group:
+                raise InputError(
+                    f"{group[kind].path}, {file.path}: several {kind} images for subject {file.subject}; keep one"
+                )
+            group[kind] = file
+    if not groups:
+        raise InputError(f"{folder}: no {listed(list(kinds), 'or')} images in this folder")
+    for (subject, _), group in groups.items():
+        missing = [kind for kind in kinds if kind not in group]
+        if missing:
+            raise InputError(
+                f"{folder}: no {listed(missing, 'or')} image for subject {subject}; add it, or choose kinds that all "
+                f"subjects have, such as --image {next(iter(group))}"
+            )
+    return [
+        VolumeFiles(subject=subject, images={kind: group[kind] for kind in kinds})
+        for (subject, _), group in groups.items()
+    ]
 
 
 def find_masks(folder: str | Path) -> dict[str, Path]:
@@ -70,25 +151,13 @@ def find_masks(folder: str | Path) -> dict[str, Path]:
     return masks
 
 
-def check_modalities(sets: Iterable[Sequence[VolumeFile]]) -> None:
-    """Raises InputError if the volumes are of different modalities."""
-    seen: dict[str, VolumeFile] = {}
-    for files in sets:
-        for file in files:
-            if file.modality and not any(same_kind(file.modality, known) for known in seen):
-                seen[file.modality] = file
-    if len(seen) > 1:
-        names = ", ".join(f"{m} ({f.path.name})" for m, f in seen.items())
-        raise InputError(f"several modalities: {names}; choose one, such as --image {next(iter(seen))}")
-
-
 def pair_by_subject(
-    references: Sequence[VolumeFile], synthetic: Sequence[VolumeFile]
-) -> list[tuple[VolumeFile, VolumeFile]]:
+    references: Sequence[VolumeFiles], synthetic: Sequence[VolumeFiles]
+) -> list[tuple[VolumeFiles, VolumeFiles]]:
     """(reference, synthetic) for each synthetic volume whose subject has a reference."""
-    by_subject: dict[str, list[VolumeFile]] = {}
-    for file in references:
-        by_subject.setdefault(file.subject, []).append(file)
+    by_subject: dict[str, list[VolumeFiles]] = {}
+    for files in references:
+        by_subject.setdefault(files.subject, []).append(files)
     pairs = []
     for volume in synthetic:
         partners = by_subject.get(volume.subject, [])
@@ -150,5 +219,5 @@ def _unit(volume: Volume) -> np.ndarray:
     return (volume.array - np.float32(low)) / np.float32(high - low if high > low else 1.0)
 
 
-def masks_of(files: Sequence[VolumeFile], masks: Mapping[str, Path]) -> list[Path | None]:
+def masks_of(files: Sequence[VolumeFiles], masks: Mapping[str, Path]) -> list[Path | None]:
     return [masks.get(file.subject) for file in files]

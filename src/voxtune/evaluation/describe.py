@@ -13,17 +13,19 @@ from torch import Tensor
 from voxtune.data.cohort import cohort_contract
 from voxtune.data.contract import DataContract
 from voxtune.data.geometry import GeometrySummary
+from voxtune.data.modality import kind_name, parse_images
 from voxtune.data.preflight import segmenter_consumer
 from voxtune.data.volumeset import (
     Placed,
-    VolumeFile,
-    check_modalities,
+    VolumeFiles,
+    common_kinds,
     find_images,
     find_masks,
     masks_of,
     pair_by_subject,
     read_pair,
     read_placed,
+    volumes_of,
 )
 from voxtune.errors import FileProblems, InputError
 from voxtune.quality.metrics import (
@@ -31,7 +33,7 @@ from voxtune.quality.metrics import (
     SetMeasurements,
     VolumeInput,
     collect,
-    measure,
+    measure_images,
     measure_pairs,
 )
 from voxtune.segmentation.segmenter import Segmenter
@@ -44,44 +46,65 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSets:
-    """The files of an evaluation. Without `training`, the real volumes take its place."""
+    """The volumes of an evaluation, each with the images `kinds`. Without `training`, the real volumes take its place."""
 
-    real: list[VolumeFile]
-    synth: list[VolumeFile]
-    training: list[VolumeFile] | None
+    kinds: tuple[str, ...]
+    real: list[VolumeFiles]
+    synth: list[VolumeFiles]
+    training: list[VolumeFiles] | None
     masks: dict[str, Path] | None
-    pairs: list[tuple[VolumeFile, VolumeFile]]
+    pairs: list[tuple[VolumeFiles, VolumeFiles]]
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SetReadings:
-    """One set as it is read: measurements of each volume, and the images in [0, 1] that pairs are taken of."""
+    """One set as it is read: measurements of each volume, and the images in [0, 1] by kind that pairs are taken of."""
 
-    files: list[VolumeFile]
+    files: list[VolumeFiles]
     rows: list[dict[str, Any]] = field(default_factory=list)
-    images: list[Tensor] = field(default_factory=list)
+    images: list[dict[str, Tensor]] = field(default_factory=list)
 
     def measurements(self, pairs: Sequence[tuple[int, int]], metrics: Sequence[Metric]) -> SetMeasurements:
-        return collect(self.rows, measure_pairs([{"": image} for image in self.images], pairs, metrics))
+        return collect(self.rows, measure_pairs(self.images, pairs, metrics))
 
 
 def find_sets(
     real: Path, synth: Path, masks: Path | None = None, training: Path | None = None, image: str | None = None
 ) -> EvaluationSets:
-    """Finds and checks the files by name, before any is read."""
-    real_files, synth_files = find_images(real, image), find_images(synth, image, synthetic=True)
-    training_files = None if training is None else find_images(training, image)
-    check_modalities([real_files, synth_files, training_files or []])
+    """Finds and checks the files by name, before any is read.
+
+    `image` names one or several kinds; by default they are those that all folders have.
+    """
+    kinds: tuple[str, ...] = () if image is None else parse_images(image)
+    real_files, synth_files = find_images(real, kinds), find_images(synth, kinds, synthetic=True)
+    training_files = None if training is None else find_images(training, kinds)
+    warnings: list[str] = []
+    if image is None:
+        sets = [(real, real_files), (synth, synth_files)]
+        sets += [] if training is None or training_files is None else [(training, training_files)]
+        kinds, warnings = common_kinds(sets)
+    real_volumes, synth_volumes = volumes_of(real, real_files, kinds), volumes_of(synth, synth_files, kinds)
     mask_files = None if masks is None else find_masks(masks)
-    if mask_files is not None and not any(f.subject in mask_files for f in synth_files):
-        raise InputError(f"{masks}: no mask matches a synthetic volume by name, such as {synth_files[0].path.name}")
+    if mask_files is not None and not any(f.subject in mask_files for f in synth_volumes):
+        raise InputError(f"{masks}: no mask matches a synthetic volume by name, such as {synth_volumes[0].path.name}")
     return EvaluationSets(
-        real=real_files,
-        synth=synth_files,
-        training=training_files,
+        kinds=kinds,
+        real=real_volumes,
+        synth=synth_volumes,
+        training=None if training is None or training_files is None else volumes_of(training, training_files, kinds),
         masks=mask_files,
-        pairs=pair_by_subject(real_files, synth_files),
+        pairs=pair_by_subject(real_volumes, synth_volumes),
+        warnings=tuple(warnings),
     )
+
+
+def kinds_read(network: Segmenter, kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """The evaluated kinds that a network reads, in its order; none if it does not apply to them."""
+    names = tuple(kind_name(image) for image in network.config.data.images)
+    if kinds == ("",):
+        return kinds if len(names) == 1 else ()
+    return names if set(names) <= set(kinds) else ()
 
 
 def grid_of(features: Segmenter | None) -> DataContract:
@@ -90,17 +113,21 @@ def grid_of(features: Segmenter | None) -> DataContract:
 
 
 class Reader:
-    """Reads volumes one at a time, takes the measurements that `metrics` need, and collects errors of files."""
+    """Reads volumes one at a time, takes the measurements that `metrics` need, and collects errors of files.
+
+    `contract` is the common grid. The networks, if any, read kinds that the sets have.
+    """
 
     def __init__(
         self,
         sets: EvaluationSets,
+        contract: DataContract,
         features: Segmenter | None,
         segmenter: Segmenter | None,
         metrics: Sequence[Metric],
         progress: Progress | None,
     ):
-        self.masks = sets.masks or {}
+        self.kinds, self.contract, self.masks = sets.kinds, contract, sets.masks or {}
         # All sets are cropped alike: around the labels if every volume has a mask, else around the centre.
         self.by_mask = sets.training is None and all(f.subject in self.masks for f in (*sets.real, *sets.synth))
         self.features, self.segmenter, self.progress = features, segmenter, progress
@@ -112,52 +139,82 @@ class Reader:
         self.done = 0
         self.total = sum(len(part or []) for part in (sets.real, sets.synth, sets.training, sets.pairs))
 
-    def read(self, files: list[VolumeFile], *, neighbours_only: bool = False) -> SetReadings:
+    @property
+    def feature_part(self) -> str:
+        """The one of several image kinds that the features are of; "" if they are of all images."""
+        read = () if self.features is None else kinds_read(self.features, self.kinds)
+        return read[0] if len(read) == 1 < len(self.kinds) else ""
+
+    def read(self, volumes: list[VolumeFiles], *, neighbours_only: bool = False) -> SetReadings:
         """With `neighbours_only` (training volumes), only what nearest neighbours need is measured."""
-        contract = grid_of(self.features)
-        readings = SetReadings(files=files)
-        for file, mask in zip(files, masks_of(files, {} if neighbours_only else self.masks), strict=True):
-            try:
-                # Labels must be those of the network that they are compared with.
-                labels_for = self.labels_for if self.features is self.segmenter else None
-                placed = read_placed(
-                    file, mask, contract, labels_for=labels_for, by_mask=self.by_mask, geometry=self.geometry
-                )
+        readings = SetReadings(files=volumes)
+        for files, mask in zip(volumes, masks_of(volumes, {} if neighbours_only else self.masks), strict=True):
+            placed = self._place(files, mask)
+            if placed is not None:
                 self._measure(placed, mask, readings, neighbours_only)
-            except InputError as error:
-                self.errors.add(file.path, error)
             self._step()
         return readings
 
-    def read_pairs(self, pairs: list[tuple[VolumeFile, VolumeFile]]) -> dict[Path, dict[str, float]]:
-        """Synthetic file -> measurements with its real partner, on the grid of the files."""
+    def read_pairs(self, pairs: list[tuple[VolumeFiles, VolumeFiles]]) -> dict[Path, dict[str, Any]]:
+        """First synthetic file -> measurements with its real partner, on the grid of the files."""
         rows = {}
         for real, synth in pairs:
-            try:
-                partner, image = (torch.from_numpy(array) for array in read_pair(real, synth))
-                rows[synth.path] = measure(VolumeInput(image=image, partner=partner), self.pair_metrics)
-            except InputError as error:
-                self.errors.add(synth.path, error)
+            inputs = {}
+            for kind, file in synth.images.items():
+                try:
+                    partner, image = (torch.from_numpy(array) for array in read_pair(real.images[kind], file))
+                    inputs[kind] = VolumeInput(image=image, partner=partner)
+                except InputError as error:
+                    self.errors.add(file.path, error)
+            if len(inputs) == len(synth.images):
+                rows[synth.path] = measure_images(inputs, self.pair_metrics)
             self._step()
         return rows
 
-    def _measure(self, placed: Placed, mask: Path | None, readings: SetReadings, neighbours_only: bool) -> None:
-        if placed.constant:
-            self.constant.append(placed.file.path)
-        image = torch.from_numpy((placed.image_DHW + 1) / 2)
+    def _place(self, files: VolumeFiles, mask: Path | None) -> dict[str, Placed] | None:
+        """The images of a volume on the common grid; None if a file has an error."""
+        # Labels must be those of the network that they are compared with.
+        labels_for = self.labels_for if self.features is self.segmenter else None
+        placed = {}
+        for kind, file in files.images.items():
+            try:
+                placed[kind] = read_placed(
+                    file, mask, self.contract, labels_for=labels_for, by_mask=self.by_mask, geometry=self.geometry
+                )
+            except InputError as error:
+                self.errors.add(file.path, error)
+        return placed if len(placed) == len(files.images) else None
+
+    def _measure(
+        self, placed: dict[str, Placed], mask: Path | None, readings: SetReadings, neighbours_only: bool
+    ) -> None:
+        self.constant += [image.file.path for image in placed.values() if image.constant]
+        images = {kind: torch.from_numpy((image.image_DHW + 1) / 2) for kind, image in placed.items()}
         features = labels = None
         if self.features is not None:
-            labels, vectors = self.features.describe(torch.from_numpy(placed.image_DHW)[None, None])
+            labels, vectors = self.features.describe(self._input(self.features, placed))
             features, labels = vectors[0], labels[0]
         metrics, adherence = self.set_metrics, {}
         if neighbours_only:
             metrics = [metric for metric in metrics if "training" in metric.needs]
         else:
-            readings.images.append(image)
-            adherence = {} if self.segmenter is None else self._labels(placed, mask, labels)
-        readings.rows.append(measure(VolumeInput(image=image, features=features, **adherence), metrics))
+            readings.images.append(images)
+            try:
+                adherence = {} if self.segmenter is None else self._labels(placed, mask, labels)
+            except InputError as error:
+                self.errors.add(next(iter(placed.values())).file.path, error)
+                return
+        inputs = {kind: VolumeInput(image=image, features=features, **adherence) for kind, image in images.items()}
+        row = measure_images(inputs, metrics)
+        if self.feature_part and "features" in row:
+            row["features"] = {self.feature_part: row["features"]}
+        readings.rows.append(row)
 
-    def _labels(self, placed: Placed, mask: Path | None, labels_DHW: Tensor | None) -> dict[str, Any]:
+    def _input(self, network: Segmenter, placed: dict[str, Placed]) -> Tensor:
+        """The images that a network reads, (1, C, D, H, W)."""
+        return torch.stack([torch.from_numpy(placed[kind].image_DHW) for kind in kinds_read(network, self.kinds)])[None]
+
+    def _labels(self, placed: dict[str, Placed], mask: Path | None, labels_DHW: Tensor | None) -> dict[str, Any]:
         """The mask and the predicted labels on the segmenter's grid; neither without a mask."""
         assert self.segmenter is not None
         contract = self.segmenter.config.data
@@ -165,10 +222,15 @@ class Reader:
         if mask is None:
             return {"classes": values}
         if self.segmenter is not self.features or not self.by_mask:  # around the labels, as in sampling
-            placed = read_placed(placed.file, mask, contract, labels_for=self.labels_for)
-            labels_DHW = self.segmenter.describe(torch.from_numpy(placed.image_DHW)[None, None])[0][0]
-        assert placed.labels_DHW is not None and labels_DHW is not None
-        return {"mask": torch.from_numpy(placed.labels_DHW), "predicted": labels_DHW, "classes": values}
+            assert self.labels_for is not None
+            placed = {
+                kind: read_placed(placed[kind].file, mask, contract, labels_for=self.labels_for)
+                for kind in kinds_read(self.segmenter, self.kinds)
+            }
+            labels_DHW = self.segmenter.describe(self._input(self.segmenter, placed))[0][0]
+        mask_DHW = next(iter(placed.values())).labels_DHW
+        assert mask_DHW is not None and labels_DHW is not None
+        return {"mask": torch.from_numpy(mask_DHW), "predicted": labels_DHW, "classes": values}
 
     def _step(self) -> None:
         self.done += 1

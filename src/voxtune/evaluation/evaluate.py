@@ -6,7 +6,7 @@ Pairs are compared on their own grid; everything else is measured on a common gr
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from voxtune.data.volumeset import VolumeFile
-from voxtune.errors import InputError
-from voxtune.evaluation.describe import EvaluationSets, Progress, Reader, SetReadings
+from voxtune.data.modality import kind_name, listed
+from voxtune.evaluation.describe import EvaluationSets, Progress, Reader, SetReadings, grid_of, kinds_read
 from voxtune.files import write_atomic
 from voxtune.quality.bootstrap import Bootstrap, metric_value
 from voxtune.quality.metrics import (
+    LABEL_MEASUREMENTS,
     NEEDS,
     NEIGHBOUR_MEASUREMENTS,
+    VOXEL_NEIGHBOUR,
     Metric,
     Need,
     PairValues,
@@ -51,15 +52,14 @@ def evaluate(
     """Every metric that the sets allow, with its interval; `left_out` gives the reason for each of the others."""
     settings = settings or Bootstrap()
     notes = Notes(warn)
-    for network in (features, segmenter):
-        if network is not None and len(network.config.data.images) != 1:
-            raise InputError(
-                f"{network.path}: expects {len(network.config.data.images)} images; evaluate supports networks of one image"
-            )
-    missing = _missing(sets, features, segmenter)
+    for line in sets.warnings:
+        notes.warn(line)
+    missing, contract = _missing(sets, features, segmenter), grid_of(features)
+    features = features if features is not None and kinds_read(features, sets.kinds) else None
+    segmenter = segmenter if segmenter is not None and kinds_read(segmenter, sets.kinds) else None
     metrics = sorted(metrics_for(POSSIBLE), key=report_order)
     computed = [metric for metric in metrics if not metric.needs & missing.keys()]
-    reader = Reader(sets, features, segmenter, computed, progress)
+    reader = Reader(sets, contract, features, segmenter, computed, progress)
     synth, real = reader.read(sets.synth), reader.read(sets.real)
     training = None if sets.training is None else reader.read(sets.training, neighbours_only=True)
     partners = reader.read_pairs(sets.pairs)
@@ -71,7 +71,9 @@ def evaluate(
     generated, baseline = (
         part.measurements(choose_pairs(len(part.images), max_pairs, settings.seed), computed) for part in (synth, real)
     )
-    generated.values.update(collect(list(partners.values())).values)
+    paired = collect(list(partners.values()))
+    generated.values.update(paired.values)
+    generated.by_part.update(paired.by_part)
     nearest_files = _measure_neighbours(generated, baseline, synth, real, training)
     report = _Report(
         generated=generated,
@@ -87,6 +89,9 @@ def evaluate(
             report.add(metric)
         else:
             notes.leave_out(metric.name, reason)
+        for kind in sets.kinds if reason is None and reader.feature_part and "features" in metric.needs else ():
+            if kind != reader.feature_part and features is not None:
+                notes.leave_out(metric.full_name(kind), _other_images(features, (kind,)))
     if "masks" not in missing and sets.masks is not None:
         unmasked = [f.path.name for f in sets.synth if f.subject not in sets.masks]
         if unmasked:
@@ -103,6 +108,7 @@ def evaluate(
             "training": None if sets.training is None else len(sets.training),
             "pairs": len(sets.pairs),
         },
+        images=tuple(kind for kind in sets.kinds if kind),
         volumes=tuple(_rows(sets, generated, partners, nearest_files)),
         features=None if features is None else features.identity(),
         segmenter=None if segmenter is None else segmenter.identity(),
@@ -138,7 +144,18 @@ def _missing(sets: EvaluationSets, features: Segmenter | None, segmenter: Segmen
         missing["masks"] = "no masks; pass their folder with --masks"
     elif segmenter is None:
         missing["masks"] = "no segmenter; pass one with --segmenter"
+    networks: dict[Need, Segmenter | None] = {"features": features, "masks": segmenter}
+    for need, network in networks.items():
+        if need not in missing and network is not None and not kinds_read(network, sets.kinds):
+            missing[need] = _other_images(network, sets.kinds)
     return missing
+
+
+def _other_images(network: Segmenter, kinds: tuple[str, ...]) -> str:
+    """Why a network does not apply to images of these kinds."""
+    names = listed([kind_name(image) for image in network.config.data.images])
+    images = f"not {listed(kinds)}" if any(kinds) else "and the file names state no kind"
+    return f"{network.name} reads {names} images, {images}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -153,17 +170,17 @@ class _Report:
     notes: Notes
 
     def add(self, metric: Metric) -> None:
-        for label in self.labels if metric.per_label else [""]:
-            name = metric.full_name(label)
-            values, real = self.generated.get(metric, label), self.real.get(metric, label)
-            self._add(metric, name, label, values, real)
+        for part in self.labels if metric.per_label else self.generated.parts(metric):
+            name = metric.full_name(part)
+            values, real = self.generated.get(metric, part), self.real.get(metric, part)
+            self._add(metric, name, part, values, real)
             if metric.real_note is not None:
-                self._add(metric, f"{name}_real", label, real, real, of_real=True)
+                self._add(metric, f"{name}_real", part, real, real, of_real=True)
 
-    def _add(self, metric: Metric, name: str, label: str, values: Any, real: Any, *, of_real: bool = False) -> None:
+    def _add(self, metric: Metric, name: str, part: str, values: Any, real: Any, *, of_real: bool = False) -> None:
         if values is not None and real is None and metric.uses_real:
             return  # NAME_real gives the reason
-        reason = self._reason(metric, label, values, real)
+        reason = self._reason(metric, part, values, real)
         if reason is not None:
             self.notes.leave_out(name, reason)
             return
@@ -193,10 +210,12 @@ class _Report:
             )
         )
 
-    def _reason(self, metric: Metric, label: str, values: Any, real: Any) -> str | None:
+    def _reason(self, metric: Metric, part: str, values: Any, real: Any) -> str | None:
         """Why the metric cannot be computed from these values; None if it can."""
         if values is None and metric.per_label:
-            return f"no mask of these volumes contains label {'/'.join(map(str, self.labels[label]))} ({label}) on this grid"
+            return (
+                f"no mask of these volumes contains label {'/'.join(map(str, self.labels[part]))} ({part}) on this grid"
+            )
         if values is None:
             return "a single reference volume has no other neighbour"
         if metric.sets == 2 and min(_count(values), _count(real)) < metric.min_volumes:
@@ -225,43 +244,53 @@ def _measure_neighbours(
     synth: SetReadings,
     real: SetReadings,
     training: SetReadings | None,
-) -> list[VolumeFile]:
-    """Adds the distance to the nearest training volume; returns the nearest by intensities of each synthetic volume.
+) -> dict[str, list[Path]]:
+    """Adds the distance to the nearest training volume; returns the nearest by intensities of each synthetic volume, by kind.
 
     Without training volumes the real ones take their place. A real volume is not its own neighbour.
     """
     neighbours, candidates = (real, baseline) if training is None else (training, collect(training.rows))
     paths = [f.path.resolve() for f in neighbours.files]
     itself = [paths.index(p) if p in paths else None for p in (f.path.resolve() for f in real.files)]
-    files: list[VolumeFile] = []
-    for name, part in NEIGHBOUR_MEASUREMENTS.items():
-        if part not in candidates.values:
-            continue
-        vectors = candidates.values[part]
-        matches = nearest(generated.values[part], vectors)
-        generated.values[name] = np.array(matches.distance)
-        if len(vectors) > 1 or itself[0] is None:
-            baseline.values[name] = np.array(nearest(baseline.values[part], vectors, skip=itself).distance)
-        files = files or [neighbours.files[i] for i in matches.index]
+    files: dict[str, list[Path]] = {}
+    for name, measurement in NEIGHBOUR_MEASUREMENTS.items():
+        for part in candidates.by_part.get(measurement) or ([""] if measurement in candidates.values else []):
+            vectors = candidates.value(measurement, part)
+            matches = nearest(generated.value(measurement, part), vectors)
+            generated.put(name, part, np.array(matches.distance))
+            if len(vectors) > 1 or itself[0] is None:
+                distances = nearest(baseline.value(measurement, part), vectors, skip=itself).distance
+                baseline.put(name, part, np.array(distances))
+            if name == VOXEL_NEIGHBOUR:
+                volumes = [neighbours.files[i] for i in matches.index]
+                files[part] = [v.images[part].path if part else v.path for v in volumes]
     return files
 
 
 def _rows(
     sets: EvaluationSets,
     generated: SetMeasurements,
-    partners: dict[Path, dict[str, float]],
-    nearest_files: Sequence[VolumeFile],
+    partners: dict[Path, dict[str, Any]],
+    nearest_files: dict[str, list[Path]],
 ) -> list[dict[str, Any]]:
-    """The measurements of each synthetic volume."""
+    """The measurements of each synthetic image; those of a whole volume are repeated for each of its images."""
     rows = []
-    for number, file in enumerate(sets.synth):
-        row: dict[str, Any] = {"file": str(file.path), "subject": file.subject}
-        row |= {name: v if np.isfinite(v) else None for name, v in partners.get(file.path, {}).items()}
-        for name, by_part in generated.by_part.items():
-            scores = {label: float(v[number]) for label, v in by_part.items() if not np.isnan(v[number])}
-            row |= {name: scores} if scores else {}
-        distance = float(generated.values["nearest_voxel"][number])
-        rows.append(row | {"nearest": str(nearest_files[number].path), "nearest_voxel": distance})
+    for number, volume in enumerate(sets.synth):
+        dice: dict[str, Any] = {}
+        for name in sorted(LABEL_MEASUREMENTS & generated.by_part.keys()):
+            scores = {
+                label: float(v[number]) for label, v in generated.by_part[name].items() if not np.isnan(v[number])
+            }
+            dice |= {name: scores} if scores else {}
+        for kind, file in volume.images.items():
+            part = kind if len(sets.kinds) > 1 else ""
+            row: dict[str, Any] = {"file": str(file.path), "subject": file.subject}
+            row |= {"image": kind} if part else {}
+            for name, measured in partners.get(volume.path, {}).items():
+                value = measured[part] if part else measured
+                row[name] = value if np.isfinite(value) else None
+            distance = float(generated.value(VOXEL_NEIGHBOUR, part)[number])
+            rows.append(row | dice | {"nearest": str(nearest_files[part][number]), VOXEL_NEIGHBOUR: distance})
     return rows
 
 

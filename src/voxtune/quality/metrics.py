@@ -85,9 +85,17 @@ class SetMeasurements:
     values: dict[str, Any]
     by_part: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    def value(self, measurement: str, part: str = "") -> Any:
+        """A measurement, of a label or an image kind if it has parts; None if it was not taken."""
+        return self.by_part.get(measurement, {}).get(part) if part else self.values.get(measurement)
+
+    def put(self, measurement: str, part: str, value: Any) -> None:
+        """Adds a measurement, of a label or an image kind unless `part` is empty."""
+        (self.by_part.setdefault(measurement, {}) if part else self.values)[part or measurement] = value
+
     def get(self, metric: Metric, part: str = "") -> Any:
         """What the metric is computed from; None if it was not measured."""
-        return self.by_part.get(metric.measurement, {}).get(part) if part else self.values.get(metric.measurement)
+        return self.value(metric.measurement, part)
 
     def parts(self, metric: Metric) -> list[str]:
         """The labels or image kinds that a metric has values for; [""] for a metric without parts."""
@@ -170,7 +178,8 @@ MEASUREMENTS: dict[str, Callable[[Any], Any]] = {
 # Measurements of a pair of volumes.
 PAIR_MEASUREMENTS: dict[str, Callable[[Tensor, Tensor], float]] = {"similarity": ms_ssim}
 # Distance to the nearest training volume -> the measurement that distances are taken of.
-NEIGHBOUR_MEASUREMENTS = {"nearest_voxel": "coarse", "nearest_feature": "features"}
+VOXEL_NEIGHBOUR = "nearest_voxel"
+NEIGHBOUR_MEASUREMENTS = {VOXEL_NEIGHBOUR: "coarse", "nearest_feature": "features"}
 
 
 def mean(values_N: np.ndarray, _real: Any) -> Statistic:

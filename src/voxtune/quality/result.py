@@ -43,13 +43,14 @@ class Notes:
 class Evaluation:
     """The metrics of an evaluation, by name: `evaluation["psnr"].value`.
 
-    `left_out` gives the reason for each skipped metric. `volumes` has one row per synthetic volume.
+    `left_out` gives the reason for each skipped metric. `volumes` has one row per synthetic image.
     """
 
     metrics: tuple[MetricValue, ...]
     left_out: dict[str, str]
     warnings: tuple[str, ...]
     counts: dict[str, int | None]
+    images: tuple[str, ...]  # kinds; none if no file name states one
     volumes: tuple[dict[str, Any], ...]
     features: dict[str, Any] | None
     segmenter: dict[str, Any] | None
@@ -88,6 +89,7 @@ class Evaluation:
             "format": FORMAT,
             **about,
             "counts": self.counts,
+            "images": list(self.images),
             "figures": [metric.to_json() for metric in self.metrics],
             "left_out": self.left_out,
             "warnings": list(self.warnings),

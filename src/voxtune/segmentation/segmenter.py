@@ -106,6 +106,7 @@ class Segmenter:
             "size": list(contract.size),
             "spacing_mm": list(contract.spacing),
             "orientation": contract.orientation,
+            "images": list(contract.images),
             "labels": {label.name: _values_of(label) for label in contract.labels},
         }
 
