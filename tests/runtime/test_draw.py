@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import nibabel as nib
@@ -16,7 +17,9 @@ from tests.factories.cli import run
 from tests.factories.nifti import oriented_affine, write_mask
 from voxtune.data.cohort import cohort_contract
 from voxtune.data.contract import DataContract, Label
+from voxtune.data.grid import fit
 from voxtune.data.nifti import Volume, read_labels, read_volume
+from voxtune.data.orientation import axis_codes
 from voxtune.errors import InputError
 from voxtune.runtime.model import Model, ModelConfig, SamplingConfig
 from voxtune.runtime.storage import load, save
@@ -117,6 +120,22 @@ def test_a_model_of_several_images(mask):
 def test_draw_images_of_a_model_of_one_image(model, mask):
     assert list(model.draw_images(mask)) == ["T1w"]
     np.testing.assert_array_equal(model.draw_images(mask)["T1w"].array, model.draw(mask).array)
+
+
+@pytest.mark.parametrize("code", ["RAS", "LPS", "SAR"])
+def test_the_example_is_on_the_models_grid(model, code):
+    contract = replace(model.config.data, orientation=code, size=(16, 20, 24), spacing=(12.0, 9.0, 7.0))
+    example = Model(replace(model.config, data=contract, size=contract.size), model.network).example_labels()
+    assert example.shape == (24, 20, 16)
+    np.testing.assert_allclose(example.spacing, (7, 9, 12))
+    assert axis_codes(example.affine) == code
+    np.testing.assert_allclose(example.affine @ [11.5, 9.5, 7.5, 1], [0, 0, 0, 1], atol=1e-12)
+    placed = fit(example, contract)
+    np.testing.assert_array_equal(placed.apply(example.array, label=True).transpose(2, 1, 0), example.array)
+
+
+def test_the_example_draws(model):
+    assert model.draw(model.example_labels(), steps=1).shape == (16, 16, 16)
 
 
 ARRAY, AFFINE = np.ones((8, 8, 8), np.uint8), np.diag([20.0, 20.0, 20.0, 1.0])

@@ -61,3 +61,13 @@ def reorder_affine(shape: tuple[int, ...], axes: Axes, flips: Flips) -> np.ndarr
         affine[old, new] = -1 if flip else 1
         affine[old, 3] = shape[old] - 1 if flip else 0
     return affine
+
+
+def centred_affine(code: str, spacing: tuple[float, ...], shape: tuple[int, ...]) -> np.ndarray:
+    """The affine of a grid whose axes run along `code`, with the spacing (mm) of its axes and the origin at its centre."""
+    axes, flips = reorder("RAS", code)
+    order = np.argsort(axes)
+    steps = np.diag([*np.array(spacing)[order], 1.0])
+    affine = steps @ reorder_affine(tuple(np.array(shape)[order]), axes, flips)
+    affine[:3, 3] -= affine[:3] @ [*((n - 1) / 2 for n in shape), 1]
+    return affine

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from voxtune.config import from_mapping, to_mapping
 from voxtune.data.contract import DataContract, classes_of, encode_mask, example_labels, last_channel
+from voxtune.data.orientation import centred_affine
 from voxtune.data.training_data import TrainingData
 from voxtune.diffusion import (
     DiffusionConfig,
@@ -248,6 +249,16 @@ class Model:
             raise InputError("this model takes no mask (it has no label contract)")
         labels_DHW = example_labels(self.config.data)
         return torch.from_numpy(encode_mask(labels_DHW, self.config.data))[None]
+
+    def example_labels(self) -> Volume:
+        """The mask of `example_mask` as a Volume, to try `draw` without data."""
+        from voxtune.data.nifti import Volume
+
+        contract = self.config.data
+        if contract is None:
+            raise InputError("this model takes no mask (it has no label contract)")
+        labels = np.ascontiguousarray(example_labels(contract).transpose(2, 1, 0))
+        return Volume(array=labels, affine=centred_affine(contract.orientation, contract.spacing[::-1], labels.shape))
 
     @torch.inference_mode()
     def denoise(self, x: Tensor, t: Tensor | int, cond: Tensor | None = None) -> Tensor:
