@@ -144,7 +144,7 @@ def test_case_without_reference_and_volume_view(open_page, page_file):
     page.keyboard.press("Enter")
     page.wait_for_selector("html[data-case='1']")
     assert page.locator("[data-pane=reference]").is_hidden()
-    assert page.locator("#overlay").is_disabled()
+    assert page.locator("#overlay").is_disabled() and page.locator("#compare").is_disabled()
     assert "none" in page.locator("#details").inner_text()
     slices = pixels(page)
     page.select_option("#layout", "render")
@@ -266,6 +266,9 @@ def test_keys_of_cases_and_images(open_page, kinds_page):
     press(page, "p", case=1, kind="FLAIR")
     page.click("#previous")
     page.wait_for_selector("html[data-case='0']")
+    # Keys that follow before the first case is drawn.
+    press(page, "n", "i", case=1, kind="T1w")
+    press(page, "p", case=0, kind="T1w")
     # A click on an image kind keeps the focus there.
     page.get_by_role("button", name="T2w").click()
     page.wait_for_selector("html[data-kind='T2w']")
@@ -347,6 +350,7 @@ def test_a_hundred_cases(open_page, tmp_path):
       return box.top >= list.top - 1 && box.bottom <= list.bottom + 1 && list.bottom <= innerHeight && scrollY === 0;
     }"""
     assert page.evaluate("document.documentElement.scrollHeight") < 1500, "the list scrolls, not the page"
+    assert page.locator("#compare").is_hidden(), "there is nothing to compare with"
     for _ in range(30):
         page.keyboard.press("n")
     page.wait_for_selector("html[data-case='30']")

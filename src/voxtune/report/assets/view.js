@@ -13,8 +13,8 @@
   // NIfTI's intent code of label maps: NiiVue draws outlines for these only.
   const LABEL_INTENT = 1002;
   const surfaces = new Map();
-  // The case on display, its image, and the kind that was chosen last: other cases open on it, too.
-  let current = null, image = null, wanted = null, selection = 0;
+  // The case on display, and the kind that was chosen last: other cases open on it, too.
+  let current = null, wanted = null, selection = 0;
 
   function problem(text) {
     at("problem").textContent = text;
@@ -122,7 +122,7 @@
     }
     // Another case was chosen meanwhile.
     if (ticket !== selection) return;
-    [current, image] = [item, chosen];
+    current = item;
     document.querySelectorAll(".of-mask input").forEach((input) => (input.disabled = !item.mask));
     at("compare").disabled = !chosen.reference;
     resetWindow();
@@ -148,7 +148,9 @@
     }
   }
 
-  const again = () => current && show(data.cases.indexOf(current));
+  // The case that was chosen last, which may still be loading.
+  const chosenCase = () => choices.findIndex((b) => b.hasAttribute("aria-current"));
+  const again = () => show(chosenCase());
 
   function showChoice(index, item, chosen) {
     choices.forEach((b) => (b.dataset.case === String(index) ? b.setAttribute("aria-current", "true") : b.removeAttribute("aria-current")));
@@ -295,15 +297,15 @@
   }
 
   function step(by) {
-    const open = choices.filter((b) => !b.parentElement.hidden), last = choices.findIndex((b) => b.hasAttribute("aria-current"));
+    const open = choices.filter((b) => !b.parentElement.hidden), last = chosenCase();
     const next = open.map((b) => Number(b.dataset.case)).filter((i) => (by > 0 ? i > last : i < last)).at(by > 0 ? 0 : -1);
     if (next !== undefined) show(next);
   }
 
   function cycle(by) {
-    const { images } = data.cases[choices.findIndex((b) => b.hasAttribute("aria-current"))];
-    const last = images.findIndex((i) => i.kind === (wanted ?? images[0].kind));
-    if (images.length > 1) choose(images[(Math.max(last, 0) + by + images.length) % images.length].kind);
+    const { images } = data.cases[chosenCase()];
+    const last = Math.max(0, images.findIndex((i) => i.kind === wanted));
+    if (images.length > 1) choose(images[(last + by + images.length) % images.length].kind);
   }
 
   function pick(view) {
@@ -380,6 +382,7 @@
   }
 
   function controls() {
+    document.querySelector(".of-reference").hidden = !data.cases.some((c) => c.images.some((i) => i.reference));
     at("controls").addEventListener("submit", (e) => e.preventDefault());
     at("layout").addEventListener("change", layout);
     at("compare").addEventListener("change", again);
