@@ -151,7 +151,7 @@ def test_a_table_of_bids(tmp_path):
 def test_a_model_folder(tmp_path):
     config = workload_config("med-ddpm-brats").to_json()
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert parse_labels(str(tmp_path)) == LabelMap.of(BRATS)
+    assert parse_labels(str(tmp_path)) == LabelMap.of(BRATS.labels)
     (tmp_path / "config.json").write_text(json.dumps({"data": {"labels": [{"name": "a"}]}}))
     assert "missing setting 'value'" in refused(parse_labels, str(tmp_path))
 
@@ -253,12 +253,12 @@ def test_names_of_the_file_values_for_sidecars():
         "image": "brain",
     }
     assert parse_labels("model").file_names(WHOLE_HEAD) == {"1": "head", "2": "tumour"}
-    assert LabelMap.of(OVERLAP).file_names(OVERLAP) == {"1": "WT + TC", "2": "WT", "4": "WT + TC + ET"}
+    assert LabelMap.of(OVERLAP.labels).file_names(OVERLAP) == {"1": "WT + TC", "2": "WT", "4": "WT + TC + ET"}
 
 
 def test_the_labels_of_a_contract_as_a_map():
     contract = replace(BRATS, labels=parse_labels("brain=5,image; a=1,4").labels())
-    label_map = LabelMap.of(contract)
+    label_map = LabelMap.of(contract.labels)
     assert label_map.for_contract(contract).table == {5: 5, 1: 1, 4: 1}
     assert label_map.for_contract(contract).from_image == contract.organ
     assert label_map.labels() == contract.labels and to_mapping(contract)["labels"][0]["from_image"] is True

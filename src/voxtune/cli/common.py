@@ -28,6 +28,7 @@ import typer
 from voxtune.cli.choices import one_of, warn_deprecated
 
 if TYPE_CHECKING:
+    from voxtune.data.labels import LabelMap
     from voxtune.runtime.sampling import SamplerOptions
 
 EXIT_OK, EXIT_INTERNAL, EXIT_INPUT, EXIT_NEGATIVE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
@@ -70,6 +71,17 @@ ModelArgument = Annotated[
 SubjectsOption = Annotated[Path | None, typer.Option(help="A file of packed subjects, instead of simulated subjects.")]
 RealOption = Annotated[Path | None, typer.Option(help="Folder of real volumes, instead of simulated subjects.")]
 MasksOption = Annotated[Path | None, typer.Option(help="Folder of the masks of the real volumes.")]
+LabelsOption = Annotated[
+    str | None,
+    typer.Option(
+        help='What the values of the masks mean, such as "tumour=1,4; oedema=2; brain=image" (image: where the mask is 0 and the '
+        "image is not; background=3: ignored); or a dseg.tsv, a model folder, or one of brats, brats2021, whole-head, model.",
+        show_default=False,
+    ),
+]
+OverlappingOption = Annotated[
+    bool, typer.Option("--overlapping-labels", help="Allow one value of the masks in several --labels.")
+]
 ResamplesOption = Annotated[int, typer.Option(help="Bootstrap resamples of each confidence interval.")]
 
 # Seconds between two progress lines in a log file.
@@ -248,13 +260,8 @@ def sampler_options(
     return {name: value for name, value in options.items() if value is not None}  # type: ignore[return-value]
 
 
-def parse_labels(text: str | None) -> list[dict[str, Any]] | None:
-    """The labels in "brain=1,tumour=2", in channel order."""
-    from voxtune.errors import InputError
+def parse_labels(text: str | None) -> LabelMap | None:
+    """The value of `--labels`; None where it was not given."""
+    from voxtune.data.labels import parse_labels as parse
 
-    if text is None:
-        return None
-    pairs = [part.partition("=") for part in text.split(",")]
-    if not all(name.strip() and value.strip().isdecimal() for name, _, value in pairs):
-        raise InputError(f"--labels {text}: must be name=value pairs, such as brain=1,tumour=2")
-    return [{"name": n.strip(), "value": int(v), "channel": i} for i, (n, _, v) in enumerate(pairs)]
+    return None if text is None else parse(text)

@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from voxtune.cli.common import ImageOption, JsonOption, Output, QuietOption, parse_labels, parse_size
+from voxtune.cli.common import (
+    ImageOption,
+    JsonOption,
+    LabelsOption,
+    Output,
+    OverlappingOption,
+    QuietOption,
+    parse_labels,
+    parse_size,
+)
 
 
 def command(
@@ -16,7 +25,8 @@ def command(
     seed: Annotated[int | None, typer.Option(min=0, help="Random seed of the simulated subjects; default 0.")] = None,
     images: Annotated[Path | None, typer.Option(help="Folder of NIfTI images, instead of simulated subjects.")] = None,
     masks: Annotated[Path | None, typer.Option(help="Folder of masks, matched to --images by name.")] = None,
-    labels: Annotated[str | None, typer.Option(help="Labels of the masks, such as brain=1,tumour=2.")] = None,
+    labels: LabelsOption = None,
+    overlapping: OverlappingOption = False,
     image: ImageOption = None,
     held_out: Annotated[
         int | None, typer.Option(min=1, help="Number of held-out subjects; default 24, or a tenth of --images.")
@@ -25,7 +35,8 @@ def command(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="Use the size, labels and image kinds of this model, instead of --size, --labels and --image."
+            help="Use the size, labels and image kinds of this model, instead of --size and --image; --labels then maps "
+            "the masks to its labels."
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
@@ -41,8 +52,10 @@ def command(
     from voxtune.runtime.storage import load
 
     check_output_path(out, overwrite)
-    if model is not None and (size is not None or labels is not None or image is not None):
-        raise InputError("--model cannot be combined with --size, --labels or --image; it defines them")
+    if model is not None and (size is not None or overlapping or image is not None):
+        raise InputError("--model cannot be combined with --size, --overlapping-labels or --image; it defines them")
+    if overlapping and labels is None:
+        raise InputError("--overlapping-labels requires --labels")
     output = Output(json=json, quiet=quiet)
     train, rest, origin = open_sources(
         parse_size(size or "64,64,64"),
@@ -52,6 +65,7 @@ def command(
         images=images,
         masks=masks,
         labels=parse_labels(labels),
+        overlapping=overlapping,
         modalities=None if image is None else parse_images(image),
         held_out=held_out,
         say=output.say,

@@ -13,6 +13,7 @@ from voxtune.cli.common import (
     ClipOption,
     DeviceOption,
     JsonOption,
+    LabelsOption,
     ModelArgument,
     Output,
     PlanOption,
@@ -20,6 +21,7 @@ from voxtune.cli.common import (
     SamplerOption,
     TimestepSpacingOption,
     choose_device,
+    parse_labels,
     parse_size,
     sampler_options,
 )
@@ -27,6 +29,7 @@ from voxtune.errors import InputError
 
 if TYPE_CHECKING:
     from voxtune.data.contract import DataContract
+    from voxtune.data.labels import LabelMap
     from voxtune.runtime.generate import GeneratedImage, GeneratedVolume, MaskRequest
     from voxtune.runtime.model import Model
 
@@ -45,6 +48,11 @@ def command(
             help="NIfTI mask, or folder of masks (files named _dseg, _seg or _mask, else all); repeatable. "
             "Required if the model takes masks.",
         ),
+    ] = None,
+    labels: LabelsOption = None,
+    images: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the subjects' images, for a label that is taken from them (brain=image)."),
     ] = None,
     count: Annotated[
         int, typer.Option("--count", "-n", min=1, help="Number of volumes for each mask, or number of images.")
@@ -103,7 +111,7 @@ def command(
 
     output = Output(json=json, quiet=quiet)
     loaded = load(model, device=choose_device(device))
-    images = loaded.config.network.dimensions == 2
+    planar = loaded.config.network.dimensions == 2
     grid = _grid_size(size, loaded)
     check_seed(seed)
     given = sampler_options(sampler=sampler, steps=steps, timestep_spacing=timestep_spacing, clip=clip, cache=cache)
@@ -115,22 +123,23 @@ def command(
         output.warn(f"cache {settings.cache} was not measured for this model; measure it with voxtune steps --cache")
     options: dict[str, Any] = {"settings": settings, "count": count, "seed": seed, "batch": batch}
     options |= {"overwrite": overwrite, "provenance": provenance(model, loaded)}
-    requests = [] if images else _requests(loaded, mask, fit, grid, output)
-    if images:
-        of_masks = {"--mask": bool(mask), "--fit": fit != "auto", "--noise": noise != "identity", "--flat": flat}
+    requests = [] if planar else _requests(loaded, mask, fit, grid, output, parse_labels(labels), images)
+    if planar:
+        of_masks: dict[str, Any] = {"--mask": mask, "--labels": labels, "--images": images, "--flat": flat}
+        of_masks |= {"--fit": fit != "auto", "--noise": noise != "identity"}
         if any(of_masks.values()):
             option = next(name for name, used in of_masks.items() if used)
             raise InputError(f"{model} takes no mask; omit {option} and set --count")
         check_image_request(loaded, out, count, grid, overwrite=overwrite)
     if plan != "baseline":
         loaded = optimize(loaded, plan=plan, search=False, say=output.say)
-    number = count * (1 if images else len(requests))
-    kind = "image" if images else "volume"
+    number = count * (1 if planar else len(requests))
+    kind = "image" if planar else "volume"
     output.say(f"generating {number} {kind}(s) with {settings.describe()}, seed {seed}, on {loaded.device}")
     started = time.perf_counter()
     with output.progress("sampling", number * settings.steps) as update:
         options["progress"] = lambda done, _total: update(done)
-        if images:
+        if planar:
             results = _generate_images(loaded, out, picture, {"size": grid, **options})
         else:
             results = _generate_volumes(loaded, requests, out, picture, {"noise": noise, "flat": flat, **options})
@@ -160,16 +169,30 @@ def _grid_size(size: str | None, model: Model) -> tuple[int, ...] | None:
 
 
 def _requests(
-    model: Model, masks: list[Path] | None, fit: str, size: tuple[int, ...] | None, output: Output
+    model: Model,
+    masks: list[Path] | None,
+    fit: str,
+    size: tuple[int, ...] | None,
+    output: Output,
+    labels: LabelMap | None,
+    images: Path | None,
 ) -> list[MaskRequest]:
     from voxtune.data.geometry import GeometrySummary
+    from voxtune.data.labels import MaskReader
+    from voxtune.data.pairing import images_of_masks
     from voxtune.data.training_data import unlike_masks
     from voxtune.runtime.generate import mask_contract, prepare
 
-    mask_contract(model)
+    contract = mask_contract(model)
     if not masks:
         raise InputError("this model requires --mask: a NIfTI file or a folder of them")
-    requests = prepare(model, _mask_files(masks), mode=fit, size=size)  # type: ignore[arg-type]
+    if images is not None and MaskReader(contract=contract, labels=labels).from_image is None:
+        raise InputError(
+            "--images applies to a label that is taken from the image, such as --labels brain=image; omit it"
+        )
+    files = _mask_files(masks)
+    partners = None if images is None else images_of_masks(files, images, contract.images)
+    requests = prepare(model, files, mode=fit, size=size, labels=labels, images=partners)  # type: ignore[arg-type]
     for line in GeometrySummary(request.grid for request in requests).lines():
         output.warn(line)
     for request in requests:

@@ -19,7 +19,9 @@ from voxtune.cli.common import (
     DeviceOption,
     ImageOption,
     JsonOption,
+    LabelsOption,
     Output,
+    OverlappingOption,
     QuietOption,
     choose_device,
     parse_labels,
@@ -28,6 +30,7 @@ from voxtune.cli.common import (
 from voxtune.errors import InputError
 
 if TYPE_CHECKING:
+    from voxtune.data.labels import LabelMap
     from voxtune.training.config import TrainConfig
     from voxtune.training.loop import TrainResult
     from voxtune.training.overview import Overview
@@ -50,7 +53,8 @@ def command(
         str | None, _option(help="Folder of NIfTI images, or of CIFAR-10 batches for a network for images.")
     ] = None,
     masks: Annotated[str | None, _option(help="Folder of NIfTI masks, paired with the images by name.")] = None,
-    labels: Annotated[str | None, _option(help="Labels of the masks, such as brain=1,tumour=2.")] = None,
+    labels: LabelsOption = None,
+    overlapping: OverlappingOption = False,
     image: ImageOption = None,
     subjects: Annotated[
         str | None, _option(help="File of packed subjects. Its held-out subjects are not trained on.")
@@ -109,7 +113,8 @@ def command(
     plain |= {"minutes": minutes, "warmup": warmup, "decay": decay}
     plain |= {"loss": loss, "autocast": autocast, "seed": seed}
     plain |= {"checkpoint_every": checkpoint_every, "sample_every": sample_every}
-    plain |= {"model.size": None if size is None else list(parse_size(size)), "data.labels": parse_labels(labels)}
+    plain |= {"model.size": None if size is None else list(parse_size(size)), "data.label_map": _label_map(labels)}
+    plain["data.overlapping"] = overlapping or None
     plain["data.modalities"] = None if image is None else list(parse_images(image))
     plain["model.multipliers"] = _numbers(multipliers)
     overrides = {k: v for k, v in plain.items() if v is not None} | _assignments(settings or [])
@@ -284,6 +289,8 @@ SEGMENTER_SETTINGS = {
         "data.cohort",
         "data.cohort_seed",
         "data.labels",
+        "data.label_map",
+        "data.overlapping",
         "data.modalities",
         "data.subjects",
     ),
@@ -344,10 +351,11 @@ def _sources(settings: dict[str, Any], output: Output) -> tuple[Any, Any, str]:
     from voxtune.data.subjects import open_sources, unpack
 
     given = {name: settings.get(f"data.{name}") for name in ("cohort", "images", "masks")}
-    names = ("data.subjects", "data.labels", "data.modalities", "model.size", "data.cohort_seed")
-    subjects, labels, modalities, size, seed = (settings.get(name) for name in names)
+    names = ("data.subjects", "data.modalities", "model.size", "data.cohort_seed")
+    subjects, modalities, size, seed = (settings.get(name) for name in names)
+    labels, overlapping = _segmenter_labels(settings), settings.get("data.overlapping")
     if subjects is not None:
-        if any(value is not None for value in (*given.values(), labels, modalities, size, seed)):
+        if any(value is not None for value in (*given.values(), labels, overlapping, modalities, size, seed)):
             raise InputError(
                 "--subjects cannot be combined with --cohort, --images, --masks, --labels, --image, --size or "
                 "data.cohort_seed"
@@ -356,5 +364,32 @@ def _sources(settings: dict[str, Any], output: Output) -> tuple[Any, Any, str]:
         return train, held_out, train.origin or f"{len(train)} packed subjects, {len(held_out)} held-out subjects"
     images = None if modalities is None else tuple(modalities)
     return open_sources(
-        tuple(size or SEGMENTER_SIZE), **given, seed=seed, labels=labels, modalities=images, say=output.say
+        tuple(size or SEGMENTER_SIZE),
+        **given,
+        seed=seed,
+        labels=labels,
+        overlapping=bool(overlapping),
+        modalities=images,
+        say=output.say,
     )
+
+
+def _label_map(text: str | None) -> str | None:
+    """The text of `--labels` for the settings of a run, which must not depend on a file."""
+    labels = parse_labels(text)
+    return None if labels is None else str(labels)
+
+
+def _segmenter_labels(settings: dict[str, Any]) -> LabelMap | None:
+    from voxtune.config import from_mapping
+    from voxtune.data.contract import Label
+    from voxtune.data.labels import LabelMap
+
+    if settings.get("data.label_map") is not None:
+        return parse_labels(settings["data.label_map"])
+    labels = settings.get("data.labels")
+    if labels is None:
+        return None
+    if not isinstance(labels, list):
+        raise InputError(f"data.labels: expected a list, got {type(labels).__name__}")
+    return LabelMap.of(from_mapping(Label, label, f"data.labels[{n}]") for n, label in enumerate(labels))

@@ -25,11 +25,12 @@ from voxtune.data.cohort import FIELD_OF_VIEW, LABELS, cohort_spacing, subject
 from voxtune.data.contract import DataContract, Shape, encode_mask, scale_image
 from voxtune.data.geometry import GeometrySummary
 from voxtune.data.grid import Mode, Placement, fit
+from voxtune.data.labels import LabelMap, MaskReader
 from voxtune.data.modality import T1W, find_kind
-from voxtune.data.nifti import Volume, read_labels, read_volume
+from voxtune.data.nifti import Volume, read_volume
 from voxtune.data.orientation import reorder
 from voxtune.data.pairing import Pair, nifti_files, pair_folders
-from voxtune.data.preflight import Report, check_lost_labels, check_mask, check_pair, error_finding
+from voxtune.data.preflight import Report, check_lost_labels, check_pair, error_finding
 from voxtune.errors import InputError
 
 T = TypeVar("T")
@@ -96,11 +97,14 @@ class PairedFolders:
         mode: Mode = "auto",
         size: Shape | None = None,
         cache_bytes: int = CACHE_BYTES,
+        labels: LabelMap | None = None,
     ) -> None:
         pairing = pair_folders(images_dir, masks_dir, contract.images)
         pairing.report.raise_errors()
         self.contract = contract if size is None else replace(contract, size=size)
         self.pairs = pairing.pairs
+        self._masks = MaskReader(contract=self.contract, labels=labels)
+        self._masks.check_names()
         self.placements: dict[str, Placement] = {}
         self._folders = (images_dir, masks_dir)
         self._matching = pairing.report
@@ -118,10 +122,15 @@ class PairedFolders:
         """Checks every mask and pair."""
         report, geometry = self._matching, GeometrySummary()
         for pair in self.pairs:
-            masked = check_mask(pair.mask, self.contract)
+            try:
+                mask = self._masks.read(pair.mask, pair.images[0])
+            except InputError as error:
+                report += Report(findings=(error_finding("unreadable", pair.mask, str(error)),))
+                continue
+            masked = self._masks.check(mask)
             report += masked
             if masked.ok:
-                report += self._check_pair(pair, geometry)
+                report += self._check_pair(pair, mask, geometry)
         return geometry.report() + report
 
     def unused_files(self) -> list[Path]:
@@ -129,10 +138,9 @@ class PairedFolders:
         used = {path for pair in self.pairs for path in (*pair.images, pair.mask)}
         return sorted({path for folder in self._folders for path in nifti_files(folder)} - used)
 
-    def _check_pair(self, pair: Pair, geometry: GeometrySummary) -> Report:
+    def _check_pair(self, pair: Pair, mask: Volume, geometry: GeometrySummary) -> Report:
         report = Report()
         try:
-            mask = read_labels(pair.mask)
             geometry.add(mask)
             for path in pair.images:
                 image = read_volume(path)
@@ -146,9 +154,9 @@ class PairedFolders:
 
     def _prepare(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         pair = self.pairs[index]
-        mask = read_labels(pair.mask)
         images = [read_volume(path) for path in pair.images]
-        report = check_mask(mask, self.contract)
+        mask = self._masks.read(pair.mask, images[0])
+        report = self._masks.check(mask)
         for image in images:
             report += check_pair(image, mask)
         report.raise_errors()

@@ -87,12 +87,13 @@ class LabelMap:
         return "; ".join([*map(str, self.entries), *ignored])
 
     @classmethod
-    def of(cls, contract: DataContract) -> LabelMap:
+    def of(cls, labels: Iterable[Label]) -> LabelMap:
         """The labels of a contract, each with its own values."""
+        ordered = sorted(labels, key=lambda label: label.channel)
         return cls(
             entries=tuple(
                 LabelEntry(name=label.name, values=label.values, from_image=label.from_image, role=label.role)
-                for label in contract.ordered
+                for label in ordered
             )
         )
 
@@ -237,15 +238,18 @@ class MaskReader:
             return self.values.from_image
         return next((label for label in self.contract.ordered if label.from_image), None)
 
+    def check_names(self) -> None:
+        """Raises InputError unless the labels are those of the contract."""
+        _ = self.values
+
     def read(self, path: str | Path, image: Volume | str | Path | None = None, *, fix: str = "") -> Volume:
         """The mask in values of the contract, not checked otherwise. `fix` says how to pass an image that is missing."""
-        mask = read_labels(path)
+        return self.convert(read_labels(path), image, fix=fix)
+
+    def convert(self, mask: Volume, image: Volume | str | Path | None = None, *, fix: str = "") -> Volume:
+        """As `read`, of a mask in memory: a label from the image is where the mask is 0 and the image is not."""
         if self.values is not None:
             mask = self.values.apply(mask)
-        return self.fill(mask, image, fix=fix)
-
-    def fill(self, mask: Volume, image: Volume | str | Path | None, *, fix: str = "") -> Volume:
-        """The mask with the label that is taken from the image, where it is 0 and the image is not."""
         label = self.from_image
         if label is None or np.isin(mask.array, label.values).any():
             return mask
@@ -278,6 +282,8 @@ class MaskReader:
 
 def parse_labels(text: str) -> LabelMap:
     """The value of --labels: pairs of names and values, a preset, a dseg.tsv or a model folder."""
+    if not isinstance(text, str):
+        raise InputError(f"labels: expected text, got {type(text).__name__}; {FORMS}")
     text = text.strip()
     if not text or len(text) > MAX_TEXT:
         raise InputError(f"--labels: {'no labels' if not text else 'text is too long'}; {FORMS}")
@@ -384,13 +390,7 @@ def _from_config(content: str) -> LabelMap:
         raise InputError("no labels; pass a model folder whose config.json has a data contract") from None
     if not isinstance(labels, list):
         raise InputError("data.labels must be a list")
-    contract_labels = [from_mapping(Label, label, f"labels[{number}]") for number, label in enumerate(labels)]
-    return LabelMap(
-        entries=tuple(
-            LabelEntry(name=label.name, values=label.values, from_image=label.from_image, role=label.role)
-            for label in sorted(contract_labels, key=lambda label: label.channel)
-        )
-    )
+    return LabelMap.of(from_mapping(Label, label, f"labels[{number}]") for number, label in enumerate(labels))
 
 
 def _short(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from voxtune.data.derivative import subject_of
 from voxtune.data.modality import (
     MASK_ENDINGS,
     NIFTI_NAME,
+    SYNTHETIC,
     choices,
     describe_counts,
     find_kind,
@@ -79,6 +81,19 @@ def folder_images(images_dir: str | Path, masks_dir: str | Path, default: str) -
         cure = advice("choose another kind with --image", "name the files as in sub-01_T2w.nii.gz for another kind")
         return default, f"Images: {default}, because no file name in {images_dir} states a kind; {cure}."
     return names[0], f"Images: {names[0]}, from the file names in {images_dir}."
+
+
+def images_of_masks(masks: Iterable[Path], images_dir: str | Path, images: tuple[str, ...]) -> dict[Path, Path]:
+    """An image of each mask's subject: the first of the kinds `images` that there is, else any. Masks without one are omitted."""
+    files = [p for p in nifti_files(images_dir) if split_name(p, images)[1] not in MASK_ENDINGS]
+    by_subject = group_by_subject([p for p in files if not SYNTHETIC.search(p.name)], images)
+    partners = {}
+    for mask in masks:
+        candidates = by_subject.get(split_name(mask, images)[0], [])
+        of_kind = [p for name in images for p in candidates if same_kind(split_name(p, images)[1], name)]
+        if candidates:
+            partners[mask] = (of_kind or candidates)[0]
+    return partners
 
 
 def _find_files(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from voxtune.data.cohort import HELD_OUT
 from voxtune.data.contract import DataContract, classes_of, encode_channels
+from voxtune.data.labels import LabelMap
 from voxtune.data.modality import kind_name
 from voxtune.data.subjects import Packed, SourceRange, unpack
 from voxtune.errors import InputError
@@ -110,9 +111,11 @@ def held_out_cohort(contract: DataContract, count: int, seed: int = 0, *, skip: 
     return gather(source, contract, f"simulated cohort, seed {seed}, subjects {first} to {first + count - 1}")
 
 
-def held_out_folders(contract: DataContract, images: Path, masks: Path, *, skip: int = 0) -> HeldOut:
+def held_out_folders(
+    contract: DataContract, images: Path, masks: Path, *, skip: int = 0, labels: LabelMap | None = None
+) -> HeldOut:
     """A user's images and masks, paired by name; the first `skip` subjects are left out."""
-    source = _folders(contract, images, masks)
+    source = _folders(contract, images, masks, labels)
     rest = SourceRange(source, skip, max(0, len(source) - skip))
     return gather(rest, contract, f"{len(rest)} subjects of the folder {images.name}{_after(skip)}")
 
@@ -134,9 +137,17 @@ def split_cohort(contract: DataContract, count: int, held_out: int, seed: int = 
     return _split(CohortSource(contract, seed, count), test, contract, f"simulated subjects of the cohort, seed {seed}")
 
 
-def split_folders(contract: DataContract, images: Path, masks: Path, count: int, held_out: int | None = None) -> Split:
+def split_folders(
+    contract: DataContract,
+    images: Path,
+    masks: Path,
+    count: int,
+    held_out: int | None = None,
+    *,
+    labels: LabelMap | None = None,
+) -> Split:
     """A user's images and masks, paired by name; the last are held out, by default one in ten."""
-    source = _folders(contract, images, masks)
+    source = _folders(contract, images, masks, labels)
     n_train = len(source) - (max(2, len(source) // HELD_OUT_ONE_IN) if held_out is None else held_out)
     if n_train < 2:
         raise InputError(f"{images}: {len(source)} subjects are too few to train on some and hold out others")
@@ -198,10 +209,10 @@ def gather(source: Any, contract: DataContract, origin: str) -> HeldOut:
     )
 
 
-def _folders(contract: DataContract, images: Path, masks: Path) -> Any:
+def _folders(contract: DataContract, images: Path, masks: Path, labels: LabelMap | None) -> Any:
     from voxtune.data.dataset import PairedFolders
 
-    source = PairedFolders(contract, images, masks)
+    source = PairedFolders(contract, images, masks, labels=labels)
     source.check().raise_or_warn()
     return source
 

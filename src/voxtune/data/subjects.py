@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from voxtune.config import from_mapping, to_mapping
 from voxtune.data.cohort import HELD_OUT, LABELS, cohort_contract
 from voxtune.data.contract import DataContract, Label, Shape, classes_of, encode_channels, encode_mask
+from voxtune.data.labels import LabelMap
 from voxtune.data.modality import T1W
 from voxtune.data.pairing import folder_images
 from voxtune.errors import InputError
@@ -117,12 +118,16 @@ def cohort_origin(seed: int, count: int, held_out: int) -> str:
 
 
 def folder_sources(
-    images: str | Path, masks: str | Path, contract: DataContract, held_out: int | None = None
+    images: str | Path,
+    masks: str | Path,
+    contract: DataContract,
+    held_out: int | None = None,
+    labels: LabelMap | None = None,
 ) -> tuple[VolumeSource, VolumeSource]:
     """A user's images and masks on the contract's grid; the last are held out, by default one in ten."""
     from voxtune.data.dataset import PairedFolders
 
-    source = PairedFolders(contract, images, masks)
+    source = PairedFolders(contract, images, masks, labels=labels)
     source.check().raise_or_warn()
     if len(source) < 2:
         raise InputError(f"{images}: only one subject; at least two are required, since one in ten is held out")
@@ -134,10 +139,14 @@ def folder_sources(
     return SourceRange(source, 0, n_train), SourceRange(source, n_train, len(source) - n_train)
 
 
-def head_contract(size: Shape, labels: tuple[Label, ...] | None, images: tuple[str, ...] = (T1W.name,)) -> DataContract:
+def head_contract(
+    size: Shape, labels: tuple[Label, ...] | None, images: tuple[str, ...] = (T1W.name,), *, overlapping: bool = False
+) -> DataContract:
     """A grid of `size` that covers a whole head; by default with the labels of the simulated subjects."""
     spacing = (HEAD_MM / size[0], HEAD_MM / size[1], HEAD_MM / size[2])
-    return DataContract(size=size, spacing=spacing, orientation="RAS", labels=labels or LABELS, images=images)
+    return DataContract(
+        size=size, spacing=spacing, orientation="RAS", labels=labels or LABELS, images=images, overlapping=overlapping
+    )
 
 
 def open_sources(
@@ -148,16 +157,17 @@ def open_sources(
     seed: int | None = None,
     images: str | Path | None = None,
     masks: str | Path | None = None,
-    labels: Sequence[Mapping[str, Any]] | None = None,
+    labels: LabelMap | None = None,
+    overlapping: bool = False,
     modalities: tuple[str, ...] | None = None,
     held_out: int | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[VolumeSource, VolumeSource, str]:
     """(training subjects, held-out subjects, description) of the simulated cohort or of a user's folders.
 
-    `labels` are those of the masks in the folders, as mappings of name, value and channel; `modalities` are the image
-    kinds, by default the one of the folder, which is passed to `say`. `contract` is that of a model, instead of `size`,
-    `labels` and `modalities`.
+    `labels` are those of the masks in the folders, `overlapping` allows one value in several of them; `modalities` are the
+    image kinds, by default the one of the folder, which is passed to `say`. `contract` is that of a model, instead of
+    `size`, `overlapping` and `modalities`; `labels` then map the masks to its labels.
     """
     if contract is not None:
         size = contract.size
@@ -171,6 +181,8 @@ def open_sources(
     if cohort is not None:
         if labels is not None:
             raise InputError("--labels cannot be combined with --cohort, which has its own labels")
+        if overlapping:
+            raise InputError("--overlapping-labels cannot be combined with --cohort")
         if modalities is not None:
             raise InputError("--image cannot be combined with --cohort, which has T1w images")
         n_held_out, seed = COHORT_HELD_OUT if held_out is None else held_out, seed or 0
@@ -179,14 +191,14 @@ def open_sources(
     if seed is not None:
         raise InputError("--seed requires --cohort; it cannot be combined with --images and --masks")
     assert images is not None and masks is not None
-    named = None if labels is None else tuple(Label(**label) for label in labels)
     if contract is None:
         if modalities is None:
             kind, sentence = folder_images(images, masks, T1W.name)
             say(sentence)
             modalities = (kind,)
-        contract = head_contract(shape, named, modalities)
-    train, rest = folder_sources(images, masks, contract, held_out)
+        named = None if labels is None else labels.labels(overlapping=overlapping)
+        contract = head_contract(shape, named, modalities, overlapping=overlapping)
+    train, rest = folder_sources(images, masks, contract, held_out, labels)
     return train, rest, f"{len(train)} subjects of the folder `{Path(images).name}`; {len(rest)} held out"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -17,12 +17,13 @@ import torch
 from voxtune.data.contract import DataContract, Shape, encode_mask, unscale_image
 from voxtune.data.derivative import check_stems, describe_dataset, mask_stem, output_names, sidecar_path
 from voxtune.data.grid import Mode, Placement, fit
+from voxtune.data.labels import LabelMap, MaskReader
 from voxtune.data.legend import contract_legend, first_voxel
 from voxtune.data.nifti import Volume, check_affine, exact_labels, read_labels
 from voxtune.data.pixels import check_png, png, to_pixels
-from voxtune.data.preflight import check_lost_labels, check_mask
+from voxtune.data.preflight import check_lost_labels
 from voxtune.diffusion.noise import NoiseRule, check_seed, identity_index
-from voxtune.errors import FileProblems, InputError
+from voxtune.errors import FileProblems, InputError, advice
 from voxtune.files import checked_path, write_atomic
 from voxtune.runtime.model import Model, check_size
 from voxtune.runtime.sampling import SamplerSettings
@@ -42,6 +43,8 @@ class MaskRequest:
     labels_DHW: np.ndarray
     placement: Placement
     warnings: tuple[str, ...]
+    image: Path | None = None  # where a label of the mask was taken from
+    file_labels: Mapping[str, str] | None = None  # names of the file's own values, if these were mapped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +69,33 @@ class GeneratedVolume:
 
 
 def prepare(
-    model: Model, masks: Iterable[Path], *, mode: Mode = "auto", size: Shape | None = None
+    model: Model,
+    masks: Iterable[Path],
+    *,
+    mode: Mode = "auto",
+    size: Shape | None = None,
+    labels: LabelMap | None = None,
+    images: Mapping[Path, Path] | None = None,
 ) -> list[MaskRequest]:
-    """Reads and checks all masks; raises one FilesError with every invalid mask."""
-    contract, masks = mask_contract(model), list(masks)
+    """Reads and checks all masks; raises one FilesError with every invalid mask.
+
+    `labels` is what the values of the masks mean; `images` are those of the masks' subjects, for a label that is taken from
+    them.
+    """
+    masks = list(masks)
     check_stems(masks)
+    reader = MaskReader(contract=mask_contract(model), labels=labels)
+    reader.check_names()
+    fix = advice(
+        "pass the folder of the images with --images" if images is None else "add it to the folder of --images",
+        "pass it as images",
+    )
     requests, problems = [], FileProblems()
     for path in masks:
         try:
-            requests.append(prepare_mask(read_labels(path), contract, mode, size))
+            image = (images or {}).get(path) if reader.from_image else None
+            request = prepare_mask(reader.read(path, image, fix=fix), reader, mode, size)
+            requests.append(replace(request, image=image))
         except InputError as error:
             problems.add(path, error)
     problems.raise_all()
@@ -111,9 +132,10 @@ def read_mask(mask: Volume | np.ndarray | str | Path, affine: np.ndarray | None 
     return replace(mask, array=exact_labels(array, mask.name), affine=matrix)
 
 
-def prepare_mask(mask: Volume, contract: DataContract, mode: Mode = "auto", size: Shape | None = None) -> MaskRequest:
-    """Checks a mask and places it on the model's grid."""
-    report = check_mask(mask, contract)
+def prepare_mask(mask: Volume, reader: MaskReader, mode: Mode = "auto", size: Shape | None = None) -> MaskRequest:
+    """Checks a mask that `reader` returned and places it on the model's grid."""
+    contract = reader.contract
+    report = reader.check(mask)
     report.raise_errors()
     placement = fit(mask, contract, mode, size)
     labels_DHW = placement.apply(mask.array, label=True)
@@ -123,7 +145,12 @@ def prepare_mask(mask: Volume, contract: DataContract, mode: Mode = "auto", size
     grid = replace(mask, array=np.broadcast_to(np.zeros((), np.uint8), mask.shape))
     compact = labels_DHW.astype(np.min_scalar_type(max(contract.all_values)))
     return MaskRequest(
-        path=mask.path or Path(mask.name), grid=grid, labels_DHW=compact, placement=placement, warnings=warnings
+        path=mask.path or Path(mask.name),
+        grid=grid,
+        labels_DHW=compact,
+        placement=placement,
+        warnings=warnings,
+        file_labels=None if reader.labels is None else reader.labels.file_names(contract),
     )
 
 
@@ -135,14 +162,21 @@ def draw_images(
     seed: int = 0,
     mode: Mode = "auto",
     size: tuple[int, ...] | None = None,
+    labels: LabelMap | None = None,
+    image: Volume | str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
     warn: Callable[[str], None] = log.warning,
 ) -> dict[str, Volume]:
-    """The images that `generate` writes for one mask, by name and in memory."""
+    """The images that `generate` writes for one mask, by name and in memory.
+
+    `labels` is what the mask's values mean, `image` the subject's image for a label that is taken from it.
+    """
     contract = mask_contract(model)
     if size is not None:
         check_size(model.config.network, size)
-    request = prepare_mask(mask, contract, mode, size)  # type: ignore[arg-type]  # three dimensions, as the contract
+    reader = MaskReader(contract=contract, labels=labels)
+    mask = reader.convert(mask, image, fix="pass it as image")
+    request = prepare_mask(mask, reader, mode, size)  # type: ignore[arg-type]  # three dimensions, as the contract
     for warning in request.warnings:
         warn(warning)
     # A mask in memory has no name.
@@ -193,8 +227,9 @@ def generate(
             **settings.record(),
             "passes": list(getattr(model.network, "passes", ())),
             "mask": request.path.name,
-            "Sources": [_relative(out, request.path)],
+            "Sources": [_relative(out, path) for path in (request.path, request.image) if path is not None],
             "labels": {str(value): name for value, name in contract.value_names().items()},
+            **({} if request.file_labels is None else {"mask_labels": dict(request.file_labels)}),
             "placement": request.placement.describe(),
         }
         files = _write(_on_mask_grid(request, images_CDHW, contract.images), out, job.names, record)

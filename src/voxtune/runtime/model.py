@@ -195,7 +195,7 @@ class Model:
         data = self.config.data
         parts = [self.config.family, " x ".join(map(str, self.config.size))]
         if data is not None:
-            parts.append(f"labels {', '.join(data.name_of(value) for value in data.values)}")
+            parts.append(f"labels {', '.join(label.describe() for label in data.ordered)}")
             parts.append(f"images {', '.join(data.images)}")
         return f"Model({'; '.join([*parts, str(self.device), self.weights])})"
 
@@ -207,6 +207,8 @@ class Model:
         seed: int = 0,
         fit: Mode = "auto",
         size: Sequence[int] | None = None,
+        labels: str | None = None,
+        image: Volume | str | Path | None = None,
         progress: Progress | None = None,
         **options: Unpack[SamplerOptions],
     ) -> Volume:
@@ -214,13 +216,15 @@ class Model:
 
         `mask` is a NIfTI file, a Volume, or an array (X, Y, Z) of whole numbers with its `affine`. The voxels equal those of
         the file that `voxtune sample` writes for that mask with the same seed, options and device, in batches of one.
-        `fit`, `size` and `seed` are as on the command line, `options` as in `sample`: `steps`, `sampler` and others. A
+        `fit`, `size`, `seed` and `labels` are as on the command line; `image` is the subject's image, for a label that is
+        taken from it (labels="brats"). `options` are as in `sample`: `steps`, `sampler` and others. A
         model of several images has no single volume; use `draw_images`.
         """
         images = () if self.config.data is None else self.config.data.images
         if len(images) > 1:
             raise InputError(f"this model generates {len(images)} images ({', '.join(images)}); use draw_images")
-        drawn = self.draw_images(mask, affine, seed=seed, fit=fit, size=size, progress=progress, **options)
+        inputs: dict[str, Any] = {"seed": seed, "fit": fit, "size": size, "labels": labels, "image": image}
+        drawn = self.draw_images(mask, affine, **inputs, progress=progress, **options)
         return next(iter(drawn.values()))
 
     def draw_images(
@@ -231,17 +235,30 @@ class Model:
         seed: int = 0,
         fit: Mode = "auto",
         size: Sequence[int] | None = None,
+        labels: str | None = None,
+        image: Volume | str | Path | None = None,
         progress: Progress | None = None,
         **options: Unpack[SamplerOptions],
     ) -> dict[str, Volume]:
         """As `draw`, for a model of one or several images: the volumes by the name of the image, such as "FLAIR"."""
+        from voxtune.data.labels import parse_labels
         from voxtune.runtime.generate import draw_images, read_mask
 
         settings = self.check_request(seed=seed, **options)
         check_progress(progress)
         grid = None if size is None else _whole("size", size)
         volume = read_mask(mask, affine)
-        return draw_images(self, volume, settings=settings, seed=seed, mode=fit, size=grid, progress=progress)
+        return draw_images(
+            self,
+            volume,
+            settings=settings,
+            seed=seed,
+            mode=fit,
+            size=grid,
+            labels=None if labels is None else parse_labels(labels),
+            image=image,
+            progress=progress,
+        )
 
     def example_mask(self) -> Tensor:
         """An encoded mask (1, labels, D, H, W) to try `sample` without data: nested ellipsoids, not a real anatomy."""

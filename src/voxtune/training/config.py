@@ -14,6 +14,7 @@ from typing import Any, Literal
 from voxtune.config import from_mapping, to_mapping
 from voxtune.data.cohort import HELD_OUT
 from voxtune.data.contract import Label
+from voxtune.data.labels import parse_labels
 from voxtune.data.orientation import check_orientation
 from voxtune.diffusion import get_sampler
 from voxtune.diffusion.noise import check_seed
@@ -87,7 +88,10 @@ MAX_COUNT = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """The source of the subjects, and values that replace those of the workload's data contract (None: unchanged)."""
+    """The source of the subjects, and values that replace those of the workload's data contract (None: unchanged).
+
+    `label_map` is what the values of the masks mean, as in --labels; with a new model it also defines the labels.
+    """
 
     images: str | None = None
     masks: str | None = None
@@ -96,6 +100,8 @@ class DataSettings:
     subjects: str | None = None
     fit: Literal["auto", "pad", "resample"] = "auto"
     labels: tuple[Label, ...] | None = None
+    label_map: str | None = None
+    overlapping: bool | None = None
     modalities: tuple[str, ...] | None = None
     spacing: tuple[float, float, float] | None = None
     orientation: str | None = None
@@ -112,6 +118,12 @@ class DataSettings:
         _check_range("cohort_seed", self.cohort_seed, 0, 2**63 - 1)
         if self.orientation is not None:
             check_orientation(self.orientation[:40])
+        if self.label_map is not None:
+            parse_labels(self.label_map)
+            if self.cohort is not None or self.subjects is not None:
+                raise InputError(
+                    "label_map (--labels) requires folders of images and masks; simulated and packed subjects have their own"
+                )
         _check_path("images", self.images)
         _check_path("masks", self.masks)
         _check_path("subjects", self.subjects)
@@ -233,7 +245,8 @@ def check_images(config: TrainConfig) -> None:
         source = "packed subjects are" if config.data.cohort is None else "the simulated subjects are"
         raise InputError(f"data: {source} volumes; {name} trains on images: pass --images DIR")
     plain = DataSettings()
-    for setting in ("masks", "fit", "labels", "modalities", "spacing", "orientation", "mask_range", "scaling"):
+    of_masks = ("masks", "fit", "labels", "label_map", "overlapping")
+    for setting in (*of_masks, "modalities", "spacing", "orientation", "mask_range", "scaling"):
         if getattr(config.data, setting) != getattr(plain, setting):
             raise InputError(f"data: {name} has no {setting}; omit it")
     _check_network_settings(config.model)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from voxtune.config import from_mapping
 from voxtune.data.contract import DataContract
+from voxtune.data.labels import LabelMap, parse_labels
 from voxtune.data.splits import contract_difference
 from voxtune.data.subjects import Compact, Packed, Source, unpack
 from voxtune.diffusion.noise import check_seed, normal_batch, philox
@@ -169,7 +170,10 @@ def open_source(config: TrainConfig, model: ModelConfig, warn: Warn, *, check: b
             "no data: pass folders (--images DIR --masks DIR), packed subjects (--subjects FILE) or a number of "
             "simulated subjects (--cohort 64)"
         )
-    source = PairedFolders(contract, data.images, data.masks, mode=data.fit)
+    labels = None if data.labels is None else LabelMap.of(data.labels)
+    if data.label_map is not None:
+        labels = parse_labels(data.label_map)
+    source = PairedFolders(contract, data.images, data.masks, mode=data.fit, labels=labels)
     if check:
         source.check().raise_or_warn(warn)
     return source

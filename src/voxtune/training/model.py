@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from voxtune.data.cifar import CHANNELS, SIDE
-from voxtune.data.contract import DataContract
+from voxtune.data.contract import DataContract, Label
+from voxtune.data.labels import parse_labels
 from voxtune.data.pairing import folder_images
 from voxtune.diffusion import DiffusionConfig
 from voxtune.errors import InputError
@@ -96,7 +97,8 @@ def _contract(config: TrainConfig, template: DataContract, size: tuple[int, int,
             # Simulated subjects are skull-stripped: their label 1 is the brain, not the head.
             template = replace(template, labels=LABELS)
     settings: dict[str, Any] = {
-        "labels": data.labels,
+        "labels": _labels(config, template),
+        "overlapping": data.overlapping,
         "images": data.modalities,
         "orientation": data.orientation,
         "mask_range": data.mask_range,
@@ -104,3 +106,15 @@ def _contract(config: TrainConfig, template: DataContract, size: tuple[int, int,
     }
     given = {k: v for k, v in settings.items() if v is not None}
     return replace(template, size=size, spacing=spacing, **given)
+
+
+def _labels(config: TrainConfig, template: DataContract) -> tuple[Label, ...] | None:
+    """The labels of the masks: those that are set, else those of --labels; a model to fine-tune keeps its own."""
+    data = config.data
+    if data.labels is not None or data.label_map is None:
+        return data.labels
+    label_map = parse_labels(data.label_map)
+    if label_map.model_values or config.model.init is not None:
+        label_map.for_contract(template)
+        return None
+    return label_map.labels(overlapping=bool(data.overlapping))

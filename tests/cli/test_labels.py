@@ -1,0 +1,298 @@
+"""--labels on the commands that read masks: files of BraTS, tables, overlapping labels."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.factories.cli import run
+from tests.factories.contracts import BRATS
+from tests.factories.nifti import save
+from voxtune.data.contract import encode_mask
+from voxtune.data.labels import MaskReader
+from voxtune.data.subjects import unpack
+from voxtune.runtime.model import Model, ModelConfig
+from voxtune.runtime.storage import load
+from voxtune.runtime.storage import save as save_model
+from voxtune.segmentation.segmenter import load_segmenter
+from voxtune.training.loop import read_run
+from voxtune.workloads import MedDDPMConfig
+
+SIDE = 16
+AFFINE = np.diag([12.0, 12.0, 12.0, 1.0])
+OVERLAPPING = "WT=1,2,4; TC=1,4; ET=4"
+TINY = ["--base", "32", "--multipliers", "1", "--batch", "2", "--accumulation", "1", "--size", "16,16,16"]
+TINY += ["--steps", "2", "--set", "model.diffusion_steps=10", "--set", "tensorboard=false", "--device", "cpu"]
+
+
+def tumour_mask(subject: int, parts: tuple[int, int, int], brain: int = 0) -> np.ndarray:
+    """Oedema around an enhancing ring around necrosis, in values (necrosis, oedema, enhancing); in a brain if it has a value."""
+    mask = np.zeros((SIDE,) * 3, np.uint8)
+    mask[2:14, 2:14, 2:14] = brain
+    low = 4 + subject % 3
+    for border, value in enumerate((parts[1], parts[2], parts[0])):
+        mask[(slice(low + border, low + 6 - border),) * 3] = value
+    return mask
+
+
+def write_folders(root, parts, *, kinds=("T1w",), subjects=4, brain=0):
+    """Skull-stripped images and their masks: root/images, root/masks."""
+    for name in ("images", "masks"):
+        (root / name).mkdir(parents=True)
+    for subject in range(subjects):
+        rng = np.random.default_rng(subject)
+        mask = tumour_mask(subject, parts, brain)
+        inside = np.zeros((SIDE,) * 3, bool)
+        inside[2:14, 2:14, 2:14] = True
+        save(root / "masks" / f"sub-{subject}_dseg.nii.gz", mask, AFFINE)
+        for kind in kinds:
+            image = np.where(inside, 50 + 20 * mask + rng.uniform(0, 5, mask.shape), 0).astype(np.float32)
+            save(root / "images" / f"sub-{subject}_{kind}.nii.gz", image, AFFINE)
+    return root
+
+
+@pytest.fixture(scope="module")
+def brats_model(tmp_path_factory):
+    """A tiny network of random weights with the labels and images of BraTS."""
+    torch.manual_seed(0)
+    contract = replace(BRATS, size=(SIDE,) * 3, spacing=(12.0, 12.0, 12.0))
+    network = MedDDPMConfig(in_channels=8, out_channels=4, base=32, blocks=1, multipliers=(1,), attention=())
+    folder = tmp_path_factory.mktemp("model") / "brats"
+    save_model(Model(ModelConfig(network=network, size=contract.size, data=contract)), folder, card="a test")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def brats2021(tmp_path_factory):
+    return write_folders(tmp_path_factory.mktemp("brats2021"), (1, 2, 4), kinds=("t1", "t1ce", "t2", "flair"))
+
+
+def folders(root):
+    return ["--images", root / "images", "--masks", root / "masks"]
+
+
+def sample(capsys, model, root, out, *more):
+    arguments = ["--steps", "1", "--batch", "4", "--device", "cpu", "--quiet", *more]
+    return run(capsys, "sample", model, "--mask", root / "masks", "-o", out, *arguments)
+
+
+def sidecars(out):
+    return [json.loads(path.read_text()) for path in sorted(out.rglob("sub-*.json"))]
+
+
+def test_sample_refuses_masks_with_two_readings(capsys, brats_model, brats2021, tmp_path):
+    code, _, err = sample(capsys, brats_model, brats2021, tmp_path / "out")
+    assert code == 2 and not (tmp_path / "out").exists()
+    for part in ("BraTS 2021 (4 = enhancing tumour, no brain label)", "the model's own labels", "4 = brain"):
+        assert part in err
+    assert "--labels brats2021 or --labels model" in err
+
+
+def test_sample_with_the_brain_of_the_images(capsys, brats_model, brats2021, tmp_path):
+    code, _, err = sample(capsys, brats_model, brats2021, tmp_path / "no", "--labels", "brats2021")
+    assert code == 2 and "brain is taken from the subject's image" in err and "--images" in err
+    out = tmp_path / "out"
+    images = ["--labels", "brats2021", "--images", brats2021 / "images"]
+    assert sample(capsys, brats_model, brats2021, out, *images)[0] == 0
+    record = sidecars(out)[0]
+    assert record["mask_labels"] == {"1": "necrotic core", "2": "oedema", "4": "enhancing tumour", "image": "brain"}
+    assert record["labels"] == {"1": "necrotic core", "2": "oedema", "3": "enhancing tumour", "4": "brain"}
+    assert [source.rsplit("/", 1)[-1] for source in record["Sources"]] == ["sub-0_dseg.nii.gz", "sub-0_t1.nii.gz"]
+    # The same masks with the values of the model give the same volumes.
+    own = write_folders(tmp_path / "own", (1, 2, 3), brain=4)
+    assert sample(capsys, brats_model, own, tmp_path / "out2")[0] == 0
+    first, second = sorted(out.rglob("sub-*.nii.gz")), sorted((tmp_path / "out2").rglob("sub-*.nii.gz"))
+    assert len(first) == 16 and [p.name for p in first] == [p.name for p in second]
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(first, second, strict=True))
+    assert "mask_labels" not in sidecars(tmp_path / "out2")[0]
+
+
+def test_sample_with_masks_without_the_brain(capsys, brats_model, tmp_path):
+    root = write_folders(tmp_path / "brats2023", (1, 2, 3))
+    code, _, err = sample(capsys, brats_model, root, tmp_path / "out")
+    assert code == 2 and "4 (brain) is not in the mask" in err and "--labels brats" in err
+    code, _, err = sample(capsys, brats_model, root, tmp_path / "out", "--labels", "model")
+    assert code == 0 and "4 (brain) is not in the mask" in err and "warning" in err
+    images = ["--labels", "brats", "--images", root / "images", "--overwrite"]
+    assert sample(capsys, brats_model, root, tmp_path / "out", *images)[0] == 0
+
+
+def test_sample_options_that_do_not_fit(capsys, brats_model, brats2021, tmp_path):
+    def refused(*more):
+        code, _, err = sample(capsys, brats_model, brats2021, tmp_path / "out", *more)
+        assert code == 2
+        return err
+
+    assert "no label 'head', only necrotic core, oedema, enhancing tumour, brain" in refused("--labels", "whole-head")
+    assert "--images applies to a label that is taken from the image" in refused("--images", brats2021 / "images")
+    assert "label 4 is not in --labels" in refused("--labels", "necrotic core=1; oedema=2; brain=image")
+    (tmp_path / "empty").mkdir()
+    assert "brain is taken from the subject's image" in refused("--labels", "brats2021", "--images", tmp_path / "empty")
+    assert "no such folder" in refused("--labels", "brats2021", "--images", tmp_path / "absent")
+
+
+def test_sample_reads_a_table(capsys, brats_model, brats2021, tmp_path):
+    table = tmp_path / "dseg.tsv"
+    table.write_text("index\tname\n1\toedema\n2\toedema\n4\tnecrotic core\n9\tbrain\n")
+    code, _, err = sample(capsys, brats_model, brats2021, tmp_path / "out", "--labels", table)
+    assert code == 2 and "9 (brain)" not in err and "4 (brain) is not in the mask" in err
+    table.write_text("index\tname\n1\tbrain\n2\tbrain\n4\tnecrotic core\n")
+    assert sample(capsys, brats_model, brats2021, tmp_path / "out", "--labels", table)[0] == 0
+    assert sidecars(tmp_path / "out")[0]["mask_labels"] == {"1": "brain", "2": "brain", "4": "necrotic core"}
+
+
+def test_python_draws_with_labels_and_an_image(brats_model, brats2021, tmp_path):
+    model = load(brats_model)
+    mask, image = brats2021 / "masks" / "sub-1_dseg.nii.gz", brats2021 / "images" / "sub-1_t1.nii.gz"
+    drawn = model.draw_images(mask, labels="brats2021", image=image, steps=1)
+    own = save(tmp_path / "own.nii.gz", tumour_mask(1, (1, 2, 3), brain=4), AFFINE)
+    for name, volume in model.draw_images(own, steps=1).items():
+        np.testing.assert_array_equal(drawn[name].array, volume.array)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_train_and_sample_with_several_values_to_a_channel(capsys, brats2021, tmp_path):
+    out = tmp_path / "run"
+    labels = "tumour=1,4; oedema=2; brain=image"
+    arguments = [*folders(brats2021), "--image", "flair", "--labels", labels, "--sample-every", "0"]
+    assert run(capsys, "train", *arguments, "-o", out, *TINY, "--quiet")[0] == 0
+    contract = load(out / "model").config.data
+    assert contract.channel_values == ((1, 4), (2,), (5,)) and contract.organ.from_image
+    assert read_run(out).data.label_map == labels
+    assert run(capsys, "train", "--resume", out, "--steps", "3", "--quiet", "--device", "cpu")[0] == 0
+    # The files need no option, because the model's labels are theirs; the brain still needs the images.
+    code, _, err = sample(capsys, out / "model", brats2021, tmp_path / "volumes")
+    assert code == 2 and "--images" in err
+    assert sample(capsys, out / "model", brats2021, tmp_path / "volumes", "--images", brats2021 / "images")[0] == 0
+    assert sidecars(tmp_path / "volumes")[0]["labels"] == {"1": "tumour", "2": "oedema", "4": "tumour", "5": "brain"}
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_fine_tuning_maps_the_masks_to_the_labels_of_the_model(capsys, brats_model, brats2021, tmp_path):
+    start = [*folders(brats2021), "--init", brats_model, "--workload", "med-ddpm", "--sample-every", "0"]
+    short = ["--steps", "1", "--batch", "1", "--accumulation", "1", "--device", "cpu", "--set", "tensorboard=false"]
+    code, _, err = run(capsys, "train", *start, "-o", tmp_path / "run", *short, "--quiet")
+    assert code == 2 and "two readings" in err
+    code, _, err = run(capsys, "train", *start, "-o", tmp_path / "run", *short, "--labels", "brain=1")
+    assert code == 2 and "label 2, 4 is not in --labels" in err
+    code, _, err = run(capsys, "train", *start, "-o", tmp_path / "run", *short, "--labels", "tumour=1")
+    assert code == 2 and "no label 'tumour'" in err
+    done = run(capsys, "train", *start, "-o", tmp_path / "run", *short, "--labels", "brats2021", "--quiet")
+    assert done[0] == 0, done[2]
+    assert load(tmp_path / "run" / "model").config.data == load(brats_model).config.data
+
+
+def test_train_refuses_labels_of_data_that_has_its_own(capsys, tmp_path):
+    def refused(*more):
+        code, _, err = run(capsys, "train", "-o", tmp_path / "run", *more)
+        assert code == 2
+        return err
+
+    assert "requires folders" in refused("--cohort", "2", "--labels", "brain=1,tumour=2")
+    assert "--labels model requires a model" in refused(
+        "--workload", "segment", "--images", tmp_path, "--masks", tmp_path, "--labels", "model"
+    )
+    root = write_folders(tmp_path / "data", (1, 2, 4), subjects=2)
+    assert "--overlapping-labels" in refused(*folders(root), "--labels", OVERLAPPING)
+
+
+def test_the_labels_model_are_those_of_the_workload(capsys, tmp_path):
+    root = write_folders(tmp_path, (2, 2, 2), brain=1)
+    arguments = [*folders(root), "--labels", "model", "--sample-every", "0"]
+    assert run(capsys, "train", *arguments, "-o", tmp_path / "run", *TINY, "--quiet")[0] == 0
+    assert [label.name for label in load(tmp_path / "run" / "model").config.data.labels] == ["head", "tumour"]
+
+
+def test_packed_subjects_of_a_model_are_mapped_to_its_labels(capsys, tmp_path):
+    root = write_folders(tmp_path / "data", (1, 2, 4))
+    labels = "tumour=1,4; oedema=2; brain=image"
+    file = tmp_path / "subjects.npz"
+    packing = ["pack", *folders(root), "--size", "16,16,16", "--held-out", "1", "-o", file, "--quiet"]
+    assert run(capsys, *packing, "--labels", labels)[0] == 0
+    train, held_out = unpack(file)
+    assert train.contract.channel_values == ((1, 4), (2,), (5,))
+    # 4 is stored as the first value of its label.
+    assert set(np.unique(train.labels_NDHW)) == {0, 1, 2, 5}
+    reader = MaskReader(contract=train.contract)
+    mask = reader.read(root / "masks" / "sub-3_dseg.nii.gz", root / "images" / "sub-3_T1w.nii.gz")
+    expected = encode_mask(mask.array.transpose(2, 1, 0), train.contract)
+    np.testing.assert_array_equal(held_out[0][1], expected)
+    code, _, err = run(capsys, *packing, "--labels", labels, "--overlapping-labels", "--cohort", "3", "--overwrite")
+    assert code == 2
+    code, _, err = run(capsys, *packing, "--overlapping-labels", "--overwrite")
+    assert code == 2 and "--overlapping-labels requires --labels" in err
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_overlapping_labels_from_packing_to_sampling(capsys, tmp_path):
+    root = write_folders(tmp_path / "data", (1, 2, 4))
+    file = tmp_path / "subjects.npz"
+    packing = ["pack", *folders(root), "--size", "16,16,16", "--held-out", "1", "-o", file, "--labels", OVERLAPPING]
+    code, _, err = run(capsys, *packing)
+    assert code == 2 and "--overlapping-labels" in err
+    assert run(capsys, *packing, "--overlapping-labels", "--quiet")[0] == 0
+    train, held_out = unpack(file)
+    contract = train.contract
+    assert contract.overlapping and contract.regions == ((0,), (0, 1), (0, 1, 2))
+    raw = tumour_mask(3, (1, 2, 4)).transpose(2, 1, 0)
+    whole, core, enhancing = held_out[0][1] > 0
+    np.testing.assert_array_equal(whole, raw > 0)
+    np.testing.assert_array_equal(core, (raw == 1) | (raw == 4))
+    np.testing.assert_array_equal(enhancing, raw == 4)
+    images, masks = train.stored([0, 2])
+    np.testing.assert_array_equal(train.unfold(images, masks)[1][1], train[2][1])
+
+    training = ["train", "--subjects", file, "-o", tmp_path / "run", *TINY, "--sample-every", "0", "--quiet"]
+    assert run(capsys, *training)[0] == 0
+    model = load(tmp_path / "run" / "model")
+    assert model.config.data.overlapping and model.config.network.mask_channels == 3
+    assert sample(capsys, tmp_path / "run" / "model", root, tmp_path / "volumes")[0] == 0
+    assert sidecars(tmp_path / "volumes")[0]["labels"] == {"1": "WT + TC", "2": "WT", "4": "WT + TC + ET"}
+    # Masks of BraTS 2023 for the same model.
+    newer = write_folders(tmp_path / "newer", (1, 2, 3))
+    map_2023 = ["--labels", "WT=1,2,3; TC=1,3; ET=3", "--overwrite"]
+    assert sample(capsys, tmp_path / "run" / "model", newer, tmp_path / "newer" / "out", *map_2023)[0] == 0
+    names = [path.name for path in sorted((tmp_path / "volumes").rglob("sub-*.nii.gz"))]
+    for name in names:
+        one, other = (
+            next(folder.rglob(name)).read_bytes() for folder in (tmp_path / "volumes", tmp_path / "newer" / "out")
+        )
+        assert one == other
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_segmenter_of_overlapping_labels(capsys, tmp_path):
+    root = write_folders(tmp_path / "data", (1, 2, 4), subjects=6)
+    options = ["--labels", OVERLAPPING, "--overlapping-labels", "--size", "16,16,16", "--steps", "60", "--batch", "2"]
+    arguments = [
+        "train",
+        "--workload",
+        "segment",
+        *folders(root),
+        *options,
+        "--device",
+        "cpu",
+        "-o",
+        tmp_path / "segmenter",
+    ]
+    code, out, err = run(capsys, *arguments, "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    assert set(result["dice"]) == {"WT", "TC", "ET"} and result["dice"]["WT"]["mean"] > 0.3
+    segmenter = load_segmenter(tmp_path / "segmenter")
+    assert segmenter.config.network.classes == 4 and segmenter.identity()["labels"] == {
+        "WT": [1, 2, 4],
+        "TC": [1, 4],
+        "ET": 4,
+    }
+    labels, _ = segmenter.describe(torch.zeros(1, 1, 16, 16, 16))
+    assert set(labels.unique().tolist()) <= {0, 1, 2, 4}
+    masks = ["--masks", root / "masks", "--segmenter", tmp_path / "segmenter", "--features", tmp_path / "segmenter"]
+    volumes = ["evaluate", root / "images", root / "images", "-o", tmp_path / "quality", "--resamples", "20"]
+    assert run(capsys, *volumes, *masks, "--device", "cpu", "--quiet")[0] == 0
+    figures = json.loads((tmp_path / "quality" / "metrics.json").read_text())["figures"]
+    assert {"dice_WT", "dice_TC", "dice_ET"} <= {figure["name"] for figure in figures}
