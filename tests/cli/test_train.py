@@ -138,7 +138,7 @@ def test_invalid_options_are_errors(folders, tmp_path, capsys):
     assert "absent.yaml" in refused(capsys, *out, "-c", str(tmp_path / "absent.yaml"))
     assert "no such model" in refused(capsys, *out, "--cohort", "2", "--init", str(tmp_path / "absent"))
     unknown = from_folders(folders, tmp_path / "run", "--labels", "brain=1")
-    assert "unknown label 2" in refused(capsys, *unknown[1:])
+    assert "label 2 is not in --labels brain=1" in refused(capsys, *unknown[1:])
     assert not (tmp_path / "run").exists(), "no folder is left behind"
 
 
