@@ -149,7 +149,7 @@ def test_python_draws_with_labels_and_an_image(brats_model, brats2021, tmp_path)
     model = load(brats_model)
     mask, image = brats2021 / "masks" / "sub-1_dseg.nii.gz", brats2021 / "images" / "sub-1_t1.nii.gz"
     drawn = model.draw_images(mask, labels="brats2021", image=image, steps=1)
-    own = save(tmp_path / "own.nii.gz", tumour_mask(1, (1, 2, 3), brain=4), AFFINE)
+    own = save(tmp_path / mask.name, tumour_mask(1, (1, 2, 3), brain=4), AFFINE)
     for name, volume in model.draw_images(own, steps=1).items():
         np.testing.assert_array_equal(drawn[name].array, volume.array)
 

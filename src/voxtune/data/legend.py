@@ -47,8 +47,8 @@ def contract_legend(contract: DataContract) -> Legend:
 
 
 def record_legend(record: dict[str, Any]) -> Legend:
-    """The legend of a sidecar: {"labels": {"1": "brain"}}."""
-    names = record.get("labels")
+    """The legend of a sidecar: {"labels": {"1": "brain"}}, or "mask_labels" of a mask whose values were mapped."""
+    names = record.get("mask_labels", record.get("labels"))
     if not isinstance(names, dict):
         return {}
     return {int(v): LabelName(name=str(name)) for v, name in names.items() if _is_value(v) and str(name).strip()}
