@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.factories.nifti import ORIENTATIONS, oblique_affine, oriented_affine, rotations, save, spacings, volume
+from tests.factories.nifti import (
+    ORIENTATIONS,
+    mgh_bytes,
+    oblique_affine,
+    oriented_affine,
+    rotations,
+    save,
+    save_mgh,
+    spacings,
+    volume,
+)
 from voxtune.data.contract import generic_contract
 from voxtune.data.dataset import PairedFolders
 from voxtune.data.geometry import GeometrySummary, obliquity_degrees
@@ -72,7 +82,7 @@ def test_the_rounding_of_a_quaternion_is_no_difference(tmp_path_factory, code, s
 def test_a_file_without_forms_is_announced_with_the_axes_that_are_assumed(tmp_path):
     mask = read_labels(save(tmp_path / "m.nii", LABELS, np.diag([2.0, 2.0, 2.0, 1.0]), sform=0, qform=0))
     [line] = GeometrySummary([mask]).lines()
-    assert "no sform and no qform (both codes are 0)" in line and "axes LAS" in line
+    assert "no orientation in the header" in line and "axes LAS" in line
     assert "".join(nib.aff2axcodes(mask.affine)) == "LAS"
 
 
@@ -85,3 +95,13 @@ def test_training_folders_are_announced_once_for_masks_and_images(tmp_path):
     [oblique] = [w.message for w in warnings if w.code == "geometry"]
     assert oblique.startswith("12 of 14 files, such as ") and "6.0 degrees" in oblique
     assert warnings[0].code == "geometry"
+
+
+def test_an_mgh_file_without_orientation_is_announced(tmp_path):
+    data = bytearray(mgh_bytes(LABELS))
+    data[28:30] = b"\0\0"
+    (tmp_path / "m.mgh").write_bytes(data)
+    mask = read_labels(tmp_path / "m.mgh")
+    [line] = GeometrySummary([mask]).lines()
+    assert "no orientation in the header" in line and "axes LSP" in line
+    assert GeometrySummary([read_labels(save_mgh(tmp_path / "good.mgz", LABELS))]).lines() == []

@@ -1,15 +1,17 @@
-"""Damaged NIfTI files: each is read, or rejected with an InputError that names it."""
+"""Damaged NIfTI and MGH files: each is read, or rejected with an InputError that names it."""
 
 from __future__ import annotations
 
 import gzip
 import struct
+import tracemalloc
 
 import nibabel as nib
 import numpy as np
 import pytest
 
 from tests.factories.contracts import WHOLE_HEAD
+from tests.factories.nifti import mgh_bytes
 from voxtune.data.grid import fit
 from voxtune.data.nifti import read_labels, read_volume
 from voxtune.data.preflight import check_mask
@@ -79,11 +81,51 @@ def lying_headers() -> list[tuple[str, str, bytes]]:
     return cases
 
 
-CASES = hostile_files()
+MGH = mgh_bytes(np.asanyarray(IMAGE.dataobj), IMAGE.affine)
+MGZ = gzip.compress(MGH, mtime=0)
+
+
+def patched_mgh(offset: int, form: str, *values) -> bytes:
+    data = bytearray(MGH)
+    struct.pack_into(f">{form}", data, offset, *values)
+    return bytes(data)
+
+
+def hostile_mgh_files() -> list[tuple[str, str, bytes]]:
+    rng = np.random.default_rng(21)
+    nan, inf = float("nan"), float("inf")
+    voxels_end = 284 + 6 * 7 * 8 * 2
+    cases = [(f"mgh-cut-{n}", ".mgh", MGH[:n]) for n in (1, 3, 4, 20, 100, 283, 284, 285, 540, voxels_end - 1)]
+    cases += [(f"mgz-cut-{n}", ".mgz", MGZ[:n]) for n in (1, 2, 10, 20, 60, len(MGZ) - 9, len(MGZ) - 1)]
+    for i in range(60):
+        data = bytearray(MGH)
+        for _ in range(int(rng.integers(1, 6))):
+            data[int(rng.integers(0, 90))] = int(rng.integers(0, 256))
+        cases.append((f"mgh-header-bytes-{i}", ".mgh", bytes(data)))
+    for i in range(20):
+        data = bytearray(MGZ)
+        data[int(rng.integers(0, len(data)))] ^= int(rng.integers(1, 256))
+        cases.append((f"mgz-byte-{i}", ".mgz", bytes(data)))
+    dims = [(-6, 7, 8, 1), (0, 7, 8, 1), (6, 7, 8, 0), (6, 7, 8, 2), (6, 7, 8, -1), (2**31 - 1,) * 4, (40000, 1, 1, 1)]
+    dims += [(1024, 1024, 1024, 1), (1024, 1024, 1025, 1), (1, 1, 1, 1)]
+    cases += [(f"mgh-dims-{d}", ".mgh", patched_mgh(4, "4i", *d)) for d in dims]
+    cases += [(f"mgz-dims-{d}", ".mgz", gzip.compress(patched_mgh(4, "4i", *d))) for d in dims]
+    cases += [(f"mgh-type-{t}", ".mgh", patched_mgh(20, "i", t)) for t in (-1, 2, 5, 6, 7, 11, 2**31 - 1)]
+    cases += [(f"mgh-version-{v}", ".mgh", patched_mgh(0, "i", v)) for v in (0, 2, -1, 2**24)]
+    cases += [(f"mgh-flag-{v}", ".mgh", patched_mgh(28, "h", v)) for v in (0, -1, 2)]
+    for v in (nan, inf, 0.0, 1e38, -1e-30):
+        cases += [(f"mgh-{name}-{v}", ".mgh", patched_mgh(at, "f", v)) for name, at in (("delta", 30), ("mdc", 42))]
+        cases.append((f"mgh-centre-{v}", ".mgh", patched_mgh(78, "3f", v, v, v)))
+    cases += [(f"mgh-noise-{i}", suffix, rng.bytes(2000)) for i, suffix in enumerate([".mgh", ".mgz"] * 3)]
+    cases += [(f"mgz-noise-{i}", ".mgz", gzip.compress(rng.bytes(2000))) for i in range(3)]
+    return cases
+
+
+CASES = hostile_files() + hostile_mgh_files()
 
 
 def test_there_are_enough_cases():
-    assert len(CASES) >= 170 and len({name for name, _, _ in CASES}) == len(CASES)
+    assert len(CASES) >= 320 and len({name for name, _, _ in CASES}) == len(CASES)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -95,7 +137,7 @@ def test_read_or_rejected(tmp_path, name, suffix, data):
         try:
             fit(read(path), WHOLE_HEAD, label=False)
         except InputError as error:
-            assert "mask.nii" in str(error) and "\n" not in str(error)
+            assert f"mask{suffix}" in str(error) and "\n" not in str(error)
     check_mask(path, WHOLE_HEAD).to_dict()
 
 
@@ -131,3 +173,32 @@ def test_the_header_is_never_read_as_voxels(tmp_path, offset):
     (tmp_path / "low.nii").write_bytes(patched(108, "f", offset))
     with pytest.raises(InputError, match=r"low\.nii.*offset"):
         read_volume(tmp_path / "low.nii")
+
+
+def test_the_undamaged_mgh_file_is_read(tmp_path):
+    for name, data in (("fine.mgh", MGH), ("fine.mgz", MGZ), ("no-footer.mgh", MGH[: 284 + 6 * 7 * 8 * 2])):
+        (tmp_path / name).write_bytes(data)
+        assert check_mask(tmp_path / name, WHOLE_HEAD).findings == ()
+
+
+@pytest.mark.parametrize("cut", [0, 1, 10, 283, 284, 400, 284 + 6 * 7 * 8 * 2 - 1])
+def test_truncated_mgh_files_are_rejected(tmp_path, cut):
+    for name, data in (("cut.mgh", MGH[:cut]), ("cut.mgz", gzip.compress(MGH[:cut]))):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(InputError, match=name):
+            read_volume(tmp_path / name)
+
+
+@pytest.mark.parametrize("dims", [(1000, 1000, 1000, 1), (1024, 1024, 1024, 1)])
+def test_an_mgh_header_that_requires_more_than_the_file_allocates_nothing(tmp_path, dims):
+    for name, data in (
+        ("large.mgh", patched_mgh(4, "4i", *dims)),
+        ("large.mgz", gzip.compress(patched_mgh(4, "4i", *dims))),
+    ):
+        (tmp_path / name).write_bytes(data)
+        tracemalloc.start()
+        with pytest.raises(InputError, match=rf"{name}.*more than the file can contain"):
+            read_volume(tmp_path / name)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 4 * 2**20

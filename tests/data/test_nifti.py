@@ -13,7 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.factories.nifti import ORIENTATIONS, oriented_affine, save, shapes, spacings, volume
+from tests.factories.nifti import (
+    ORIENTATIONS,
+    mgh_bytes,
+    oblique_affine,
+    oriented_affine,
+    rotations,
+    save,
+    save_mgh,
+    shapes,
+    spacings,
+    volume,
+)
 from voxtune.data import nifti
 from voxtune.data.nifti import Volume, read_labels, read_volume, write_volume
 from voxtune.errors import InputError
@@ -232,3 +243,54 @@ def test_a_volume_describes_itself():
     assert repr(mask) == "Volume(mask, 4 x 5 x 6, 1 x 1 x 6 mm, LPS, labels 0, 1, 2, 3, 4)"
     assert "invalid affine" in repr(replace(mask, affine=np.zeros((4, 4))))
     assert "not a 3D volume" in repr(replace(mask, array=np.zeros((0, 2))))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    shapes,
+    spacings,
+    st.sampled_from(ORIENTATIONS),
+    rotations,
+    st.sampled_from([np.uint8, np.int16, np.int32, np.float32]),
+    st.sampled_from([".mgz", ".mgh", ".mgh.gz"]),
+)
+def test_an_mgh_mask_gives_a_nifti_result_with_its_exact_affine(folder, shape, spacing, code, degrees, dtype, suffix):
+    array = np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
+    path = save_mgh(folder / f"in{suffix}", array, oblique_affine(code, spacing, degrees))
+    source = nib.MGHImage.from_bytes(mgh_bytes(array, oblique_affine(code, spacing, degrees)))
+    read = read_labels(path)
+    assert np.array_equal(read.array, array) and np.array_equal(read.affine, source.affine)
+    assert np.array_equal(read_volume(path).array, array)
+    back = nib.load(write_volume(folder / "out.nii.gz", read.array, read))
+    assert type(back) is nib.Nifti1Image and np.array_equal(np.asanyarray(back.dataobj), array)
+    assert np.array_equal(back.affine, source.affine)
+    assert np.array_equal(back.get_sform(coded=True)[0], source.affine) and back.get_sform(coded=True)[1] == 1
+    assert np.allclose(back.get_qform(coded=True)[0], source.affine, atol=1e-3) and back.get_qform(coded=True)[1] == 1
+    assert back.header.get_xyzt_units()[0] == "mm"
+
+
+def test_the_name_of_an_mgh_file_does_not_decide_over_its_content(folder):
+    data = nib.Nifti1Image(np.ones((2, 3, 4), np.uint8), np.eye(4)).to_bytes()
+    (folder / "nifti.mgz").write_bytes(gzip.compress(data))
+    assert read_labels(folder / "nifti.mgz").shape == (2, 3, 4)
+    (folder / "mgh.nii").write_bytes(mgh_bytes(np.ones((2, 3, 4), np.uint8)))
+    with pytest.raises(InputError, match=r"mgh\.nii: not a NIfTI file"):
+        read_labels(folder / "mgh.nii")
+
+
+def test_mgh_with_several_frames_is_rejected(folder):
+    with pytest.raises(InputError, match=r"frames\.mgz: expected one 3D volume, got 4D \(3 x 4 x 5 x 2\)"):
+        read_volume(save_mgh(folder / "frames.mgz", np.ones((3, 4, 5, 2), np.float32)))
+
+
+def test_a_sheared_mgh_affine_has_no_qform(folder):
+    data = bytearray(mgh_bytes(np.ones((3, 4, 5), np.uint8)))
+    data[42:54] = np.array([1.0, 0.3, 0.0], ">f4").tobytes()
+    (folder / "shear.mgh").write_bytes(data)
+    read = read_labels(folder / "shear.mgh")
+    assert read.qform == (None, 0) and np.array_equal(read.sform[0], read.affine) and read.affine[1, 0] != 0
+
+
+def test_volumes_are_not_written_as_mgh(folder):
+    with pytest.raises(InputError, match=r"must end in \.nii or \.nii\.gz"):
+        write_volume(folder / "x.mgz", np.zeros((2, 2, 2)), volume(np.zeros((2, 2, 2))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import nibabel as nib
@@ -62,6 +63,18 @@ def save(
     for name, value in fields.items():
         image.header[name] = value
     nib.save(image, path)
+    return path
+
+
+def mgh_bytes(array: np.ndarray, affine: np.ndarray | None = None) -> bytes:
+    """An MGH file, not compressed, by nibabel."""
+    return bytes(nib.MGHImage(array, np.eye(4) if affine is None else affine).to_bytes())
+
+
+def save_mgh(path: Path, array: np.ndarray, affine: np.ndarray | None = None) -> Path:
+    """Writes an MGH file, compressed as its name says."""
+    data = mgh_bytes(array, affine)
+    path.write_bytes(gzip.compress(data) if path.name.endswith("z") else data)
     return path
 
 

@@ -208,16 +208,17 @@ def _requests(
 
 def _mask_files(paths: list[Path]) -> list[Path]:
     """The masks: files as they are, folders by the masks in them. In a folder without mask names, every file is a mask."""
-    from voxtune.data.modality import MASK_ENDINGS, split_name
+    from voxtune.data.modality import MASK_ENDINGS, NIFTI_ENDINGS, split_name
+    from voxtune.data.pairing import nifti_files
 
     files: list[Path] = []
     for path in paths:
         if not path.is_dir():
             files.append(path)
             continue
-        inside = sorted(p for p in path.rglob("[!.]*") if p.name.lower().endswith((".nii", ".nii.gz")))
+        inside = nifti_files(path)
         if not inside:
-            raise InputError(f"{path}: contains no .nii or .nii.gz file")
+            raise InputError(f"{path}: no NIfTI masks ({NIFTI_ENDINGS}) in this folder")
         files += [p for p in inside if split_name(p)[1] in MASK_ENDINGS] or inside
     return files
 

@@ -17,6 +17,7 @@ from voxtune.data.legend import Legend, read_legend, record_legend
 from voxtune.data.modality import (
     KINDS,
     MASK_ENDINGS,
+    NIFTI_ENDINGS,
     NIFTI_NAME,
     PLAIN_ENDINGS,
     SYNTHETIC,
@@ -103,7 +104,7 @@ def find_cases(
     images = [p for p in files if split_name(p)[1] not in MASK_ENDINGS]
     synthetic = [p for p in images if SYNTHETIC.search(p.name)]
     if not images:
-        raise InputError(f"{folder}: no volumes (.nii, .nii.gz) in this folder; give one written by voxtune sample")
+        raise InputError(f"{folder}: no volumes ({NIFTI_ENDINGS}) in this folder; give one written by voxtune sample")
     references = _references(images if synthetic else [], real)
     mask_pool = _masks(files, real, masks)
     groups = _group(synthetic or images)

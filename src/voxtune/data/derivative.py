@@ -20,9 +20,9 @@ from voxtune.files import write_atomic
 from voxtune.versions import __version__
 
 DESCRIPTION = "dataset_description.json"
-# Mask names without a subject, such as dseg.nii.gz: the folder names the subject.
-GENERIC_NAME = re.compile(r"dseg|seg|mask|labels?", re.IGNORECASE)
-MASK_SUFFIX = re.compile(r"(_(dseg|seg|mask|labels?))?\.nii(\.gz)?$", re.IGNORECASE)
+# Mask names without a subject, such as dseg.nii.gz, or aseg.mgz of FreeSurfer: the folder names the subject.
+GENERIC_NAME = re.compile(r"dseg|seg|mask|labels?|wmparc|(aparc(\.[a-z0-9]+)?\+)?aseg", re.IGNORECASE)
+MASK_SUFFIX = re.compile(rf"(_(dseg|seg|mask|labels?))?{NIFTI_NAME.pattern}", re.IGNORECASE)
 # A subject in the terms of BIDS, with any other entities: sub-01_ses-2_run-1.
 BIDS_SUBJECT = re.compile(r"sub-[A-Za-z0-9+]+(_[A-Za-z]+-[A-Za-z0-9+]+)*")
 # Descriptions and sidecars are small; larger files are not read.
@@ -31,11 +31,15 @@ MAX_NAME = 255
 
 
 def mask_stem(path: Path) -> str:
-    """The name of a mask without .nii.gz and _dseg, such as sub-01_ses-2; that of its folder for dseg.nii.gz."""
+    """The name of a mask without .nii.gz and _dseg, such as sub-01_ses-2; that of its folder for dseg.nii.gz.
+
+    FreeSurfer keeps the files of a subject in SUBJECT/mri.
+    """
     stem = MASK_SUFFIX.sub("", path.name)
     if stem and not GENERIC_NAME.fullmatch(stem):
         return stem
-    return path.absolute().parent.name or "mask"
+    folder = path.absolute().parent
+    return (folder.parent if folder.name == "mri" else folder).name or "mask"
 
 
 def check_stems(masks: Iterable[Path]) -> None:

@@ -38,12 +38,10 @@ class GeometrySummary:
         degrees = obliquity_degrees(volume.affine)
         if degrees > OBLIQUE_DEGREES:
             self._oblique.append((volume.name, degrees))
-        if volume.header is None:
-            return
-        (qform, _), (sform, _) = volume.qform, volume.sform
-        if qform is None and sform is None:
+        if volume.affine_assumed:
             self._assumed.append((volume.name, axis_codes(volume.affine)))
-        elif qform is not None and sform is not None:
+        (qform, _), (sform, _) = volume.qform, volume.sform
+        if qform is not None and sform is not None:
             distance = displacement_mm(qform, sform, volume.shape)
             if not distance <= same_place_mm(volume.spacing):
                 self._different.append((volume.name, distance))
@@ -65,8 +63,8 @@ class GeometrySummary:
             )
         if self._assumed:
             lines.append(
-                f"{self._where(self._assumed)}: no sform and no qform (both codes are 0); the affine is assumed from the "
-                f"voxel sizes (pixdim) and the axes {self._assumed[0][1]}, so left and right may be swapped"
+                f"{self._where(self._assumed)}: no orientation in the header (codes of sform and qform, or goodRASFlag, are "
+                f"0); the axes {self._assumed[0][1]} are assumed and may be wrong, also left and right"
             )
         return lines
 

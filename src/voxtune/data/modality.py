@@ -42,7 +42,9 @@ MASK_ENDINGS = frozenset({"dseg", "seg", "mask", "label", "labels", "probseg"})
 # Endings of images that do not say their kind.
 PLAIN_ENDINGS = frozenset({"image", "img"})
 IMAGE_ENDINGS = PLAIN_ENDINGS | _BY_SPELLING.keys()
-NIFTI_NAME = re.compile(r"\.nii(\.gz)?$", re.IGNORECASE)
+# Files that data/nifti.py reads: NIfTI, and the MGH format of FreeSurfer.
+NIFTI_NAME = re.compile(r"\.(nii(\.gz)?|mgz|mgh(\.gz)?)$", re.IGNORECASE)
+NIFTI_ENDINGS = ".nii, .nii.gz, .mgz, .mgh"
 # The mark of a generated volume in a file name.
 SYNTHETIC = re.compile(r"_desc-(synth\d+)(?=_|\.)", re.IGNORECASE)
 # Entities that describe a file, not its subject.

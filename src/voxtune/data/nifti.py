@@ -1,28 +1,23 @@
-"""Reading and writing NIfTI files: the geometry is preserved exactly, damaged files raise InputError.
-
-A file is read into memory completely before nibabel parses it. This verifies the gzip checksum, avoids a memory map that
-crashes the process if the file is truncated meanwhile, and allows the header to be checked before any allocation.
-"""
+"""Volumes, read from NIfTI and MGH files and written to NIfTI files: the geometry is preserved exactly."""
 
 from __future__ import annotations
 
 import base64
-import gzip
 import html
-import math
 import os
 import struct
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
+from voxtune.data.formats import read_contents
 from voxtune.data.orientation import axis_codes
 from voxtune.errors import InputError
-from voxtune.files import checked_path, one_line, write_atomic
+from voxtune.files import checked_path, write_atomic
 
 # Deflate refers back 32 KiB at most, so independent pieces of this size compress almost as well.
 PIECE = 2**19
@@ -48,13 +43,8 @@ def _deflated(piece: memoryview, level: int, *, last: bool) -> bytes:
     return stream.compress(piece) + stream.flush(zlib.Z_FINISH if last else zlib.Z_SYNC_FLUSH)
 
 
-MAX_VOXELS = 2**30
 # Voxel sizes outside this range indicate a header in metres or micrometres, or a wrong one.
 SMALLEST_MM, LARGEST_MM = 0.005, 500.0
-MAX_HEADER_BYTES = 64 * 2**20
-GZIP_MAGIC = b"\x1f\x8b"
-# The maximum expansion of deflate: a header that requires more data is damaged.
-MAX_DEFLATE_RATIO = 1032
 GEOMETRY_FIELDS = (
     *("qform_code", "quatern_b", "quatern_c", "quatern_d", "qoffset_x", "qoffset_y", "qoffset_z"),
     *("sform_code", "srow_x", "srow_y", "srow_z", "xyzt_units"),
@@ -65,9 +55,9 @@ GEOMETRY_FIELDS = (
 class Volume:
     """A 3D array (X, Y, Z) with its affine: an image, or a mask of whole numbers. Notebooks show its middle slice.
 
-    `header` is nibabel's and `path` the file; both are None for volumes created in memory. `kind` names the image, such as
-    "T1w". `centre` is the voxel (x, y, z) that pictures show; None: the middle, in a mask that of the smallest label.
-    Intensities of generated volumes are in [0, 1].
+    `header` is nibabel's NIfTI header and `path` the file; both are None for volumes created in memory. `kind` names the
+    image, such as "T1w". `centre` is the voxel (x, y, z) that pictures show; None: the middle, in a mask that of the
+    smallest label. Intensities of generated volumes are in [0, 1].
     """
 
     array: np.ndarray
@@ -76,6 +66,8 @@ class Volume:
     path: Path | None = None
     kind: str | None = None
     centre: tuple[int, int, int] | None = None
+    # The file does not state its orientation.
+    affine_assumed: bool = False
 
     def save(self, path: str | Path) -> Path:
         """Writes the volume to a .nii or .nii.gz file and returns its path; an existing file is replaced."""
@@ -139,21 +131,32 @@ class Volume:
 
 def read_volume(path: str | Path, *, allow_nonfinite: bool = False) -> Volume:
     """Reads an image as float32 with its scaling applied; NaN and infinity are errors unless `allow_nonfinite`."""
-    path = Path(path)
-    raw, header, affine = _load(path)
+    volume = _read(Path(path))
     with np.errstate(over="ignore", invalid="ignore"):
-        array = np.ascontiguousarray(raw, dtype=np.float32)
+        array = np.ascontiguousarray(volume.array, dtype=np.float32)
     bad = array.size - int(np.isfinite(array).sum())
     if bad and not allow_nonfinite:
         raise InputError(f"{path}: {bad} of {array.size} voxels are NaN or infinite; replace them before use")
-    return Volume(array=array, affine=affine, header=header, path=path)
+    return replace(volume, array=array)
 
 
 def read_labels(path: str | Path) -> Volume:
     """Reads a label map as int32; float or scaled storage is accepted if every value is an integer."""
-    path = Path(path)
-    raw, header, affine = _load(path)
-    return Volume(array=exact_labels(raw, str(path)), affine=affine, header=header, path=path)
+    volume = _read(Path(path))
+    return replace(volume, array=exact_labels(volume.array, volume.name))
+
+
+def _read(path: Path) -> Volume:
+    """The volume in its own data type."""
+    contents = read_contents(path)
+    check_affine(contents.affine, str(path))
+    return Volume(
+        array=contents.array,
+        affine=contents.affine,
+        header=contents.header,
+        path=path,
+        affine_assumed=contents.affine_assumed,
+    )
 
 
 def exact_labels(array: np.ndarray, name: str) -> np.ndarray:
@@ -185,7 +188,10 @@ def write_volume(path: str | Path, array: np.ndarray, like: Volume, dtype: Any =
     array stores scaled integers.
     """
     path = Path(path)
-    write_atomic(path, volume_bytes(array, like, dtype, compressed=_is_compressed(path)))
+    name = path.name.lower()
+    if not name.endswith((".nii", ".nii.gz")):
+        raise InputError(f"{path}: the name of a file to write must end in .nii or .nii.gz")
+    write_atomic(path, volume_bytes(array, like, dtype, compressed=name.endswith(".gz")))
     return path
 
 
@@ -209,120 +215,6 @@ def check_affine(affine: np.ndarray, name: str) -> None:
         raise InputError(
             f"{name}: voxel size {_list(lengths)} mm is implausible; the affine must be in millimetres, not metres or micrometres"
         )
-
-
-def _load(path: Path) -> tuple[np.ndarray, Any, np.ndarray]:
-    """The array in its own data type (with scaling applied), the header and the affine."""
-    data = _contents(path)
-    try:
-        image = _image_class(data, path).from_bytes(data)
-        header, shape = image.header, _volume_shape(image.shape, path)
-        dtype = header.get_data_dtype()
-        if dtype.kind not in "iufb":
-            raise InputError(f"{path}: voxels of type {dtype} are not scalar numbers; convert the file")
-        array = np.asanyarray(image.dataobj).reshape(shape)
-        affine = np.asarray(image.affine, dtype=np.float64)
-        header.get_qform(coded=True)
-    except InputError:
-        raise
-    # nibabel raises almost any exception for a damaged file.
-    except Exception as error:
-        raise InputError(f"{path}: damaged NIfTI file ({one_line(error)}); export it again") from None
-    check_affine(affine, str(path))
-    return array, header, affine
-
-
-def _contents(path: Path) -> bytes:
-    """All bytes of the image, decompressed, read after the header was checked against the size of the file."""
-    _is_compressed(path)
-    try:
-        if path.is_dir():
-            raise InputError(f"{path}: is a folder, not a NIfTI file")
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size == 0:
-                raise InputError(f"{path}: the file is empty; export it again")
-            compressed = file.read(2) == GZIP_MAGIC
-            file.seek(0)
-            if not compressed:
-                return _read_checked(file, size, path)
-            with gzip.GzipFile(fileobj=file) as stream:
-                return _read_checked(stream, size * MAX_DEFLATE_RATIO, path)
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise InputError(f"{path}: damaged gzip stream ({one_line(error)}); copy or export the file again") from None
-    except (OSError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path}: cannot be read ({one_line(error)})") from None
-
-
-def _read_checked(stream: IO[bytes] | gzip.GzipFile, max_bytes: int, path: Path) -> bytes:
-    head = stream.read(540)
-    needed = _needed_bytes(head, path)
-    if needed > max_bytes:
-        raise InputError(
-            f"{path}: the header requires {needed} bytes, more than the file can contain; it is truncated or damaged"
-        )
-    rest = stream.read(max(0, needed - len(head)))
-    # Reading to the end verifies the gzip checksum; data after the image is discarded.
-    while stream.read(2**20):
-        pass
-    data = head + rest
-    if len(data) < needed:
-        raise InputError(f"{path}: truncated, {len(data)} of {needed} bytes; copy or export the file again")
-    return data
-
-
-def _needed_bytes(head: bytes, path: Path) -> int:
-    """Number of bytes up to the last voxel according to the header; raises InputError for invalid headers."""
-    image_class = _image_class(head, path)
-    try:
-        header = image_class.header_class(head[: image_class.header_class.template_dtype.itemsize], check=False)
-        # Not by nibabel's property, which fails for an unexpected dim[0].
-        rank, *shape = (int(n) for n in header["dim"])
-        itemsize, offset = header.get_data_dtype().itemsize, float(header["vox_offset"])
-    except Exception as error:
-        raise InputError(f"{path}: damaged NIfTI header ({one_line(error)}); export it again") from None
-    if not 1 <= rank <= 7 or min(shape[:rank]) < 1:
-        raise InputError(f"{path}: damaged NIfTI header (dimensions {[rank, *shape]}); export it again")
-    voxels = math.prod(shape[:rank])
-    if voxels > MAX_VOXELS:
-        raise InputError(f"{path}: {_list(shape[:rank])} voxels exceed the limit of {MAX_VOXELS}")
-    # With an offset of 0, nibabel would return the bytes of the header as voxels.
-    if not len(header.binaryblock) + 4 <= offset <= MAX_HEADER_BYTES:
-        raise InputError(f"{path}: damaged NIfTI header (data offset {offset:g}); export it again")
-    return int(offset) + voxels * itemsize
-
-
-def _image_class(head: bytes, path: Path) -> Any:
-    try:
-        import nibabel as nib
-    except ImportError:
-        raise InputError("NIfTI files require nibabel: pip install nibabel") from None
-    if len(head) >= 348 and head[344:348] == b"n+1\0":
-        return nib.Nifti1Image
-    if len(head) >= 540 and head[4:12] == b"n+2\0\r\n\x1a\n":
-        return nib.Nifti2Image
-    if head[344:348] == b"ni1\0":
-        raise InputError(f"{path}: header of a two-file NIfTI (.hdr, .img); convert it to a single .nii file")
-    raise InputError(f"{path}: not a NIfTI file (no NIfTI magic in its header)")
-
-
-def _volume_shape(shape: tuple[int, ...], path: Path) -> tuple[int, int, int]:
-    if len(shape) < 3 or any(n != 1 for n in shape[3:]):
-        raise InputError(
-            f"{path}: expected one 3D volume, got {len(shape)}D ({_list(shape)}); split or convert the file"
-        )
-    return (int(shape[0]), int(shape[1]), int(shape[2]))
-
-
-def _is_compressed(path: Path) -> bool:
-    name = path.name.lower()
-    if not name.endswith((".nii", ".nii.gz")):
-        raise InputError(f"{path}: file name must end in .nii or .nii.gz")
-    return name.endswith(".gz")
 
 
 def _storage_dtype(array: np.ndarray) -> np.dtype:

@@ -10,6 +10,7 @@ from pathlib import Path
 from voxtune.data.derivative import subject_of
 from voxtune.data.modality import (
     MASK_ENDINGS,
+    NIFTI_ENDINGS,
     NIFTI_NAME,
     SYNTHETIC,
     choices,
@@ -62,7 +63,7 @@ def pair_folders(images_dir: str | Path, masks_dir: str | Path, images: tuple[st
             findings.append(pair)
     if not by_image and not by_mask:
         findings.append(
-            error_finding("no-files", images_dir, f"{images_dir}: no NIfTI images (.nii, .nii.gz) in this folder")
+            error_finding("no-files", images_dir, f"{images_dir}: no NIfTI images ({NIFTI_ENDINGS}) in this folder")
         )
     return Pairing(pairs=tuple(pairs), report=Report(findings=tuple(findings)))
 

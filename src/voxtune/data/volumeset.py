@@ -15,6 +15,7 @@ from voxtune.data.grid import fit
 from voxtune.data.modality import (
     KINDS,
     MASK_ENDINGS,
+    NIFTI_ENDINGS,
     PLAIN_ENDINGS,
     SYNTHETIC,
     describe_counts,
@@ -74,7 +75,7 @@ def find_images(folder: str | Path, images: Sequence[str] = (), *, synthetic: bo
     ]
     files = [f for f in files if bool(SYNTHETIC.search(f.path.name)) == synthetic] or files
     if not files:
-        raise InputError(f"{folder}: no NIfTI images (.nii, .nii.gz) in this folder")
+        raise InputError(f"{folder}: no NIfTI images ({NIFTI_ENDINGS}) in this folder")
     return files
 
 
@@ -147,7 +148,7 @@ def find_masks(folder: str | Path) -> dict[str, Path]:
             raise InputError(f"{masks[subject]}, {path}: several masks for subject {subject}; keep one")
         masks[subject] = path
     if not masks:
-        raise InputError(f"{folder}: no NIfTI masks (.nii, .nii.gz) in this folder")
+        raise InputError(f"{folder}: no NIfTI masks ({NIFTI_ENDINGS}) in this folder")
     return masks
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from voxtune.data.contract import DataContract, generic_contract
+from voxtune.data.modality import NIFTI_NAME
 from voxtune.diffusion.schedule import DiffusionConfig, recognise
 from voxtune.errors import InputError
 from voxtune.runtime.model import Model, ModelConfig, workload_contract
@@ -60,7 +61,7 @@ def read_checkpoint(path: Path) -> Any:
 
 def _check_file_type(path: Path) -> None:
     """Raises a specific error for a file that is not a checkpoint."""
-    if path.name.lower().endswith((".nii", ".nii.gz")):
+    if NIFTI_NAME.search(path.name):
         raise InputError(f"{path}: expected a model, got an image; are the arguments swapped?")
     try:
         with path.open("rb") as file:
