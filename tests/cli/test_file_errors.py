@@ -68,10 +68,10 @@ def test_with_json_the_error_is_one_line(capsys, imported_model, tmp_path, tempo
 
 def test_control_characters_in_file_names_are_escaped(capsys, imported_model, tmp_path, temporary):
     masks = bad_masks(tmp_path / "masks", 2)
-    (masks / "\x1b[2Jred\x07.nii").write_bytes(b"bad")
-    for selected in (masks, masks / "\x1b[2Jred\x07.nii"):
+    (masks / "\x1b[2Jred\x07_dseg.nii").write_bytes(b"bad")
+    for selected in (masks, masks / "\x1b[2Jred\x07_dseg.nii"):
         _, _, err = run(capsys, "sample", imported_model, "-m", selected, "-o", tmp_path / "out")
-        assert "\x1b" not in err and "\x07" not in err and r"\x1b[2Jred\x07.nii" in err
+        assert "\x1b" not in err and "\x07" not in err and r"\x1b[2Jred\x07_dseg.nii" in err
 
 
 def test_on_a_terminal_the_table_fits_its_width(imported_model, tmp_path, temporary, monkeypatch):
