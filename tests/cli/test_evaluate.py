@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from voxtune.cli.main import main
+from voxtune.config import to_mapping
 from voxtune.data.bids import write_cohort
 from voxtune.data.cohort import cohort_contract
-from voxtune.segmentation.segmenter import Segmenter, SegmenterConfig, save_segmenter
+from voxtune.segmentation.segmenter import Segmenter, SegmenterConfig, load_segmenter, save_segmenter, shipped_segmenter
 from voxtune.workloads.segment import SegmentConfig
 
 SIZE = (24, 24, 24)
@@ -162,14 +163,95 @@ def test_wrong_folders_are_refused(capsys, folders, tmp_path, change, word):
     assert code == 2 and word in err and err.count("\n") == 1, err
 
 
-def test_masks_of_other_labels_name_the_file(capsys, folders, tmp_path):
+def with_labels(masks, to, change):
+    """A copy of the masks with other label values."""
+    shutil.copytree(masks, to)
+    for path in sorted(to.rglob("*_dseg.nii.gz")):
+        image = nib.load(path)
+        labels = change(np.asanyarray(image.dataobj), path.name)
+        nib.save(nib.Nifti1Image(labels.astype(np.uint8), image.affine), path)
+    return to
+
+
+@pytest.mark.parametrize("every", [True, False])
+def test_masks_of_other_labels_leave_dice_out_and_name_the_segmenter(capsys, folders, tmp_path, every):
     real, synth, masks, network = folders
-    shutil.copytree(masks, tmp_path / "m")
-    bad = sorted((tmp_path / "m").rglob("*_dseg.nii.gz"))[2]
-    image = nib.load(bad)
-    nib.save(nib.Nifti1Image(np.full(image.shape, 7, dtype=np.uint8), image.affine), bad)
-    code, _, err = run(capsys, real, synth, "-o", tmp_path / "out", "-q", "--masks", tmp_path / "m", *networks(network))
-    assert code == 2 and bad.name in err and "unknown label 7" in err
+    brats = with_labels(masks, tmp_path / "m", lambda a, name: np.where((a == 2) & (every or "0002" in name), 4, a))
+    code, out, err = run(capsys, real, synth, "-o", tmp_path / "out", "--masks", brats, "--json", *networks(network))
+    assert code == 0, err
+    result = json.loads(out)
+    reason = result["left_out"]["dice"]
+    assert f"of 4 masks do not have the labels of the segmenter {network}" in reason
+    assert reason.startswith("4 of 4" if every else "1 of 4") and "unknown label 4" in reason
+    assert "sub-0002_dseg.nii.gz" in reason or every
+    assert "1 (brain), 2 (tumour)" in reason and "--segmenter" in reason
+    assert result["segmenter"] is None and "fid" in figures(out) and "psnr" in figures(out)
+    assert "dice" not in result["volumes"][0]
+
+
+def test_networks_for_other_image_kinds_are_not_used(capsys, folders, tmp_path):
+    real, synth, masks, network = folders
+    for name, folder in (("real", real), ("synth", synth)):
+        (tmp_path / name).mkdir()
+        for path in folder.rglob("*_T1w.nii.gz"):
+            shutil.copy(path, tmp_path / name / path.name.replace("_T1w", "_FLAIR"))
+    options = ("--masks", masks, *networks(network))
+    code, out, err = run(capsys, tmp_path / "real", tmp_path / "synth", "-o", tmp_path / "out", "--json", *options)
+    assert code == 0, err
+    result = json.loads(out)
+    for name in ("fid", "mmd", "nearest_feature", "dice"):
+        assert f"the segmenter {network} was trained on T1w, not on FLAIR" in result["left_out"][name]
+    assert {"psnr", "ms_ssim", "histogram_w1", "nearest_voxel"} <= set(figures(out))
+    assert result["features"] is result["segmenter"] is None
+
+
+def test_the_reference_value_stands_beside_the_synthetic_one(capsys, folders, tmp_path):
+    real, synth, masks, network = folders
+    code, out, err = run(capsys, real, synth, "-o", tmp_path / "out", "--masks", masks, *networks(network))
+    assert code == 0, err
+    stored = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    by_name = {f["name"]: f for f in stored["figures"]}
+    assert by_name["dice_brain"]["real"] == by_name["dice_brain_real"]["value"]
+    assert "real" not in by_name["psnr"] and "real" not in by_name["dice_brain_real"]
+    table = (tmp_path / "out" / "metrics.md").read_text()
+    assert "| metric | value | reference | interval |" in table
+    cells = next(line for line in table.splitlines() if line.startswith("| dice_brain |")).split("|")
+    assert float(cells[3]) == pytest.approx(by_name["dice_brain_real"]["value"], abs=1e-3)
+    header = next(line for line in out.splitlines() if line.startswith("metric"))
+    assert header.split()[:3] == ["metric", "value", "reference"]
+    # Random weights do not recognise the tumour.
+    weak = next(line for line in stored["warnings"] if "weak" in line)
+    assert f"the segmenter {network} is weak on the reference volumes" in weak
+    assert "dice_tumour_real is 0.0" in weak and "dice_tumour" in weak.split("so ")[1]
+
+
+def test_a_judge_warns_of_reference_volumes_unlike_its_training_data(capsys, folders, tmp_path):
+    real, synth, masks, network = folders
+    data = to_mapping(load_segmenter(shipped_segmenter()).config.training_data)
+    of_children = {key: value / 3 for key, value in data["labelled_ml"].items()}
+    coarse = {**data, "outside_share": dict.fromkeys(data["outside_share"], 0.15)}
+    for number, statistics in enumerate((coarse, {**coarse, "labelled_ml": of_children})):
+        judge = shutil.copytree(network, tmp_path / f"judge{number}")
+        config = json.loads((judge / "config.json").read_text())
+        (judge / "config.json").write_text(json.dumps({**config, "training_data": statistics}))
+        options = ("--masks", masks, *networks(judge))
+        code, _, err = run(capsys, real, synth, "-o", tmp_path / f"out{number}", "-q", *options)
+        assert code == 0, err
+        lines = [line for line in err.splitlines() if "training data" in line]
+        assert len(lines) == number, err
+    assert f"4 of 4 reference volumes are far outside the training data of the segmenter {judge}" in lines[0]
+    assert "sub-0000_T1w.nii.gz: labels of" in lines[0]
+
+
+def test_the_included_judge_accepts_held_out_simulated_subjects(capsys, tmp_path):
+    pairs = write_cohort(tmp_path / "real", 2, 0, (64, 64, 64), healthy_fraction=0.0, first=100_000)
+    (tmp_path / "synth").mkdir()
+    for pair in pairs:
+        shutil.copy(pair.images[0], tmp_path / "synth" / f"{pair.id}_desc-synth01_T1w.nii.gz")
+    masks = tmp_path / "real" / "derivatives" / "masks"
+    options = ("--masks", masks, "-q", "--resamples", 50, "--device", "cpu")
+    code, _, err = run(capsys, tmp_path / "real", tmp_path / "synth", "-o", tmp_path / "out", *options)
+    assert code == 0 and "training data" not in err, err
 
 
 def test_a_segmenter_trains_from_the_command_line(capsys, folders, tmp_path):
@@ -211,20 +293,18 @@ def test_copies_are_found_where_only_some_volumes_have_masks(capsys, folders, tm
     assert metrics["nearest_voxel"]["value"] == 0 and metrics["nearest_voxel_copies"]["value"] == 1
 
 
-@pytest.mark.parametrize(("change", "word"), [("shape", "shape"), ("label", "unknown label 7")])
-def test_masks_of_real_volumes_are_checked_too(capsys, folders, tmp_path, change, word):
+def test_masks_of_real_volumes_are_checked_too(capsys, folders, tmp_path):
     real, synth, masks, network = folders
     shutil.copytree(masks, tmp_path / "masks")
     # Generated for the first subjects only: the last mask belongs to a real volume alone.
     shutil.copytree(synth, tmp_path / "synth")
     next((tmp_path / "synth").glob("sub-0003*")).unlink()
     path = next((tmp_path / "masks").rglob("sub-0003_dseg.nii.gz"))
-    labels = np.asanyarray(nib.load(path).dataobj).copy()
-    labels = labels[:-2] if change == "shape" else np.where(labels == 1, 7, labels).astype(np.uint8)
-    nib.save(nib.Nifti1Image(labels, nib.load(path).affine), path)
+    image = nib.load(path)
+    nib.save(nib.Nifti1Image(np.asanyarray(image.dataobj)[:-2], image.affine), path)
     options = ("--masks", tmp_path / "masks", *networks(network))
     code, _, err = run(capsys, real, tmp_path / "synth", "-o", tmp_path / "out", *options)
-    assert code == 2 and word in err and "sub-0003" in err
+    assert code == 2 and "shape" in err and "sub-0003" in err
 
 
 def test_thick_slices_leave_ms_ssim_out(capsys, folders, tmp_path):

@@ -99,7 +99,7 @@ def _print(result: Evaluation, output: Output) -> None:
     console = make_console()
     table = Table(box=None, pad_edge=False)
     for number, name in enumerate(HEADER[:-1]):
-        table.add_column(name, justify="right" if number in (1, 2, 3) else "left", no_wrap=True, header_style="dim")
+        table.add_column(name, justify="right" if number in (1, 2, 3, 4) else "left", no_wrap=True, header_style="dim")
     for row in result.rows():
         table.add_row(*(Text(cell) for cell in row[:-1]))
     console.print(table)

@@ -54,12 +54,16 @@ class VolumeFiles:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Placed:
-    """A volume on the common grid: `image_DHW` scaled to [-1, 1] by its minimum and maximum; the labels of its mask."""
+    """A volume on the common grid: `image_DHW` scaled to [-1, 1] by its minimum and maximum; the labels of its mask.
+
+    `spacing` is that of the file, in mm.
+    """
 
     file: VolumeFile
     image_DHW: np.ndarray
     labels_DHW: np.ndarray | None
     constant: bool
+    spacing: tuple[float, float, float]
 
 
 def find_images(folder: str | Path, images: Sequence[str] = (), *, synthetic: bool = False) -> list[VolumeFile]:
@@ -199,7 +203,13 @@ def read_placed(
     image = placement.apply(volume.array, label=False, fill=float(volume.array.min()))
     labels = None if mask is None else placement.apply(mask.array, label=True)
     constant = float(image.min()) == float(image.max())
-    return Placed(file=file, image_DHW=scale_image(image, contract), labels_DHW=labels, constant=constant)
+    return Placed(
+        file=file,
+        image_DHW=scale_image(image, contract),
+        labels_DHW=labels,
+        constant=constant,
+        spacing=placement.source_spacing,
+    )
 
 
 def read_pair(reference: VolumeFile, synthetic: VolumeFile) -> tuple[np.ndarray, np.ndarray]:

@@ -28,6 +28,7 @@ from voxtune.data.volumeset import (
     volumes_of,
 )
 from voxtune.errors import FileProblems, InputError
+from voxtune.evaluation.judge import DomainCheck
 from voxtune.quality.metrics import (
     Metric,
     SetMeasurements,
@@ -136,6 +137,7 @@ class Reader:
         self.errors, self.geometry = FileProblems(), GeometrySummary()
         self.labels_for = None if segmenter is None else segmenter_consumer(segmenter.name)
         self.constant: list[Path] = []
+        self.domain = DomainCheck(sets.real)
         self.done = 0
         self.total = sum(len(part or []) for part in (sets.real, sets.synth, sets.training, sets.pairs))
 
@@ -192,6 +194,7 @@ class Reader:
         images = {kind: torch.from_numpy((image.image_DHW + 1) / 2) for kind, image in placed.items()}
         features = labels = None
         if self.features is not None:
+            self.domain.add(self.features, [placed[kind] for kind in kinds_read(self.features, self.kinds)])
             labels, vectors = self.features.describe(self._input(self.features, placed))
             features, labels = vectors[0], labels[0]
         metrics, adherence = self.set_metrics, {}
@@ -227,6 +230,7 @@ class Reader:
                 kind: read_placed(placed[kind].file, mask, contract, labels_for=self.labels_for)
                 for kind in kinds_read(self.segmenter, self.kinds)
             }
+            self.domain.add(self.segmenter, list(placed.values()))
             labels_DHW = self.segmenter.describe(self._input(self.segmenter, placed))[0][0]
         mask_DHW = next(iter(placed.values())).labels_DHW
         assert mask_DHW is not None and labels_DHW is not None

@@ -16,6 +16,7 @@ import torch
 
 from voxtune.data.modality import kind_name, listed
 from voxtune.evaluation.describe import EvaluationSets, Progress, Reader, SetReadings, grid_of, kinds_read
+from voxtune.evaluation.judge import other_labels, weak_segmenter
 from voxtune.files import write_atomic
 from voxtune.quality.bootstrap import Bootstrap, metric_value
 from voxtune.quality.metrics import (
@@ -55,6 +56,9 @@ def evaluate(
     for line in sets.warnings:
         notes.warn(line)
     missing, contract = _missing(sets, features, segmenter), grid_of(features)
+    wrong = None if segmenter is None or "masks" in missing else other_labels(_used_masks(sets), segmenter)
+    if wrong is not None:
+        missing["masks"], segmenter = wrong, None
     features = features if features is not None and kinds_read(features, sets.kinds) else None
     segmenter = segmenter if segmenter is not None and kinds_read(segmenter, sets.kinds) else None
     metrics = sorted(metrics_for(POSSIBLE), key=report_order)
@@ -65,6 +69,8 @@ def evaluate(
     partners = reader.read_pairs(sets.pairs)
     reader.errors.raise_all()
     for line in reader.geometry.lines():
+        notes.warn(line)
+    for line in reader.domain.warnings():
         notes.warn(line)
     for path in reader.constant:
         notes.warn(f"{path}: every voxel has the same value")
@@ -92,6 +98,9 @@ def evaluate(
         for kind in sets.kinds if reason is None and reader.feature_part and "features" in metric.needs else ():
             if kind != reader.feature_part and features is not None:
                 notes.leave_out(metric.full_name(kind), _other_images(features, (kind,)))
+    weak = weak_segmenter(notes.metrics, segmenter)
+    if weak is not None:
+        notes.warn(weak)
     if "masks" not in missing and sets.masks is not None:
         unmasked = [f.path.name for f in sets.synth if f.subject not in sets.masks]
         if unmasked:
@@ -126,6 +135,12 @@ def open_networks(
     if segmenter is None:
         return network, shipped
     return network, network if segmenter == features else load_segmenter(segmenter, device=device)
+
+
+def _used_masks(sets: EvaluationSets) -> list[Path]:
+    """The masks of the volumes that are compared."""
+    masks = sets.masks or {}
+    return [masks[file.subject] for file in (*sets.real, *sets.synth) if file.subject in masks]
 
 
 def report_order(metric: Metric) -> int:

@@ -16,7 +16,7 @@ from voxtune.quality.bootstrap import MetricValue
 from voxtune.versions import commit
 
 FORMAT = "voxtune-metrics/1"
-HEADER = ("metric", "value", "interval", "n", "better", "note")
+HEADER = ("metric", "value", "reference", "interval", "n", "better", "note")
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Evaluation:
         # The numbers are aligned to the right.
         lines = [
             "  ".join(
-                cell.rjust(width) if column in (1, 2, 3) else cell.ljust(width)
+                cell.rjust(width) if column in (1, 2, 3, 4) else cell.ljust(width)
                 for column, (cell, width) in enumerate(zip(row, widths, strict=True))
             ).rstrip()
             for row in rows
@@ -90,7 +90,7 @@ class Evaluation:
             **about,
             "counts": self.counts,
             "images": list(self.images),
-            "figures": [metric.to_json() for metric in self.metrics],
+            "figures": [self._figure(metric) for metric in self.metrics],
             "left_out": self.left_out,
             "warnings": list(self.warnings),
             "features": self.features,
@@ -101,10 +101,24 @@ class Evaluation:
 
     def rows(self) -> list[tuple[str, ...]]:
         """The metrics as text, in the order of HEADER."""
-        return [(m.name, _value(m.value, m.unit), _interval(m), str(m.n), m.better, m.note) for m in self.metrics]
+        rows: list[tuple[str, ...]] = []
+        for m in self.metrics:
+            reference = self._reference(m)
+            real = "" if reference is None else _value(reference.value, reference.unit)
+            rows.append((m.name, _value(m.value, m.unit), real, _interval(m), str(m.n), m.better, m.note))
+        return rows
+
+    def _reference(self, metric: MetricValue) -> MetricValue | None:
+        """The same metric of the reference volumes, if there is one."""
+        return next((other for other in self.metrics if other.name == f"{metric.name}_real"), None)
+
+    def _figure(self, metric: MetricValue) -> dict[str, Any]:
+        """A metric as JSON, with the value of the reference volumes beside it."""
+        reference = self._reference(metric)
+        return metric.to_json() | ({} if reference is None else {"real": reference.to_json()["value"]})
 
     def markdown(self, title: str) -> str:
-        lines = [f"# {title}", "", _line(HEADER), "|---|---:|---:|---:|---|---|"]
+        lines = [f"# {title}", "", _line(HEADER), "|---|---:|---:|---:|---:|---|---|"]
         lines += [_line(row) for row in self.rows()]
         first = self.metrics[0]
         lines += [
