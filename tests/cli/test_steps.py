@@ -128,7 +128,18 @@ def test_the_first_subjects_are_left_out(capsys, folders, tmp_path):
 
 def test_warns_in_one_line_of_subjects_unlike_the_training_data(capsys, folders, tmp_path):
     model, segmenter = copied(folders[0], tmp_path), folders[1]
-    options = ("--segmenter", segmenter, "--held-out", 2, "--samplers", "ddim", "--steps", "1", "--spacings", "logsnr")
+    options = (
+        "--segmenter",
+        segmenter,
+        "--held-out",
+        2,
+        "--samplers",
+        "ddim",
+        "--steps",
+        "1",
+        "--timestep-spacings",
+        "logsnr",
+    )
     config = json.loads((model / "config.json").read_text())
     data = json.loads((demo_model() / "config.json").read_text())["training_data"]
     child = {key: value / 3 for key, value in data["labelled_ml"].items()}
@@ -139,21 +150,6 @@ def test_warns_in_one_line_of_subjects_unlike_the_training_data(capsys, folders,
         warnings = [line for line in err.splitlines() if "training data of the model" in line]
         assert len(warnings) == lines, err
     assert "2 of 2 subjects are far outside" in warnings[0] and "ml in total (training: 402 to 575 ml)" in warnings[0]
-
-
-def test_warns_of_a_segmenter_for_other_images(capsys, folders, tmp_path):
-    model, segmenter = copied(folders[0], tmp_path), folders[1]
-    config = json.loads((model / "config.json").read_text())
-    config["data"]["images"] = ["FLAIR"]
-    (model / "config.json").write_text(json.dumps(config))
-    train, held_out = unpack(folders[2])
-    for part in (train, held_out):
-        part.contract = replace(part.contract, images=("FLAIR",))
-    subjects = pack(train, held_out, tmp_path / "flair.npz")
-    options = ("--segmenter", segmenter, "--samplers", "ddim", "--steps", "1", "--spacings", "logsnr")
-    code, _, err = run(capsys, "steps", model, "--subjects", subjects, *options, *QUICK, "-o", tmp_path / "out")
-    assert code == 0, err
-    assert "warning: the segmenter was trained on T1w, not on FLAIR; results may be invalid" in err.splitlines()
 
 
 def test_other_subjects_confirm_what_a_search_passed(capsys, folders, tmp_path):

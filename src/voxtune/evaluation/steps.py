@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map_only
 
 from voxtune.config import current_names
 from voxtune.data.contract import DataContract
-from voxtune.data.modality import listed, same_kind
 from voxtune.data.splits import (
     HeldOut,
     held_out_cohort,
@@ -318,12 +317,7 @@ def _subjects(request: StepsRequest, contract: DataContract, skip: int) -> HeldO
 def _warn_of_unlike(
     subjects: HeldOut, configs: Mapping[str, ModelConfig | SegmenterConfig], warn: Callable[[str], None]
 ) -> None:
-    """Warns, in one line for each network, of subjects that are far outside its training data or of other image kinds."""
-    for owner, config in configs.items():
-        trained = () if config.data is None else config.data.images
-        others = [image for image in subjects.contract.images if not any(same_kind(image, name) for name in trained)]
-        if others:
-            warn(f"{owner} was trained on {listed(trained)}, not on {listed(others)}; results may be invalid")
+    """Warns, in one line for each network, of subjects that are far outside its training data."""
     numbers = range(len(subjects)) if any(config.training_data is not None for config in configs.values()) else ()
     measured = [
         measure(
