@@ -189,7 +189,7 @@ def test_masks_of_other_labels_leave_dice_out_and_name_the_segmenter(capsys, fol
     assert "dice" not in result["volumes"][0]
 
 
-def test_networks_for_other_image_kinds_are_not_used(capsys, folders, tmp_path):
+def test_networks_for_other_image_kinds_are_left_out(capsys, folders, tmp_path):
     real, synth, masks, network = folders
     for name, folder in (("real", real), ("synth", synth)):
         (tmp_path / name).mkdir()
@@ -200,7 +200,7 @@ def test_networks_for_other_image_kinds_are_not_used(capsys, folders, tmp_path):
     assert code == 0, err
     result = json.loads(out)
     for name in ("fid", "mmd", "nearest_feature", "dice"):
-        assert f"the segmenter {network} was trained on T1w, not on FLAIR" in result["left_out"][name]
+        assert f"the segmenter {network} reads T1w images, not FLAIR" in result["left_out"][name]
     assert {"psnr", "ms_ssim", "histogram_w1", "nearest_voxel"} <= set(figures(out))
     assert result["features"] is result["segmenter"] is None
 

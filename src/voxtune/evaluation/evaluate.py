@@ -68,9 +68,7 @@ def evaluate(
     training = None if sets.training is None else reader.read(sets.training, neighbours_only=True)
     partners = reader.read_pairs(sets.pairs)
     reader.errors.raise_all()
-    for line in reader.geometry.lines():
-        notes.warn(line)
-    for line in reader.domain.warnings():
+    for line in (*reader.geometry.lines(), *reader.domain.warnings()):
         notes.warn(line)
     for path in reader.constant:
         notes.warn(f"{path}: every voxel has the same value")
@@ -98,15 +96,8 @@ def evaluate(
         for kind in sets.kinds if reason is None and reader.feature_part and "features" in metric.needs else ():
             if kind != reader.feature_part and features is not None:
                 notes.leave_out(metric.full_name(kind), _other_images(features, (kind,)))
-    weak = weak_segmenter(notes.metrics, segmenter)
-    if weak is not None:
-        notes.warn(weak)
-    if "masks" not in missing and sets.masks is not None:
-        unmasked = [f.path.name for f in sets.synth if f.subject not in sets.masks]
-        if unmasked:
-            notes.warn(
-                f"{len(unmasked)} synthetic volumes have no mask and are not part of dice, such as {unmasked[0]}"
-            )
+    if segmenter is not None and "masks" not in missing:
+        _warn_of_dice(sets, segmenter, notes)
     return Evaluation(
         metrics=tuple(notes.metrics),
         left_out=dict(notes.left_out),
@@ -135,6 +126,16 @@ def open_networks(
     if segmenter is None:
         return network, shipped
     return network, network if segmenter == features else load_segmenter(segmenter, device=device)
+
+
+def _warn_of_dice(sets: EvaluationSets, segmenter: Segmenter, notes: Notes) -> None:
+    """Warns of what limits the meaning of Dice."""
+    weak = weak_segmenter(notes.metrics, segmenter)
+    if weak is not None:
+        notes.warn(weak)
+    unmasked = [f.path.name for f in sets.synth if f.subject not in (sets.masks or {})]
+    if unmasked:
+        notes.warn(f"{len(unmasked)} synthetic volumes have no mask and are not part of dice, such as {unmasked[0]}")
 
 
 def _used_masks(sets: EvaluationSets) -> list[Path]:

@@ -70,11 +70,11 @@ def _measured(images: Sequence[Placed], contract: DataContract) -> Measurement:
     )
 
 
-def weak_segmenter(metrics: Iterable[MetricValue], segmenter: Segmenter | None) -> str | None:
+def weak_segmenter(metrics: Iterable[MetricValue], segmenter: Segmenter) -> str | None:
     """A line about labels that the segmenter does not recognise in the reference volumes."""
     weak = {m.name: m.value for m in metrics if m.name.startswith("dice_") and m.name.endswith("_real")}
     rows = [f"{name} is {value:.2f}" for name, value in weak.items() if value is not None and value < WEAK_DICE]
-    if segmenter is None or not rows:
+    if not rows:
         return None
     names = listed([row.split("_real")[0] for row in rows])
     verb = "says" if len(rows) == 1 else "say"
