@@ -80,6 +80,12 @@ def test_names_of_a_contract_and_of_a_sidecar():
     legend = record_legend({"labels": {"2": "brain + whole tumour", "?": "no", "image": "brain", "3": " "}})
     assert {v: (n.name, n.kind) for v, n in legend.items()} == {2: ("brain + whole tumour", "pathology")}
     assert record_legend({"labels": ["tumour"]}) == {}
+    # The mask file is shown, not what the model was given.
+    mapped = {
+        "labels": {"3": "enhancing tumour", "4": "brain"},
+        "mask_labels": {"4": "enhancing tumour", "image": "brain"},
+    }
+    assert {v: n.name for v, n in record_legend(mapped).items()} == {4: "enhancing tumour"}
 
 
 def test_the_text_of_the_option_labels():
