@@ -155,6 +155,13 @@ REFUSED = [
     ("train", {"out": "run", "cohort": 2, "batch": 0}, "batch 0"),
     ("train", {"out": "run", "cohort": 2, "seed": -1}, "seed"),
     ("train", {"out": "run", "cohort": 2, "learning_rate": float("nan")}, "learning_rate"),
+    ("train", {"out": "run", "images": ".", "masks": ".", "labels": 3}, "labels: expected text, got int"),
+    ("train", {"out": "run", "images": ".", "masks": ".", "labels": "brain"}, "brain"),
+    (
+        "train",
+        {"out": "run", "images": ".", "masks": ".", "overlapping_labels": 1},
+        "overlapping_labels: expected bool",
+    ),
     ("train", {"out": "run", "cohort": 2, "image": 3}, "image: expected str"),
     ("train", {"out": "run", "cohort": 2, "image": "t1,t1w"}, "T1w is given twice"),
     ("train", {"out": "run", "cohort": 2, "size": 64}, "size: expected a list, got 64"),
@@ -219,7 +226,7 @@ def test_the_name_of_every_option_is_that_of_the_command():
 
     commands = typer.main.get_command(app).commands
     only_python = {"progress", "stop", "settings", "reference", "synthetic"}
-    only_command = {"json", "quiet", "set", "lr", "dry_run", "real", "synth", "sheet", "labels"}
+    only_command = {"json", "quiet", "set", "lr", "dry_run", "real", "synth", "sheet"}
     for name in ("train", "evaluate", "view"):
         keywords = set(inspect.signature(getattr(voxtune, name)).parameters) - only_python
         options: set[str] = set()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.factories.brats import write_brats
 from tests.factories.cli import run
 from tests.factories.nifti import oriented_affine, write_mask
 from voxtune.data.cohort import cohort_contract
@@ -145,7 +146,7 @@ ARRAY, AFFINE = np.ones((8, 8, 8), np.uint8), np.diag([20.0, 20.0, 20.0, 1.0])
     ("arguments", "message"),
     [
         ({"mask": "no-such-file.nii.gz"}, "no such file"),
-        ({"mask": "mask.txt"}, "must end in .nii"),
+        ({"mask": "mask.txt"}, "file name must end in"),
         ({"mask": ""}, "not a path"),
         ({"mask": 5}, "expected a NIfTI file, a Volume or an array, got int"),
         ({"mask": None}, "got NoneType"),
@@ -207,3 +208,38 @@ def test_images_beside_the_masks_are_not_masks(capsys, folder, tmp_path):
     code, out, err = run(capsys, "sample", folder, "--mask", data.parent, "-o", tmp_path / "out", "--steps", 1)
     assert code == 0, err
     assert "case_1_seg" in out and "case_1_t1" not in out
+
+
+@pytest.fixture(scope="module")
+def brats(tmp_path_factory):
+    """A model of the labels of BraTS, and a case whose mask has 1, 2 and 4."""
+    torch.manual_seed(0)
+    names = ("necrotic core", "oedema", "enhancing tumour", "brain")
+    labels = tuple(Label(name=name, value=i + 1, channel=i) for i, name in enumerate(names))
+    contract = DataContract(size=(16, 16, 16), spacing=(12.0,) * 3, orientation="LPS", labels=labels)
+    network = MedDDPMConfig(base=32, multipliers=(1, 1), attention=(), in_channels=5)
+    model = Model(ModelConfig(network=network, size=contract.size, data=contract, sampling=SAMPLING))
+    root = tmp_path_factory.mktemp("brats")
+    save(model, root / "model", card="A tiny model.")
+    write_brats(root / "data", 1)
+    return root
+
+
+def test_labels_and_the_image_of_the_brain(capsys, brats, tmp_path):
+    model, case = load(brats / "model"), brats / "data" / "BraTS2021_00000"
+    mask, image = case / "BraTS2021_00000_seg.nii.gz", case / "BraTS2021_00000_t1.nii.gz"
+    for arguments in ({}, {"labels": "brats2021"}, {"labels": "brats", "image": image}):
+        with pytest.raises(InputError, match="BraTS2021_00000_seg"):
+            model.draw(mask, **arguments)
+    file = written(
+        capsys, brats / "model", case.parent, tmp_path / "out", "--labels", "brats2021", "--images", case.parent
+    )
+    expected = read_volume(file).array
+    np.testing.assert_array_equal(model.draw(mask, labels="brats2021", image=image).array, expected)
+    np.testing.assert_array_equal(model.draw(mask, labels="brats2021", image=read_volume(image)).array, expected)
+    loaded = read_labels(mask)
+    np.testing.assert_array_equal(model.draw(loaded, labels="brats2021", image=image).array, expected)
+    with pytest.raises(InputError, match="labels"):
+        model.draw(mask, labels=4)
+    with pytest.raises(InputError, match="image"):
+        model.draw(mask, labels="brats2021", image=5)

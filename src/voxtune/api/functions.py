@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from voxtune.config import check_values
+from voxtune.data.labels import parse_labels
 from voxtune.data.modality import parse_images
 from voxtune.errors import InputError
 from voxtune.evaluation.describe import find_sets
@@ -40,6 +41,8 @@ def train(
     out: PathLike | None = None,
     images: PathLike | None = None,
     masks: PathLike | None = None,
+    labels: str | None = None,
+    overlapping_labels: bool = False,
     image: str | None = None,
     subjects: PathLike | None = None,
     cohort: int | None = None,
@@ -69,14 +72,15 @@ def train(
 ) -> TrainResult:
     """Trains a model into the run folder `out`, as `voxtune train` does with the options of these names.
 
-    `image` names the kinds of the images, such as "T2w" or "t1,t1ce,t2,flair". `settings` are further settings by name, such
-    as `{"ema_decay": 0.999}` (`--set`). `config` is a YAML or JSON file; keywords override it. `resume` is the folder of a
+    `labels` says what the values of the masks mean, such as "tumour=1,4; oedema=2; brain=image" or "brats2021". `image` names
+    the kinds of the images, such as "T2w" or "t1,t1ce,t2,flair". `settings` are further settings by name, such as
+    `{"ema_decay": 0.999}` (`--set`). `config` is a YAML or JSON file; keywords override it. `resume` is the folder of a
     run to continue, in place of `out`. `progress(step, steps, loss)` is called after every step; the run ends early, with a
     checkpoint, once `stop()` returns True. Warnings are logged. Load the model with `voxtune.load(result.model)`.
     """
     if workload == "segment":
         raise InputError("workload 'segment': train segmenters with the command voxtune train --workload segment")
-    check_values(train, image=image)
+    check_values(train, image=image, overlapping_labels=overlapping_labels)
     for name, function in {"progress": progress, "stop": stop}.items():
         if function is not None and not callable(function):
             raise InputError(f"{name}: expected a function, got {type(function).__name__}")
@@ -86,6 +90,9 @@ def train(
     values |= {"model.multipliers": multipliers, "steps": steps, "minutes": minutes, "batch": batch}
     values |= {"accumulation": accumulation, "learning_rate": learning_rate, "warmup": warmup, "decay": decay}
     values |= {"loss": loss, "autocast": autocast, "seed": seed, "checkpoint_every": checkpoint_every}
+    # The settings of a run do not depend on a file of labels.
+    values |= {"data.label_map": None if labels is None else str(parse_labels(labels))}
+    values |= {"data.overlapping": overlapping_labels or None}
     values |= {"sample_every": sample_every, "data.modalities": None if image is None else parse_images(image)}
     if settings is not None and not isinstance(settings, Mapping):
         raise InputError(f"settings: expected a mapping of names to values, got {type(settings).__name__}")

@@ -29,7 +29,7 @@ from voxtune.diffusion import (
 from voxtune.diffusion.noise import check_seed
 from voxtune.diffusion.samplers import Denoise
 from voxtune.errors import InputError
-from voxtune.files import one_line
+from voxtune.files import checked_path, one_line
 from voxtune.runtime.sampling import SamplerOptions, SamplerSettings, SamplingConfig
 from voxtune.workloads import FAMILIES, NetworkConfig, Workload, build, split, workload
 
@@ -242,6 +242,7 @@ class Model:
     ) -> dict[str, Volume]:
         """As `draw`, for a model of one or several images: the volumes by the name of the image, such as "FLAIR"."""
         from voxtune.data.labels import parse_labels
+        from voxtune.data.nifti import Volume
         from voxtune.runtime.generate import draw_images, read_mask
 
         settings = self.check_request(seed=seed, **options)
@@ -256,7 +257,7 @@ class Model:
             mode=fit,
             size=grid,
             labels=None if labels is None else parse_labels(labels),
-            image=image,
+            image=image if image is None or isinstance(image, Volume) else checked_path(image, "image"),
             progress=progress,
         )
 
