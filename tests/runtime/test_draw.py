@@ -103,6 +103,20 @@ def test_warnings_of_the_mask_are_logged(model, tmp_path, caplog):
     assert "tumour" in caplog.text
 
 
+def test_oblique_and_unusual_masks_are_announced(model, tmp_path, caplog):
+    affine = oriented_affine("RAS", (12.0, 12.0, 12.0))
+    angle = np.deg2rad(12)
+    turn = np.eye(4)
+    turn[:2, :2] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+    model.draw(write_mask(tmp_path / "oblique.nii.gz", affine=turn @ affine), steps=1)
+    assert "oblique" in caplog.text
+    caplog.clear()
+    trained = load("demo").config.training_data
+    unusual = Model(replace(model.config, training_data=trained), model.network)
+    unusual.draw(write_mask(tmp_path / "small.nii.gz", affine=oriented_affine("RAS", (4.0, 4.0, 4.0))), steps=1)
+    assert "small.nii.gz" in caplog.text and "training data" in caplog.text
+
+
 def test_a_model_of_several_images(mask):
     labels = (Label(name="brain", value=1, channel=0), Label(name="tumour", value=2, channel=1))
     contract = DataContract(

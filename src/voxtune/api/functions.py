@@ -25,10 +25,9 @@ from voxtune.quality.bootstrap import Bootstrap
 from voxtune.quality.result import Evaluation
 from voxtune.report.view import view_page
 from voxtune.runtime.model import check_progress, checked_device
-from voxtune.training.config import make_config, read_config
 from voxtune.training.loop import TrainResult, read_run
 from voxtune.training.loop import train as run_training
-from voxtune.training.model import with_folder_image
+from voxtune.training.model import new_run
 from voxtune.training.overview import Overview
 
 log = logging.getLogger("voxtune")
@@ -106,8 +105,7 @@ def train(
     if resume is not None:
         chosen = read_run(folder, given)
     else:
-        file = _path(config, "config")
-        chosen, note = with_folder_image(make_config({}, given, "train") if file is None else read_config(file, given))
+        chosen, note = new_run(_path(config, "config"), given, "train")
         if note:
             log.info(note)
     return run_training(

@@ -177,11 +177,9 @@ def _requests(
     labels: LabelMap | None,
     images: Path | None,
 ) -> list[MaskRequest]:
-    from voxtune.data.geometry import GeometrySummary
     from voxtune.data.labels import MaskReader
     from voxtune.data.pairing import images_of_masks
-    from voxtune.data.training_data import unlike_masks
-    from voxtune.runtime.generate import mask_contract, prepare
+    from voxtune.runtime.generate import common_warnings, mask_contract, prepare
 
     contract = mask_contract(model)
     if not masks:
@@ -193,16 +191,12 @@ def _requests(
     files = _mask_files(masks)
     partners = None if images is None else images_of_masks(files, images, contract.images)
     requests = prepare(model, files, mode=fit, size=size, labels=labels, images=partners)  # type: ignore[arg-type]
-    for line in GeometrySummary(request.grid for request in requests).lines():
-        output.warn(line)
     for request in requests:
         output.say(f"{request.path.name}: {request.placement.describe()}")
         for warning in request.warnings:
             output.warn(warning)
-    placed = ((r.path.name, r.labels_DHW, r.placement.source_spacing) for r in requests)
-    unlike = unlike_masks(model.config.training_data, model.config.data, placed)
-    if unlike is not None:
-        output.warn(unlike)
+    for warning in common_warnings(model, requests):
+        output.warn(warning)
     return requests
 
 

@@ -160,12 +160,10 @@ def _memory(config: TrainConfig) -> Callable[[Overview], float]:
 
 
 def _dry_run(file: Path | None, overrides: dict[str, Any], device: str, output: Output) -> None:
-    from voxtune.training.config import make_config, read_config
     from voxtune.training.loop import dry_run
-    from voxtune.training.model import with_folder_image
+    from voxtune.training.model import new_run
 
-    config = read_config(file, overrides) if file else make_config({}, overrides, "options")
-    config, sentence = with_folder_image(config)
+    config, sentence = new_run(file, overrides, "options")
     if sentence:
         output.say(sentence)
     screen = Screen(output, _memory(config))
@@ -177,9 +175,8 @@ def _dry_run(file: Path | None, overrides: dict[str, Any], device: str, output: 
 def _train(
     file: Path | None, resume: Path | None, out: Path | None, overrides: dict[str, Any], device: str, output: Output
 ) -> None:
-    from voxtune.training.config import make_config, read_config
     from voxtune.training.loop import read_run, train
-    from voxtune.training.model import with_folder_image
+    from voxtune.training.model import new_run
 
     if resume is not None and (file is not None or (out is not None and out != resume)):
         raise InputError("--resume cannot be combined with --config or --out; the run folder holds the settings")
@@ -189,9 +186,7 @@ def _train(
     if resume is not None:
         config = read_run(folder, overrides)
     else:
-        config = read_config(file, overrides) if file else make_config({}, overrides, "options")
-    if resume is None:
-        config, sentence = with_folder_image(config)
+        config, sentence = new_run(file, overrides, "options")
         if sentence:
             output.say(sentence)
     screen = Screen(output, _memory(config))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -16,12 +16,14 @@ import torch
 
 from voxtune.data.contract import DataContract, Shape, encode_mask, unscale_image
 from voxtune.data.derivative import check_stems, describe_dataset, mask_stem, output_names, sidecar_path
+from voxtune.data.geometry import GeometrySummary
 from voxtune.data.grid import Mode, Placement, fit
 from voxtune.data.labels import LabelMap, MaskReader
 from voxtune.data.legend import contract_legend, first_voxel
 from voxtune.data.nifti import Volume, check_affine, exact_labels, read_labels
 from voxtune.data.pixels import check_png, png, to_pixels
 from voxtune.data.preflight import check_lost_labels
+from voxtune.data.training_data import unlike_masks
 from voxtune.diffusion.noise import NoiseRule, check_seed, identity_index
 from voxtune.errors import FileProblems, InputError, advice
 from voxtune.files import checked_path, write_atomic
@@ -154,6 +156,13 @@ def prepare_mask(mask: Volume, reader: MaskReader, mode: Mode = "auto", size: Sh
     )
 
 
+def common_warnings(model: Model, requests: Sequence[MaskRequest]) -> list[str]:
+    """Warnings about all masks together: their geometry, and masks that are unlike those of the training data."""
+    placed = ((r.path.name, r.labels_DHW, r.placement.source_spacing) for r in requests)
+    unlike = unlike_masks(model.config.training_data, model.config.data, placed)
+    return [*GeometrySummary(request.grid for request in requests).lines(), *([] if unlike is None else [unlike])]
+
+
 def draw_images(
     model: Model,
     mask: Volume,
@@ -177,7 +186,7 @@ def draw_images(
     reader = MaskReader(contract=contract, labels=labels)
     mask = reader.convert(mask, image, fix="pass it as image")
     request = prepare_mask(mask, reader, mode, size)  # type: ignore[arg-type]  # three dimensions, as the contract
-    for warning in request.warnings:
+    for warning in (*request.warnings, *common_warnings(model, [request])):
         warn(warning)
     # A mask in memory has no name.
     index = 0 if mask.path is None else identity_index(mask_stem(mask.path), 1)

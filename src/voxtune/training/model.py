@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from voxtune.data.cifar import CHANNELS, SIDE
@@ -12,7 +14,7 @@ from voxtune.data.pairing import folder_images
 from voxtune.diffusion import DiffusionConfig
 from voxtune.errors import InputError
 from voxtune.runtime.model import ModelConfig, workload_contract
-from voxtune.training.config import ModelSettings, TrainConfig
+from voxtune.training.config import ModelSettings, TrainConfig, make_config, read_config
 from voxtune.training.data import packed_contract
 from voxtune.workloads import WORKLOADS, NetworkConfig
 
@@ -33,6 +35,11 @@ def model_config(config: TrainConfig, start: ModelConfig | None = None) -> Model
     contract = None if start.data is None else _contract(config, start.data, _three(size))
     diffusion = replace(start.diffusion, loss=config.loss)
     return ModelConfig(network=start.network, size=size, diffusion=diffusion, data=contract)
+
+
+def new_run(file: Path | None, overrides: Mapping[str, Any], where: str) -> tuple[TrainConfig, str]:
+    """(the settings of a new run: of a file and of `overrides`, a sentence about the image kind of its folder)."""
+    return with_folder_image(make_config({}, overrides, where) if file is None else read_config(file, overrides))
 
 
 def with_folder_image(config: TrainConfig) -> tuple[TrainConfig, str]:
