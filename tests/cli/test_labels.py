@@ -9,16 +9,21 @@ import numpy as np
 import pytest
 import torch
 
+import voxtune
+from tests.factories import analytic
 from tests.factories.cli import run
 from tests.factories.contracts import BRATS
 from tests.factories.nifti import save
 from voxtune.data.contract import encode_mask
-from voxtune.data.labels import MaskReader
+from voxtune.data.labels import MaskReader, parse_labels
+from voxtune.data.splits import held_out_folders
 from voxtune.data.subjects import unpack
+from voxtune.diffusion import DiffusionConfig
+from voxtune.errors import InputError
 from voxtune.runtime.model import Model, ModelConfig
 from voxtune.runtime.storage import load
 from voxtune.runtime.storage import save as save_model
-from voxtune.segmentation.segmenter import load_segmenter
+from voxtune.segmentation.segmenter import load_segmenter, save_segmenter
 from voxtune.training.loop import read_run
 from voxtune.workloads import MedDDPMConfig
 
@@ -296,3 +301,143 @@ def test_a_segmenter_of_overlapping_labels(capsys, tmp_path):
     assert run(capsys, *volumes, *masks, "--device", "cpu", "--quiet")[0] == 0
     figures = json.loads((tmp_path / "quality" / "metrics.json").read_text())["figures"]
     assert {"dice_WT", "dice_TC", "dice_ET"} <= {figure["name"] for figure in figures}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A model and a segmenter of random weights with the labels 1 brain, 2 tumour, and skull-stripped data of BraTS 2021."""
+    torch.manual_seed(0)
+    root = tmp_path_factory.mktemp("small")
+    contract = analytic.CONTRACT
+    network = MedDDPMConfig(base=32, blocks=1, multipliers=(1,), attention=())
+    config = ModelConfig(network=network, size=contract.size, data=contract, diffusion=DiffusionConfig(steps=3))
+    save_model(Model(config), root / "model", card="a test")
+    save_segmenter(analytic.segmenter(), root / "segmenter", card="a test")
+    write_folders(root / "data", (1, 2, 4), subjects=5)
+    return root
+
+
+REAL = "tumour=1,2,4; brain=image"
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_steps_with_labels(capsys, small, tmp_path):
+    data = ["--real", small / "data" / "images", "--masks", small / "data" / "masks"]
+    quick = [
+        "--samplers",
+        "ddim",
+        "--steps",
+        "1",
+        "--timestep-spacings",
+        "trailing",
+        "--resamples",
+        "20",
+        "--batch",
+        "5",
+    ]
+    command = [
+        "steps",
+        small / "model",
+        "--segmenter",
+        small / "segmenter",
+        "--device",
+        "cpu",
+        "--plan",
+        "baseline",
+        *quick,
+    ]
+    code, _, err = run(capsys, *command, *data, "-o", tmp_path)
+    assert code == 2 and "unknown label 4" in err and '--labels "brain=...; tumour=...; background=..."' in err
+    code, _, err = run(capsys, *command, "-o", tmp_path, "--labels", REAL)
+    assert code == 2 and "--labels requires --real" in err
+    code, _, err = run(capsys, *command, *data, "-o", tmp_path, "--labels", "lesion=1,2,4; brain=image")
+    assert code == 2 and "no label 'lesion', only brain, tumour" in err
+    code, _, err = run(capsys, *command, *data, "-o", tmp_path, "--labels", REAL)
+    assert code == 0, err
+    assert json.loads((tmp_path / "steps.json").read_text())["subjects"] == 5
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_usefulness_with_labels(capsys, small, tmp_path):
+    data = ["--real", small / "data" / "images", "--masks", small / "data" / "masks"]
+    quick = ["--volumes", "2", "--segment-steps", "1", "--segment-batch", "1", "--seeds", "1", "--held-out", "2"]
+    quick += ["--steps", "1", "--batch", "2", "--resamples", "20", "--plan", "baseline", "--device", "cpu", "--quiet"]
+    command = ["usefulness", small / "model", *quick, "-o", tmp_path]
+    code, _, err = run(capsys, *command, "--labels", REAL)
+    assert code == 2 and "--labels requires --real" in err
+    code, _, err = run(capsys, *command, *data)
+    assert code == 2 and "unknown label 4" in err
+    code, _, err = run(capsys, *command, *data, "--labels", REAL)
+    assert code == 0, err
+    arms = json.loads((tmp_path / "usefulness.json").read_text())["arms"]
+    assert set(arms[0]["dice"]) == {"brain", "tumour"}
+
+
+def test_held_out_subjects_of_mapped_masks(small):
+    contract = analytic.CONTRACT
+    subjects = held_out_folders(
+        contract, small / "data" / "images", small / "data" / "masks", labels=parse_labels(REAL)
+    )
+    raw = tumour_mask(2, (1, 2, 4)).transpose(2, 1, 0)
+    expected = np.where(raw > 0, 2, 0)
+    expected[2:14, 2:14, 2:14] = np.maximum(expected[2:14, 2:14, 2:14], 1)
+    np.testing.assert_array_equal(subjects.classes_NDHW[2], expected)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_evaluate_takes_the_brain_from_the_reference(capsys, small, tmp_path):
+    synth = tmp_path / "synth"
+    synth.mkdir()
+    rng = np.random.default_rng(0)
+    for subject in range(4):
+        image = rng.uniform(0.1, 1, (SIDE,) * 3).astype(np.float32)  # no voxel is 0, as in generated volumes
+        save(synth / f"sub-{subject}_desc-synth01_T1w.nii.gz", image, AFFINE)
+    networks = ["--segmenter", small / "segmenter", "--features", small / "segmenter", "--device", "cpu", "--quiet"]
+    command = ["evaluate", small / "data" / "images", synth, "-o", tmp_path / "out", "--resamples", "20", *networks]
+    masks = ["--masks", small / "data" / "masks"]
+    code, _, err = run(capsys, *command, *masks)
+    reason = json.loads((tmp_path / "out" / "metrics.json").read_text())["left_out"]["dice"]
+    assert code == 0 and "unknown label 4" in reason and "say what their values mean with --labels" in reason
+    command.append("--overwrite")
+    code, _, err = run(capsys, *command, "--labels", REAL)
+    assert code == 2 and "no masks; pass their folder with --masks" in err
+    code, _, err = run(capsys, *command, *masks, "--labels", "head=image")
+    assert code == 2 and "no label 'head', only brain, tumour" in err
+    code, _, err = run(capsys, *command, *masks, "--labels", REAL)
+    assert code == 0, err
+    figures = json.loads((tmp_path / "out" / "metrics.json").read_text())["figures"]
+    assert {"dice_brain", "dice_tumour"} <= {figure["name"] for figure in figures}
+    # A synthetic volume without a reference has no image to take the brain from.
+    (synth / "sub-0_desc-synth01_T1w.nii.gz").rename(synth / "sub-9_desc-synth01_T1w.nii.gz")
+    (small / "data" / "masks" / "sub-0_dseg.nii.gz").rename(tmp_path / "sub-9_dseg.nii.gz")
+    (tmp_path / "more").mkdir()
+    for path in [tmp_path / "sub-9_dseg.nii.gz", *(small / "data" / "masks").glob("*.nii.gz")]:
+        (tmp_path / "more" / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "sub-9_dseg.nii.gz").rename(small / "data" / "masks" / "sub-0_dseg.nii.gz")
+    code, _, err = run(capsys, *command, "--masks", tmp_path / "more", "--labels", REAL)
+    assert code == 2 and "add an image of subject sub-9 to the reference volumes" in err
+
+
+def test_view_names_the_values_of_the_files(capsys, small, tmp_path):
+    folder = small / "data"
+    for number, labels in enumerate(("tumour=1,4; oedema=2", "brats2021")):
+        page = tmp_path / f"view{number}.html"
+        code, _, err = run(
+            capsys, "view", folder / "images", "--masks", folder / "masks", "--labels", labels, "-o", page
+        )
+        assert code == 0, err
+        assert "oedema" in page.read_text()
+    code, _, err = run(capsys, "view", folder / "images", "--labels", "tumour", "-o", tmp_path / "no.html")
+    assert code == 2 and "no such preset or file" in err
+
+
+def test_python_functions_take_labels(small, tmp_path):
+    root = small / "data"
+    with pytest.raises(InputError, match="--overlapping-labels"):
+        voxtune.train(
+            images=root / "images", masks=root / "masks", labels=OVERLAPPING, out=tmp_path / "run", size=(16, 16, 16)
+        )
+    with pytest.raises(InputError, match="no masks; pass masks"):
+        voxtune.evaluate(root / "images", root / "images", labels=REAL)
+    with pytest.raises(InputError, match="labels"):
+        voxtune.train(images=root / "images", masks=root / "masks", labels=5, out=tmp_path / "run")

@@ -126,6 +126,7 @@ def evaluate(
     synthetic: PathLike,
     *,
     masks: PathLike | None = None,
+    labels: str | None = None,
     training: PathLike | None = None,
     image: str | None = None,
     features: PathLike | None = None,
@@ -141,10 +142,12 @@ def evaluate(
     """Compares a folder of synthetic volumes with a folder of reference volumes, as `voxtune evaluate` does.
 
     Volumes are matched by file name. `masks` (the masks that the synthetic volumes were generated from) enables Dice;
+    `labels` is what their values mean, as in `train`, in names of the segmenter's labels;
     `training` is the folder of the training volumes for memorisation; `image` selects an image type. `features` and
     `segmenter` are segmenter folders, by default the one that is included. With `out`, metrics.json and metrics.md are
     written to that folder. `result["psnr"]` is one metric with its confidence interval; printing the result shows all.
     """
+    label_map = None if labels is None else parse_labels(labels)
     check_values(evaluate, image=image, resamples=resamples, seed=seed, max_pairs=max_pairs, overwrite=overwrite)
     if max_pairs < 1:
         raise InputError(f"max_pairs {max_pairs}: must be at least 1")
@@ -161,6 +164,7 @@ def evaluate(
         sets,
         features=feature_network,
         segmenter=judge,
+        labels=label_map,
         settings=bootstrap,
         max_pairs=max_pairs,
         progress=progress,

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, ResamplesOption, choose_device
+from voxtune.cli.common import (
+    DeviceOption,
+    JsonOption,
+    LabelsOption,
+    Output,
+    QuietOption,
+    ResamplesOption,
+    choose_device,
+    parse_labels,
+)
 from voxtune.files import check_output_path
 
 if TYPE_CHECKING:
@@ -28,6 +37,7 @@ def command(
         Path | None,
         typer.Option(help="Folder of the masks that the synthetic volumes were generated from; enables Dice."),
     ] = None,
+    labels: LabelsOption = None,
     training: Annotated[
         Path | None,
         typer.Option(help="Folder of the training volumes, for memorisation. Default: the reference volumes."),
@@ -59,6 +69,7 @@ def command(
     from voxtune.quality.bootstrap import Bootstrap
 
     output = Output(json=json, quiet=quiet)
+    label_map = parse_labels(labels)
     settings = Bootstrap(resamples=resamples, seed=seed)
     check_output_path(out / "metrics.json", overwrite)
     sets = find_sets(real, synth, masks, training, image)
@@ -74,6 +85,7 @@ def command(
             sets,
             features=feature_network,
             segmenter=segmenter_network,
+            labels=label_map,
             settings=settings,
             max_pairs=max_pairs,
             progress=lambda done, _total: update(done),

@@ -10,6 +10,7 @@ import typer
 from voxtune.cli.common import (
     DeviceOption,
     JsonOption,
+    LabelsOption,
     MasksOption,
     ModelArgument,
     Output,
@@ -19,6 +20,7 @@ from voxtune.cli.common import (
     ResamplesOption,
     SubjectsOption,
     choose_device,
+    parse_labels,
 )
 
 
@@ -42,6 +44,7 @@ def command(
     subjects: SubjectsOption = None,
     real: RealOption = None,
     masks: MasksOption = None,
+    labels: LabelsOption = None,
     segmenter: Annotated[
         Path | None, typer.Option(help="Segmenter folder. Default: the one that ships with Voxtune.")
     ] = None,
@@ -89,6 +92,7 @@ def command(
         subjects=subjects,
         real=real,
         masks=masks,
+        labels=parse_labels(labels),
         segmenter=segmenter,
         samplers=samplers,
         steps=steps,

@@ -11,6 +11,7 @@ from voxtune.cli.common import (
     ClipOption,
     DeviceOption,
     JsonOption,
+    LabelsOption,
     MasksOption,
     ModelArgument,
     Output,
@@ -22,6 +23,7 @@ from voxtune.cli.common import (
     SubjectsOption,
     TimestepSpacingOption,
     choose_device,
+    parse_labels,
     sampler_options,
 )
 
@@ -42,6 +44,7 @@ def command(
     subjects: SubjectsOption = None,
     real: RealOption = None,
     masks: MasksOption = None,
+    labels: LabelsOption = None,
     segment_steps: Annotated[int, typer.Option(help="Training steps of each segmenter.")] = 2000,
     segment_batch: Annotated[int, typer.Option(help="Batch size of segmenter training.")] = 8,
     seeds: Annotated[int, typer.Option(help="Number of random seeds that each arm is trained with.")] = 2,
@@ -74,6 +77,7 @@ def command(
         subjects=subjects,
         real=real,
         masks=masks,
+        labels=parse_labels(labels),
         segment_steps=segment_steps,
         segment_batch=segment_batch,
         seeds=seeds,

@@ -19,7 +19,7 @@ import numpy as np
 from voxtune.config import from_mapping
 from voxtune.data.contract import PRESETS, DataContract, Kind, Label, label_key
 from voxtune.data.nifti import Volume, read_labels, read_volume
-from voxtune.data.preflight import Report, check_mask, check_pair
+from voxtune.data.preflight import MODEL, Consumer, Report, check_mask, check_pair
 from voxtune.errors import InputError
 from voxtune.files import one_line
 
@@ -274,10 +274,10 @@ class MaskReader:
             )
         return replace(mask, array=np.where((mask.array == 0) & inside, np.int32(value), mask.array))
 
-    def check(self, mask: Volume) -> Report:
+    def check(self, mask: Volume, consumer: Consumer = MODEL) -> Report:
         """Checks a mask that `read` returned."""
         may_miss = self.values is not None and self.values.organ_may_miss
-        return check_mask(mask, self.contract, stated=self.labels is not None, organ_may_miss=may_miss)
+        return check_mask(mask, self.contract, consumer, stated=self.labels is not None, organ_may_miss=may_miss)
 
 
 def parse_labels(text: str) -> LabelMap:

@@ -12,6 +12,7 @@ from voxtune.data.contract import DataContract, scale_image
 from voxtune.data.derivative import subject_of
 from voxtune.data.geometry import GeometrySummary
 from voxtune.data.grid import fit
+from voxtune.data.labels import MaskReader
 from voxtune.data.modality import (
     KINDS,
     MASK_ENDINGS,
@@ -24,9 +25,9 @@ from voxtune.data.modality import (
     same_kind,
     split_name,
 )
-from voxtune.data.nifti import Volume, read_labels, read_volume
+from voxtune.data.nifti import Volume, read_volume
 from voxtune.data.pairing import nifti_files
-from voxtune.data.preflight import MODEL, Consumer, check_mask, check_pair
+from voxtune.data.preflight import MODEL, Consumer, check_pair
 from voxtune.errors import InputError
 
 
@@ -181,15 +182,20 @@ def read_placed(
     labels_for: Consumer | None = MODEL,
     by_mask: bool = True,
     geometry: GeometrySummary | None = None,
+    masks: MaskReader | None = None,
+    reference: Path | None = None,
 ) -> Placed:
     """Reads a volume and its mask on the contract's grid; a larger volume is cropped around its labels.
 
     Without `by_mask` it is cropped around its centre, as a volume without a mask: volumes that are compared must be placed
     in the same way. A mask on another grid is an error; its labels must be those of `labels_for`, if given. Both files are
-    counted in `geometry`.
+    counted in `geometry`. `masks` reads the mask in the values of its contract, and takes a label from the image
+    `reference` where necessary.
     """
+    masks = masks or MaskReader(contract=contract)
     volume = read_volume(file.path)
-    mask = None if mask_path is None else read_labels(mask_path)
+    fix = f"add an image of subject {file.subject} to the reference volumes"
+    mask = None if mask_path is None else masks.read(mask_path, reference, fix=fix)
     if geometry is not None:
         for each in (volume, mask):
             if each is not None:
@@ -197,7 +203,7 @@ def read_placed(
     if mask is not None:
         check_pair(volume, mask).raise_errors()
         if labels_for is not None:
-            check_mask(mask, contract, labels_for).raise_errors()
+            masks.check(mask, labels_for).raise_errors()
     labelled = mask if by_mask else None
     placement = fit(volume if labelled is None else labelled, contract, label=labelled is not None)
     image = placement.apply(volume.array, label=False, fill=float(volume.array.min()))

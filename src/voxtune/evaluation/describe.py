@@ -13,6 +13,7 @@ from torch import Tensor
 from voxtune.data.cohort import cohort_contract
 from voxtune.data.contract import DataContract
 from voxtune.data.geometry import GeometrySummary
+from voxtune.data.labels import LabelMap, MaskReader
 from voxtune.data.modality import kind_name, parse_images
 from voxtune.data.preflight import segmenter_consumer
 from voxtune.data.volumeset import (
@@ -27,7 +28,7 @@ from voxtune.data.volumeset import (
     read_placed,
     volumes_of,
 )
-from voxtune.errors import FileProblems, InputError
+from voxtune.errors import FileProblems, InputError, advice
 from voxtune.evaluation.judge import DomainCheck
 from voxtune.quality.metrics import (
     Metric,
@@ -127,6 +128,7 @@ class Reader:
         segmenter: Segmenter | None,
         metrics: Sequence[Metric],
         progress: Progress | None,
+        labels: LabelMap | None = None,
     ):
         self.kinds, self.contract, self.masks = sets.kinds, contract, sets.masks or {}
         # All sets are cropped alike: around the labels if every volume has a mask, else around the centre.
@@ -136,6 +138,13 @@ class Reader:
         self.set_metrics = [m for m in metrics if "partner" not in m.needs]
         self.errors, self.geometry = FileProblems(), GeometrySummary()
         self.labels_for = None if segmenter is None else segmenter_consumer(segmenter.name)
+        if labels is not None and sets.masks is None:
+            raise InputError(f"labels of masks, but no masks; {advice('pass their folder with --masks', 'pass masks')}")
+        self.mask_reader = None if segmenter is None else MaskReader(contract=segmenter.config.data, labels=labels)
+        if self.mask_reader is not None:
+            self.mask_reader.check_names()
+        # A label that is taken from the image is taken from the reference: synthetic volumes have no background of zeros.
+        self.references = {volume.subject: volume.path for volume in reversed(sets.real)}
         self.constant: list[Path] = []
         self.domain = DomainCheck(sets.real)
         self.done = 0
@@ -181,7 +190,14 @@ class Reader:
         for kind, file in files.images.items():
             try:
                 placed[kind] = read_placed(
-                    file, mask, self.contract, labels_for=labels_for, by_mask=self.by_mask, geometry=self.geometry
+                    file,
+                    mask,
+                    self.contract,
+                    labels_for=labels_for,
+                    by_mask=self.by_mask,
+                    geometry=self.geometry,
+                    masks=self.mask_reader,
+                    reference=self.references.get(file.subject),
                 )
             except InputError as error:
                 self.errors.add(file.path, error)
@@ -227,7 +243,14 @@ class Reader:
         if self.segmenter is not self.features or not self.by_mask:  # around the labels, as in sampling
             assert self.labels_for is not None
             placed = {
-                kind: read_placed(placed[kind].file, mask, contract, labels_for=self.labels_for)
+                kind: read_placed(
+                    placed[kind].file,
+                    mask,
+                    contract,
+                    labels_for=self.labels_for,
+                    masks=self.mask_reader,
+                    reference=self.references.get(placed[kind].file.subject),
+                )
                 for kind in kinds_read(self.segmenter, self.kinds)
             }
             self.domain.add(self.segmenter, list(placed.values()))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from voxtune.data.labels import LabelMap
 from voxtune.data.modality import kind_name, listed
 from voxtune.evaluation.describe import EvaluationSets, Progress, Reader, SetReadings, grid_of, kinds_read
 from voxtune.evaluation.judge import other_labels, weak_segmenter
@@ -45,25 +46,30 @@ def evaluate(
     *,
     features: Segmenter | None,
     segmenter: Segmenter | None,
+    labels: LabelMap | None = None,
     settings: Bootstrap | None = None,
     max_pairs: int = 100,
     progress: Progress | None = None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
-    """Every metric that the sets allow, with its interval; `left_out` gives the reason for each of the others."""
+    """Every metric that the sets allow, with its interval; `left_out` gives the reason for each of the others.
+
+    `labels` is what the values of the masks mean, in names of the segmenter's labels.
+    """
     settings = settings or Bootstrap()
     notes = Notes(warn)
     for line in sets.warnings:
         notes.warn(line)
     missing, contract = _missing(sets, features, segmenter), grid_of(features)
-    wrong = None if segmenter is None or "masks" in missing else other_labels(_used_masks(sets), segmenter)
+    unstated = segmenter is not None and labels is None and "masks" not in missing
+    wrong = other_labels(_used_masks(sets), segmenter) if segmenter is not None and unstated else None
     if wrong is not None:
         missing["masks"], segmenter = wrong, None
     features = features if features is not None and kinds_read(features, sets.kinds) else None
     segmenter = segmenter if segmenter is not None and kinds_read(segmenter, sets.kinds) else None
     metrics = sorted(metrics_for(POSSIBLE), key=report_order)
     computed = [metric for metric in metrics if not metric.needs & missing.keys()]
-    reader = Reader(sets, contract, features, segmenter, computed, progress)
+    reader = Reader(sets, contract, features, segmenter, computed, progress, labels)
     synth, real = reader.read(sets.synth), reader.read(sets.real)
     training = None if sets.training is None else reader.read(sets.training, neighbours_only=True)
     partners = reader.read_pairs(sets.pairs)

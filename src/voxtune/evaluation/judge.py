@@ -18,22 +18,24 @@ from voxtune.segmentation.segmenter import Segmenter
 # A segmenter with a smaller mean Dice on the reference volumes cannot tell whether a synthetic volume has the label.
 WEAK_DICE = 0.5
 # Findings of a mask that make Dice impossible, while everything else can be computed.
-LABEL_FINDINGS = ("unknown-label", "no-label")
+LABEL_FINDINGS = ("unknown-label", "ambiguous", "missing-organ")
 
 
 def other_labels(masks: Iterable[Path], network: Segmenter) -> str | None:
     """Why the segmenter's labels cannot be compared with the masks; None if they can, or if no mask can be read."""
-    paths = list(dict.fromkeys(masks))
+    paths, contract = list(dict.fromkeys(masks)), network.config.data
+    from_image = any(label.from_image for label in contract.labels)
     findings = []
     for path in paths:
-        errors = check_mask(path, network.config.data, segmenter_consumer(network.name)).errors
+        consumer = segmenter_consumer(network.name)
+        errors = check_mask(path, contract, consumer, organ_may_miss=from_image).errors
         findings += [error for error in errors if error.code in LABEL_FINDINGS][:1]
     if not findings:
         return None
     problem = findings[0].message.split(";")[0]
     count = f"{len(findings)} of {len(paths)} masks do not have the labels of {network.name}"
-    labels = network.config.data.describe_labels()
-    return f"{count} ({labels}), such as {problem}; pass a segmenter for these labels with --segmenter"
+    cure = "say what their values mean with --labels, or pass a segmenter for these labels with --segmenter"
+    return f"{count} ({contract.describe_labels()}), such as {problem}; {cure}"
 
 
 class DomainCheck:

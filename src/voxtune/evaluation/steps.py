@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from voxtune.config import current_names
 from voxtune.data.contract import DataContract
+from voxtune.data.labels import LabelMap
 from voxtune.data.splits import (
     HeldOut,
     held_out_cohort,
@@ -122,6 +123,7 @@ class StepsRequest:
     subjects: Path | None = None
     real: Path | None = None
     masks: Path | None = None
+    labels: LabelMap | None = None
     samplers: str | None = None
     steps: str | None = None
     timestep_spacings: str | None = None
@@ -139,6 +141,10 @@ class StepsRequest:
     def __post_init__(self) -> None:
         if (self.real is None) != (self.masks is None):
             raise InputError("--real and --masks must be given together")
+        if self.labels is not None and self.real is None:
+            raise InputError(
+                "--labels requires --real and --masks; simulated and packed subjects have their own labels"
+            )
         if self.real is not None and (self.subjects is not None or self.held_out is not None):
             raise InputError("--real cannot be combined with --subjects or --held-out")
         if self.store and self.numerics:
@@ -310,7 +316,7 @@ def _subjects(request: StepsRequest, contract: DataContract, skip: int) -> HeldO
     if request.subjects is not None:
         return held_out_packed(contract, request.subjects, request.held_out, skip=skip)
     if request.real is not None and request.masks is not None:
-        return held_out_folders(contract, request.real, request.masks, skip=skip)
+        return held_out_folders(contract, request.real, request.masks, skip=skip, labels=request.labels)
     return held_out_cohort(contract, HELD_OUT if request.held_out is None else request.held_out, skip=skip)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from voxtune.data.labels import LabelMap
 from voxtune.data.splits import (
     HeldOut,
     Split,
@@ -193,6 +194,7 @@ class UsefulnessRequest:
     subjects: Path | None = None
     real: Path | None = None
     masks: Path | None = None
+    labels: LabelMap | None = None
     segment_steps: int = 2000
     segment_batch: int = 8
     seeds: int = 2
@@ -208,6 +210,10 @@ class UsefulnessRequest:
     def __post_init__(self) -> None:
         if (self.real is None) != (self.masks is None):
             raise InputError("--real and --masks must be given together")
+        if self.labels is not None and self.real is None:
+            raise InputError(
+                "--labels requires --real and --masks; simulated and packed subjects have their own labels"
+            )
         if self.real is not None and self.subjects is not None:
             raise InputError("--real cannot be combined with --subjects")
         if self.volumes < 2 or self.batch < 1 or not 1 <= self.seeds <= MOST_SEEDS:
@@ -283,7 +289,8 @@ def _split(request: UsefulnessRequest, model: Model) -> Split:
     if request.subjects is not None:
         return split_packed(contract, request.subjects, request.volumes, request.held_out)
     if request.real is not None and request.masks is not None:
-        return split_folders(contract, request.real, request.masks, request.volumes, request.held_out)
+        folders = (request.real, request.masks)
+        return split_folders(contract, *folders, request.volumes, request.held_out, labels=request.labels)
     held_out = HELD_OUT if request.held_out is None else request.held_out
     return split_cohort(contract, request.volumes, held_out)
 
