@@ -30,7 +30,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # Keys whose values differ between two runs of the same code, or name the code itself.
 VOLATILE = re.compile(
     r"seconds|_ms$|^ms|time|commit|version|host|platform|memory|peak|created|date|command|gib|speed|faster|torch$|total_seconds|sha256$"
-    r"|^GeneratedBy$|^machine$|bytes$|^lr$|^size_mb$|^summary$|^steps_auto$",
+    r"|^GeneratedBy$|^machine$|bytes$|^lr$|^size_mb$|^summary$|^steps_auto$"
+    # Absent in version 0.1.
+    r"|^noise$|^replicate$|^settings$|^batch$",
     re.IGNORECASE,
 )
 # Keys with another name in version 0.1.
@@ -84,6 +86,9 @@ class Runner:
     def __init__(self, source: Path, root: Path):
         self.source, self.root = source, root
         self.hashes: dict[str, str] = {}
+        # Noise, file names and batches of version 0.1, which had no options for them.
+        options = (source / "voxtune" / "cli" / "sample.py").read_text()
+        self.sampling = ("--noise", "position", "--flat") if '"--flat"' in options else ()
         self.environment = {
             **os.environ,
             "PYTHONPATH": str(source),
@@ -198,7 +203,8 @@ def scenarios(run: Runner) -> Iterator[str]:  # noqa: PLR0915
     }
     for name, options in draws.items():
         plan = () if "--plan" in options else ("--plan", "baseline")
-        arguments = ("head", "--mask", "wide", "-o", f"out/{name}", *plan, *cpu, *options, "--json")
+        batch = () if "--batch" in options else ("--batch", "1")
+        arguments = ("head", "--mask", "wide", "-o", f"out/{name}", *run.sampling, *batch, *plan, *cpu, *options, "--json")
         run.run(f"sample {name}", "sample", *arguments)
         run.collect(f"sample {name}", f"out/{name}", ("*.nii.gz", "*.json", "*.png"))
     yield "sample"
@@ -215,9 +221,8 @@ def scenarios(run: Runner) -> Iterator[str]:  # noqa: PLR0915
     )
     run.run("train resumed", "train", "--resume", "run", "--steps", "6", *cpu, "--json")
     run.collect("train", "run", ("config.json", "*.safetensors", "metrics.jsonl", "*.png"))
-    run.run(
-        "sample trained", "sample", "run", "--mask", "masks", "-o", "out/trained", *cpu, "--plan", "baseline", "--json"
-    )
+    sampled = ("sample", "run", "--mask", "masks", "-o", "out/trained", *run.sampling, "--batch", "1")
+    run.run("sample trained", *sampled, *cpu, "--plan", "baseline", "--json")
     run.collect("sample trained", "out/trained", ("*.nii.gz", "*.json"))
     yield "train"
 
@@ -235,7 +240,7 @@ def scenarios(run: Runner) -> Iterator[str]:  # noqa: PLR0915
     )
     run.collect("train convnext", "images-run", ("config.json", "*.safetensors", "metrics.jsonl"))
     run.run(
-        "sample images", "sample", "images-run", "--count", "3", "-o", "out/png", "--plan", "baseline", *cpu, "--json"
+        "sample images", "sample", "images-run", "--count", "3", "--batch", "1", "-o", "out/png", "--plan", "baseline", *cpu, "--json"
     )
     run.collect("sample images", "out/png", ("*.png", "*.json"))
     yield "train from packed subjects, a segmenter, images"
@@ -259,6 +264,9 @@ def scenarios(run: Runner) -> Iterator[str]:  # noqa: PLR0915
         "wide",
         "-o",
         "out/stored",
+        *run.sampling,
+        "--batch",
+        "1",
         *cpu,
         "--plan",
         "baseline",
@@ -266,8 +274,10 @@ def scenarios(run: Runner) -> Iterator[str]:  # noqa: PLR0915
     )
     run.collect("sample stored", "out/stored", ("*.nii.gz", "*.json"))
     learn = ("--volumes", "4", "--few", "2", "--seeds", "1", "--segment-steps", "2", "--segment-batch", "2")
+    # With a number of steps alone, version 0.1 used the model's own sampler and not the stored one.
+    learn = (*learn, "--sampler", "ddpm", "--steps", "2")
     run.run(
-        "usefulness", "usefulness", "packed/model", *packed, "-o", "useful", *learn, *quick, "--steps", "2", "--json"
+        "usefulness", "usefulness", "packed/model", *packed, "-o", "useful", *learn, *quick, "--json"
     )
     run.collect("usefulness", "useful", ("*.json",))
     yield "steps and usefulness"
