@@ -240,7 +240,8 @@ def scenarios(run: Runner) -> Iterator[str]:  # noqa: PLR0915
     )
     run.collect("train convnext", "images-run", ("config.json", "*.safetensors", "metrics.jsonl"))
     run.run(
-        "sample images", "sample", "images-run", "--count", "3", "--batch", "1", "-o", "out/png", "--plan", "baseline", *cpu, "--json"
+        *("sample images", "sample", "images-run", "--count", "3", "--batch", "1", "-o", "out/png"),
+        *("--plan", "baseline", *cpu, "--json"),
     )
     run.collect("sample images", "out/png", ("*.png", "*.json"))
     yield "train from packed subjects, a segmenter, images"

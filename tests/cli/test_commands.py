@@ -197,6 +197,54 @@ def test_info_sample_and_sidecar_agree_on_the_settings(capsys, model, tmp_path):
     assert record["clip"] is False and "steps_auto" not in record
 
 
+def test_a_dry_run_says_what_sample_does_and_writes_nothing(capsys, model, tmp_path):
+    masks = [write_mask(tmp_path / name) for name in ("sub-1_ses-2_dseg.nii.gz", "case_12_seg.nii.gz")]
+    before = sorted(tmp_path.rglob("*"))
+    command = ("sample", model, "--mask", masks[0], "--mask", masks[1], "-o", tmp_path / "out", "--steps", "2")
+    command = (*command, "--device", "cpu", "--count", "2", "--seed", "7", "--picture", "--plan", "baseline")
+    code, out, err = run(capsys, *command, "--dry-run")
+    assert code == 0, err
+    assert "would generate 4 volume(s) with ddpm, 2 steps, trailing timesteps, seed 7, noise by identity" in out
+    assert f"would write {tmp_path}/out/sub-case12/anat/sub-case12_desc-synth02_T1w.nii.gz" in out
+    code, out, err = run(capsys, *command, "--dry-run", "--json")
+    planned = json.loads(out)
+    assert code == 0 and planned["dry_run"] is True and sorted(tmp_path.rglob("*")) == before
+    code, out, err = run(capsys, *command, "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    assert result["batch"] == 1 and planned["batch"] == "auto"
+    for name in ("sampler", "steps", "cache", "settings", "seed"):
+        assert planned[name] == result[name], name
+    for would, did in zip(planned["volumes"], result["volumes"], strict=True):
+        placement = would.pop("placement")
+        assert would == did
+        sidecar = json.loads(Path(did["files"][0].replace(".nii.gz", ".json")).read_text())
+        assert sidecar["placement"] == placement and sidecar["index"] == did["index"]
+        assert {name: sidecar[name] for name in result["settings"]} == result["settings"]
+        assert all(Path(file).exists() for file in did["files"])
+    # What sample refuses, a dry run refuses, too.
+    code, _, err = run(capsys, *command, "--dry-run")
+    assert code == 2 and "already exists" in err
+
+
+def test_sample_chooses_the_batch(capsys, model, tmp_path):
+    for i in range(5):
+        write_mask(tmp_path / f"sub-{i}_dseg.nii.gz")
+    command = ("sample", model, "--mask", tmp_path, "--steps", "10", "--device", "cpu", "--plan", "baseline")
+    volumes = {}
+    for name, options in {"auto": (), "four": ("--batch", "4"), "one": ("--batch", "1")}.items():
+        code, out, err = run(capsys, *command, "-o", tmp_path / name, *options)
+        assert code == 0, err
+        assert ("seconds per step and volume: 1: " in out) == (name == "auto")
+        files = sorted((tmp_path / name).rglob("*.nii.gz"))
+        volumes[name] = np.stack([nib.load(file).get_fdata() for file in files])
+    np.testing.assert_allclose(volumes["auto"], volumes["one"], atol=1e-4)
+    np.testing.assert_allclose(volumes["four"], volumes["one"], atol=1e-4)
+    for value in ("0", "many", "-1", "1.5"):
+        code, _, err = run(capsys, *command, "-o", tmp_path / "x", f"--batch={value}")
+        assert code == 2 and "must be a whole number >= 1, or auto" in err
+
+
 def test_sample_uses_the_given_spacing_and_clipping(capsys, model, tmp_path):
     mask = write_mask(tmp_path / "sub-1_dseg.nii.gz")
     arguments = (

@@ -241,6 +241,17 @@ def parse_steps(text: str | None) -> int | Literal["auto"] | None:
     return int(text)
 
 
+def parse_batch(text: str) -> int | Literal["auto"]:
+    """The value of `--batch`: a number or "auto"."""
+    from voxtune.errors import InputError
+
+    if text == "auto":
+        return "auto"
+    if not (text.isascii() and text.isdigit() and len(text) <= 6 and int(text) > 0):
+        raise InputError(f"--batch {text[:40]}: must be a whole number >= 1, or auto")
+    return int(text)
+
+
 def sampler_options(
     *,
     sampler: str | None = None,

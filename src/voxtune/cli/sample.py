@@ -21,6 +21,7 @@ from voxtune.cli.common import (
     SamplerOption,
     TimestepSpacingOption,
     choose_device,
+    parse_batch,
     parse_labels,
     parse_size,
     sampler_options,
@@ -28,13 +29,17 @@ from voxtune.cli.common import (
 from voxtune.errors import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from voxtune.data.contract import DataContract
     from voxtune.data.labels import LabelMap
-    from voxtune.runtime.generate import GeneratedImage, GeneratedVolume, MaskRequest
+    from voxtune.runtime.generate import GeneratedImage, GeneratedVolume, MaskRequest, VolumeJob
     from voxtune.runtime.model import Model
+    from voxtune.runtime.sampling import SamplerOptions, SamplerSettings
 
 # Images in the contact sheet of --picture.
 MAX_PICTURE_IMAGES = 64
+SHEET = "picture.png"
 
 
 def command(
@@ -83,7 +88,9 @@ def command(
             **one_of("noise", word="noise rule"),
         ),
     ] = "identity",
-    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
+    batch: Annotated[
+        str, typer.Option(help="Batch size, or auto: the fastest of those measured in a few steps on this machine.")
+    ] = "auto",
     fit: Annotated[
         str, typer.Option(help="How a mask is fitted to the model's grid: {fit}.", **one_of("fit"))
     ] = "auto",
@@ -97,6 +104,9 @@ def command(
     flat: Annotated[
         bool, typer.Option("--flat", help="Write all files directly into the output folder, not in BIDS folders.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print masks, placement, settings and files; write nothing.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
     device: DeviceOption = "auto",
     json: JsonOption = False,
@@ -106,57 +116,119 @@ def command(
     from voxtune.diffusion.noise import check_seed
     from voxtune.runtime.generate import check_image_request
     from voxtune.runtime.planned import optimize
-    from voxtune.runtime.sampling import AutoSampling
     from voxtune.runtime.storage import load, provenance
 
     output = Output(json=json, quiet=quiet)
     loaded = load(model, device=choose_device(device))
     planar = loaded.config.network.dimensions == 2
-    grid = _grid_size(size, loaded)
+    grid, batch_size = _grid_size(size, loaded), parse_batch(batch)
     check_seed(seed)
     given = sampler_options(sampler=sampler, steps=steps, timestep_spacing=timestep_spacing, clip=clip, cache=cache)
-    settings = loaded.resolve(warn=output.warn, **given)
-    unmeasured = loaded.config.sampling.unmeasured(settings)
-    if unmeasured is not None:
-        output.warn(unmeasured)
-    elif settings.cache and settings.cache.interval > 1 and not isinstance(settings, AutoSampling):
-        output.warn(f"cache {settings.cache} was not measured for this model; measure it with voxtune steps --cache")
-    options: dict[str, Any] = {"settings": settings, "count": count, "seed": seed, "batch": batch}
-    options |= {"overwrite": overwrite, "provenance": provenance(model, loaded)}
+    settings = _settings(loaded, given, output)
+    options: dict[str, Any] = {"settings": settings, "count": count, "seed": seed, "overwrite": overwrite}
+    of_masks: dict[str, Any] = {"noise": noise, "flat": flat}
     requests = [] if planar else _requests(loaded, mask, fit, grid, output, parse_labels(labels), images)
     if planar:
-        of_masks: dict[str, Any] = {"--mask": mask, "--labels": labels, "--images": images, "--flat": flat}
-        of_masks |= {"--fit": fit != "auto", "--noise": noise != "identity"}
-        if any(of_masks.values()):
-            option = next(name for name, used in of_masks.items() if used)
-            raise InputError(f"{model} takes no mask; omit {option} and set --count")
+        used: dict[str, Any] = {"--mask": mask, "--labels": labels, "--images": images, "--flat": flat}
+        used |= {"--fit": fit != "auto", "--noise": noise != "identity"}
+        if any(used.values()):
+            raise InputError(f"{model} takes no mask; omit {next(name for name in used if used[name])} and set --count")
         check_image_request(loaded, out, count, grid, overwrite=overwrite)
-    if plan != "baseline":
-        loaded = optimize(loaded, plan=plan, search=False, say=output.say)
-    number = count * (1 if planar else len(requests))
+        jobs, results = [], _planned_images(out, count, picture)
+    else:
+        jobs = _jobs(loaded, requests, out, options, of_masks)
+        results = _planned_volumes(jobs, out, picture)
     kind = "image" if planar else "volume"
-    output.say(f"generating {number} {kind}(s) with {settings.describe()}, seed {seed}, on {loaded.device}")
+    about = {
+        "sampler": settings.sampler,
+        "steps": settings.steps,
+        "cache": settings.cache and str(settings.cache),
+        "settings": settings.record(),
+        "seed": seed,
+        "batch": batch_size,
+    }
+    line = f"{len(results)} {kind}(s) with {settings.describe()}, seed {seed}"
+    if dry_run:
+        for result in results:
+            output.say("would write " + ", ".join(result["files"]))
+        noise_text = "" if planar else f", noise by {noise}"
+        output.say(f"would generate {line}{noise_text}, batch {batch}, plan {plan}, on {loaded.device}")
+        output.result({"dry_run": True, f"{kind}s": results, **about, "plan": plan, "device": str(loaded.device)})
+        return
+    options["provenance"] = provenance(model, loaded)
+    if plan != "baseline":
+        loaded = optimize(loaded, plan=plan, search=False, say=_once(output.say))
+    if batch_size == "auto":
+        batch_size = about["batch"] = _choose_batch(loaded, jobs, count, grid, settings, output)
+    output.say(f"generating {line}, on {loaded.device}")
     started = time.perf_counter()
-    with output.progress("sampling", number * settings.steps) as update:
-        options["progress"] = lambda done, _total: update(done)
+    with output.progress("sampling", len(results) * settings.steps) as update:
+        options |= {"batch": batch_size, "progress": lambda done, _total: update(done)}
         if planar:
             results = _generate_images(loaded, out, picture, {"size": grid, **options})
         else:
-            results = _generate_volumes(loaded, requests, out, picture, {"noise": noise, "flat": flat, **options})
+            results = _generate_volumes(loaded, requests, out, picture, {**of_masks, **options})
     seconds = time.perf_counter() - started
     for result in results:
         output.say("wrote " + ", ".join(result["files"]))
     output.say(f"sampling took {seconds:.1f} s")
-    output.result(
-        {
-            f"{kind}s": results,
-            "sampler": settings.sampler,
-            "steps": settings.steps,
-            "cache": settings.cache and str(settings.cache),
-            "seed": seed,
-            "seconds": round(seconds, 3),
-        }
-    )
+    output.result({f"{kind}s": results, **about, "seconds": round(seconds, 3)})
+
+
+def _settings(model: Model, given: SamplerOptions, output: Output) -> SamplerSettings:
+    from voxtune.runtime.sampling import AutoSampling
+
+    settings = model.resolve(warn=output.warn, **given)
+    unmeasured = model.config.sampling.unmeasured(settings)
+    if unmeasured is not None:
+        output.warn(unmeasured)
+    elif settings.cache and settings.cache.interval > 1 and not isinstance(settings, AutoSampling):
+        output.warn(f"cache {settings.cache} was not measured for this model; measure it with voxtune steps --cache")
+    return settings
+
+
+def _jobs(
+    model: Model, requests: list[MaskRequest], out: Path, options: dict[str, Any], of_masks: dict[str, Any]
+) -> list[VolumeJob]:
+    from voxtune.runtime.generate import check_new, jobs_of, mask_contract
+
+    jobs = jobs_of(requests, options["count"], mask_contract(model), **of_masks)
+    if not options["overwrite"]:
+        check_new(out / name for job in jobs for name in job.names)
+    return jobs
+
+
+def _choose_batch(
+    model: Model,
+    jobs: list[VolumeJob],
+    count: int,
+    size: tuple[int, ...] | None,
+    settings: SamplerSettings,
+    output: Output,
+) -> int:
+    from voxtune.runtime.batching import choose_batch
+    from voxtune.runtime.generate import choose_volume_batch
+
+    if jobs:
+        choice = choose_volume_batch(model, jobs, settings)
+    else:
+        choice = choose_batch(
+            model, lambda _batch: None, size or model.config.size, volumes=count, steps=settings.steps
+        )
+    output.say(choice.describe())
+    return choice.batch
+
+
+def _once(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Prints each line once, because every batch size has a plan of its own."""
+    printed: set[str] = set()
+
+    def say_new(text: str) -> None:
+        if text not in printed:
+            printed.add(text)
+            say(text)
+
+    return say_new
 
 
 def _grid_size(size: str | None, model: Model) -> tuple[int, ...] | None:
@@ -217,6 +289,34 @@ def _mask_files(paths: list[Path]) -> list[Path]:
     return files
 
 
+def _planned_volumes(jobs: list[VolumeJob], out: Path, picture: bool) -> list[dict[str, Any]]:
+    """The results that the jobs will have."""
+    results = []
+    for job in jobs:
+        files = [out / name for name in job.names]
+        if picture:
+            files.append(_picture_path(files))
+        results.append({**_identity(job), "placement": job.request.placement.describe(), "files": _texts(files)})
+    return results
+
+
+def _planned_images(out: Path, count: int, picture: bool) -> list[dict[str, Any]]:
+    from voxtune.runtime.generate import image_path
+
+    results: list[dict[str, Any]] = [{"index": i, "files": _texts([image_path(out, i)])} for i in range(count)]
+    if picture:
+        results[min(count, MAX_PICTURE_IMAGES) - 1]["files"] += _texts([out / SHEET])
+    return results
+
+
+def _identity(volume: VolumeJob | GeneratedVolume) -> dict[str, Any]:
+    return {"mask": str(volume.request.path), "index": volume.index, "replicate": volume.replicate}
+
+
+def _texts(files: Sequence[Path]) -> list[str]:
+    return [str(file) for file in files]
+
+
 def _generate_volumes(
     model: Model, requests: list[MaskRequest], out: Path, picture: bool, options: dict[str, Any]
 ) -> list[dict[str, Any]]:
@@ -227,7 +327,7 @@ def _generate_volumes(
         files = list(volume.files)
         if picture:
             files.append(_picture(volume, contract))
-        results.append({"mask": str(volume.request.path), "index": volume.index, "files": [str(f) for f in files]})
+        results.append({**_identity(volume), "files": _texts(files)})
     return results
 
 
@@ -237,33 +337,38 @@ def _generate_images(model: Model, out: Path, picture: bool, options: dict[str, 
     results: list[dict[str, Any]] = []
     shown: list[GeneratedImage] = []
     for image in generate_images(model, out, **options):
-        results.append({"index": image.index, "files": [str(image.file)]})
+        results.append({"index": image.index, "files": _texts([image.file])})
         if picture and len(shown) < MAX_PICTURE_IMAGES:
             shown.append(image)
     if shown:
-        results[-1]["files"].append(str(_sheet(shown, out / "picture.png")))
+        results[len(shown) - 1]["files"] += _texts([_sheet(shown, out / SHEET)])
     return results
 
 
 def _picture(volume: GeneratedVolume, contract: DataContract) -> Path:
     from voxtune.data.legend import contract_legend
-    from voxtune.data.modality import SYNTHETIC
     from voxtune.report.picture import SlicePanel, slice_picture
 
     # Pictures are in RAS orientation, whatever the orientation of the model's grid.
     to_ras = volume.request.placement.ras_array
     labels, spacing = to_ras(volume.request.labels_DHW)
     panels = [SlicePanel(title="mask", volume_DHW=labels, labels=True, spacing_DHW=spacing)]
-    first, several = volume.files[0], len(contract.images) > 1
-    titles = contract.images if several else (first.name,)
+    titles = contract.images if len(contract.images) > 1 else (volume.files[0].name,)
     panels += [
         SlicePanel(title=title, volume_DHW=to_ras(image_DHW)[0], spacing_DHW=spacing)
         for title, image_DHW in zip(titles, volume.images_CDHW, strict=True)
     ]
-    # A picture of several images has no kind in its name: sub-1_desc-synth01.png.
-    mark = SYNTHETIC.search(first.name) if several else None
-    path = first.with_name((first.name[: mark.end()] if mark else first.name.removesuffix(".nii.gz")) + ".png")
+    path = _picture_path(volume.files)
     return slice_picture(panels, path, around=labels, legend=contract_legend(contract))
+
+
+def _picture_path(files: Sequence[Path]) -> Path:
+    from voxtune.data.modality import SYNTHETIC
+
+    # A picture of several images has no kind in its name: sub-1_desc-synth01.png.
+    first = files[0]
+    mark = SYNTHETIC.search(first.name) if len(files) > 1 else None
+    return first.with_name((first.name[: mark.end()] if mark else first.name.removesuffix(".nii.gz")) + ".png")
 
 
 def _sheet(images: list[GeneratedImage], path: Path) -> Path:

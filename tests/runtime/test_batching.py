@@ -1,0 +1,97 @@
+"""The batch size of sampling, with networks whose time per step is known."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from tests.factories import analytic
+from voxtune.runtime import batching
+from voxtune.runtime.batching import choose_batch
+from voxtune.runtime.model import Model
+
+SIZE = (8, 8, 8)
+
+
+class Timed(nn.Module):
+    """Takes `fixed` seconds per step and `each` seconds per volume."""
+
+    def __init__(self, fixed: float, each: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.fixed, self.each = fixed, each
+        self.batches: list[int] = []
+
+    def forward(self, x, t_N, cond):
+        assert len(x) == len(t_N) == len(cond) and x.shape[2:] == cond.shape[2:]
+        self.batches.append(len(x))
+        time.sleep(self.fixed + self.each * len(x))
+        return x
+
+
+def choose(network, volumes, steps):
+    model = Model(analytic.model(4).config, network)
+    condition = lambda n: -torch.ones(n, model.config.network.mask_channels, *SIZE)  # noqa: E731
+    return choose_batch(model, condition, SIZE, volumes=volumes, steps=steps)
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Memory for any batch, whatever else runs on this machine."""
+    monkeypatch.setattr(batching, "_available_memory", lambda _device: 2**50)
+
+
+def test_larger_batches_that_cost_nothing(memory):
+    network = Timed(fixed=0.05, each=0.0)
+    choice = choose(network, volumes=6, steps=100)
+    assert choice.batch == 6 and choice.reason == "all samples"
+    assert list(choice.seconds) == [1, 2, 4, 6] and network.batches == [1, 1, 2, 2, 4, 4, 6, 6]
+    assert choice.describe().startswith("batch 6 (all samples; seconds per step and volume: 1: 0.0")
+
+
+def test_larger_batches_that_gain_nothing(memory):
+    network = Timed(fixed=0.0, each=0.05)
+    choice = choose(network, volumes=100, steps=100)
+    assert choice.batch == 1 and choice.reason == "larger ones are not faster" and network.batches == [1, 1, 2, 2]
+
+
+def test_one_volume_is_not_measured(memory):
+    network = Timed(fixed=0.0, each=0.0)
+    choice = choose(network, volumes=1, steps=1000)
+    assert (choice.batch, choice.seconds, network.batches) == (
+        1,
+        {},
+        [],
+    ) and choice.describe() == "batch 1 (one sample)"
+
+
+def test_measuring_takes_a_small_part_of_the_time(memory):
+    network = Timed(fixed=0.05, each=0.0)
+    assert choose(network, volumes=2, steps=4).batch == 1 and network.batches == []
+    # Two batch sizes pay, and the step to the third would save less than it takes.
+    network = Timed(fixed=0.05, each=0.01)
+    choice = choose(network, volumes=20, steps=3)
+    assert 1 < choice.batch < 20 and sum(network.batches) < 20
+
+
+@pytest.mark.parametrize(("available", "reason"), [(0, "memory"), (None, "free memory is unknown")])
+def test_memory_bounds_the_batch(monkeypatch, available, reason):
+    monkeypatch.setattr(batching, "_available_memory", lambda _device: available)
+    monkeypatch.setattr(batching, "_peak_memory", lambda _device: 2**50)
+    choice = choose(Timed(fixed=0.05, each=0.0), volumes=8, steps=100)
+    assert choice.batch == 1 and choice.reason == reason
+
+
+def test_memory_of_this_machine_is_read():
+    device = torch.device("cpu")
+    in_use, available, peak = (
+        batching._memory_in_use(device),
+        batching._available_memory(device),
+        batching._peak_memory(device),
+    )
+    assert in_use and in_use > 10 * 2**20 and available and available > 2**20 and peak and peak >= in_use / 2
+    held = torch.ones(16 * 2**20)  # 64 MiB
+    assert batching._memory_in_use(device) > in_use + 32 * 2**20 and held.sum() > 0
