@@ -129,7 +129,7 @@ def test_coarse_voxels_and_a_different_field_of_view():
     flat = np.full(CONTRACT.size, 0, np.uint8)
     flat[:8, :4, :2] = 1
     lines = differences(data, CONTRACT, measure(CONTRACT, cond_CDHW=encode_mask(flat, CONTRACT)))
-    assert lines == ["labels over 80 mm D (training: 40 mm)", "labels over 10 mm W (training: 20 mm)"]
+    assert lines == ["labels of 80 mm in depth (training: 40 mm)", "labels of 10 mm in width (training: 20 mm)"]
 
 
 def test_one_line_for_any_number_of_subjects():

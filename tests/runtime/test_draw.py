@@ -23,7 +23,7 @@ from voxtune.data.nifti import Volume, read_labels, read_volume
 from voxtune.data.orientation import axis_codes
 from voxtune.errors import InputError
 from voxtune.runtime.model import Model, ModelConfig, SamplingConfig
-from voxtune.runtime.storage import load, save
+from voxtune.runtime.storage import demo_model, load, save
 from voxtune.workloads import MedDDPMConfig
 
 SAMPLING = SamplingConfig(sampler="ddim", steps=2)
@@ -96,6 +96,17 @@ def test_pictures_show_the_lesion(model, mask):
     assert volume.kind == "T1w" and repr(volume).startswith(
         "Volume(T1w, 14 x 17 x 11, 12 x 11 x 13 mm, LPI, intensities 0"
     )
+
+
+def test_a_mask_unlike_the_training_data_is_logged(folder, mask, caplog):
+    model = load(folder)
+    model.draw(mask)
+    assert "training data" not in caplog.text
+    statistics = load(demo_model()).config.training_data
+    model.config = replace(model.config, training_data=statistics)
+    model.draw(mask)
+    assert caplog.text.count("the mask is far outside the training data of this model, sub-01_dseg.nii.gz") == 1
+    assert "labels of 72 mm in depth (training: 129 to" in caplog.text
 
 
 def test_warnings_of_the_mask_are_logged(model, tmp_path, caplog):

@@ -202,6 +202,9 @@ def test_the_command_with_only_the_core_dependencies(file, tmp_path):
     done = voxtune_bare(*command)
     assert done.returncode == 0, done.stderr
     assert "Trained 2 steps" in done.stdout
+    for line in ("subjects     6 for training, 2 held out", "data         6 subjects packed in", "images       FLAIR"):
+        assert line in done.stdout
+    assert "1 (brain): median" in done.stdout and "memory       about" in done.stdout
     for message in ("TensorBoard is not installed", "Pillow is not installed", "training 2/2"):
         assert done.stderr.count(message) == 1, done.stderr
     assert load(tmp_path / "run").config.data == CONTRACT

@@ -196,8 +196,8 @@ def differences(training: TrainingData, contract: DataContract, subject: Measure
         lines += _label_differences(training, subject)
     if subject.extent_mm is not None and not lines:
         lines += [
-            f"labels over {three_digits(mm)} mm {name} (training: {known.text('mm')})"
-            for mm, known, name in zip(subject.extent_mm, training.extent_mm, ("D", "H", "W"), strict=True)
+            f"labels of {three_digits(mm)} mm in {name} (training: {known.text('mm')})"
+            for mm, known, name in zip(subject.extent_mm, training.extent_mm, ("depth", "height", "width"), strict=True)
             if not known.includes(mm, EXTENT_FACTOR)
         ]
     if subject.outside_share is not None:
