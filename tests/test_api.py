@@ -129,10 +129,13 @@ def test_a_run_stops_and_resumes(data, tmp_path):
     assert weights[0] == weights[1]
 
 
-def test_a_config_file_with_keywords_over_it(data, tmp_path):
+def test_a_config_file_with_keywords_over_it(data, tmp_path, caplog):
+    caplog.set_level("INFO", logger="voxtune")
     (tmp_path / "train.json").write_text(json.dumps({"data": {"images": str(data), "masks": str(data)}, "steps": 50}))
     result = voxtune.train(config=tmp_path / "train.json", out=tmp_path / "run", steps=1, settings=FAST, **TINY)
     assert result.steps == 1
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == len(set(lines)) and any("3 subjects" in line for line in lines), lines
 
 
 NETWORK = nn.Conv3d(1, 1, 1).eval()

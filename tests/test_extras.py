@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
+from tests.factories.core_only import EXTRAS as EXTRA_LIBRARIES
 from tests.factories.core_only import voxtune_core
 from tests.factories.nifti import write_mask
 from voxtune.errors import EXTRAS
@@ -42,3 +45,27 @@ def test_with_the_core_alone(tmp_path):
     for extra, result in zip(needs_extra, failed, strict=True):
         assert result["code"] == 2, (extra, result)
         assert f'pip install "voxtune[{extra}]"' in result["err"] and result["err"].count("\n") == 1, result["err"]
+
+
+def test_the_python_api_with_the_core_alone(tmp_path):
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({EXTRA_LIBRARIES.split()!r}))
+import torch, voxtune
+torch.set_num_threads(1)
+model = voxtune.load("demo", device="cpu")
+volume = model.draw(model.example_labels(), steps=1)
+assert volume._repr_png_().startswith(b"\\x89PNG")
+volume.save("sub-01_desc-synth01_T1w.nii.gz")
+assert voxtune.view(".").name == "view.html"
+for function, arguments in ((voxtune.train, dict(cohort=1, out="run")), (voxtune.train, dict(config="a.yaml", out="run"))):
+    try:
+        function(**arguments)
+    except voxtune.InputError as error:
+        print(error)
+"""
+    (tmp_path / "a.yaml").write_text("steps: 1\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert 'pip install "voxtune[cohort]"' in first and 'pip install "voxtune[train]"' in second

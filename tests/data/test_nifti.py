@@ -245,6 +245,12 @@ def test_a_volume_describes_itself():
     assert "not a 3D volume" in repr(replace(mask, array=np.zeros((0, 2))))
 
 
+def test_a_volume_has_the_image_kind_of_its_name(tmp_path):
+    image = Volume(array=np.zeros((2, 2, 2), np.float32), affine=np.eye(4))
+    for name, kind in {"sub-01_ce-gadolinium_T1w": "T1ce", "case_1_flair": "FLAIR", "case_1": None}.items():
+        assert read_volume(image.save(tmp_path / f"{name}.nii.gz")).kind == kind
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     shapes,

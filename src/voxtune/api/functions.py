@@ -117,7 +117,7 @@ def train(
         resume=resume is not None,
         stop=stop,
         warn=log.warning,
-        report=_log_overview,
+        report=_overview_log(),
     )
 
 
@@ -208,9 +208,17 @@ def view(
     return written.path
 
 
-def _log_overview(facts: Overview) -> None:
-    for line in facts.lines():
-        log.info(line)
+def _overview_log() -> Callable[[Overview], None]:
+    """Logs the lines of an overview that were not logged before: it is complete only after the first steps."""
+    logged: set[str] = set()
+
+    def report(facts: Overview) -> None:
+        for line in facts.lines():
+            if line not in logged:
+                logged.add(line)
+                log.info(line)
+
+    return report
 
 
 def _path(path: PathLike | None, name: str) -> Path | None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from voxtune.data.formats import read_contents
+from voxtune.data.modality import image_kind
 from voxtune.data.orientation import axis_codes
 from voxtune.errors import InputError
 from voxtune.files import checked_path, write_atomic
@@ -155,6 +156,7 @@ def _read(path: Path) -> Volume:
         affine=contents.affine,
         header=contents.header,
         path=path,
+        kind=image_kind(path),
         affine_assumed=contents.affine_assumed,
     )
 
