@@ -49,6 +49,8 @@ def test_tune_prints_the_waterfall_and_sample_uses_it(capsys, model, tmp_path):
     code, out, err = run(capsys, "tune", model, "--size", "16,16,16", "-o", plan)
     assert code == 0, err
     assert "baseline" in out and "channels_last" in out and "kept" in out and "error" in out
+    assert "channels_last                        1.000 ms (best so far     3.000)" in out
+    assert out.splitlines()[-1].endswith("+ channels_last (1.000 ms; the best before it, timed beside it: 3.000 ms)")
     plan_json = json.loads(plan.read_text())
     assert [p["pass"] for p in plan_json["passes"]] == ["strict", "cleanup", "sdpa", "time", "channels_last"]
     sample = ("sample", model, "--mask", mask, "--size", "16,16,16", "--steps", "2")

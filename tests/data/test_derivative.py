@@ -35,6 +35,9 @@ from voxtune.errors import InputError
         ("sub-03/anat/dseg.nii.gz", "anat", "sub-anat"),
         ("patient_7/seg.nii.gz", "patient_7", "sub-patient7"),
         ("Größe.nii", "Größe", "sub-Gre"),
+        ("sub-04_dseg.mgz", "sub-04", "sub-04"),
+        ("bert/mri/aseg.mgz", "bert", "sub-bert"),
+        ("bert/mri/aparc.DKTatlas+aseg.mgz", "bert", "sub-bert"),
     ],
 )
 def test_stem_and_subject(tmp_path, mask, stem, subject):

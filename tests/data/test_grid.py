@@ -174,7 +174,7 @@ oblique_cases = (
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     *oblique_cases,
     st.sampled_from(ORIENTATIONS),
@@ -194,7 +194,7 @@ def test_a_mask_on_the_model_spacing_is_never_refused_by_rounding(
     assert on_model.all() and np.array_equal(placement.invert(on_model, label=True), labels)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(*oblique_cases, st.sampled_from([0.5, 2.0, 3.0]), st.sampled_from(["auto", "resample"]))
 def test_a_field_of_view_of_the_model_size_fits_at_any_spacing(folder, size, spacing, code, degrees, factor, mode):
     shape, affine, contract = on_grid(size, spacing, code, degrees, "RAS")
@@ -221,7 +221,7 @@ def on_grid(size, spacing, code, degrees, target):
     return tuple(shape), oblique_affine(code, voxel, degrees), contract
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(shapes, spacings, st.sampled_from(ORIENTATIONS), rotations, st.sampled_from([(1, 1), (2, 0), (0, 1), (4, 2)]))
 def test_an_oblique_mask_padded_and_written_back_is_the_same_file(folder, shape, spacing, code, degrees, codes):
     labels = random_labels(shape).astype(np.uint8)

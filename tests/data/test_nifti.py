@@ -251,7 +251,7 @@ def test_a_volume_has_the_image_kind_of_its_name(tmp_path):
         assert read_volume(image.save(tmp_path / f"{name}.nii.gz")).kind == kind
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     shapes,
     spacings,

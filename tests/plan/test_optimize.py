@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import json
 import logging
+import math
+import re
 import time
 
 import pytest
@@ -122,8 +124,54 @@ def test_the_table_agrees_with_its_verdicts(monkeypatch):
     shown = [(r.timing.p50_ms, r.best and r.best.p50_ms, r.kept) for r in tuned.rows]
     assert shown == [(12.0, None, True), (10.6, 10.0, False), (8.0, 9.02, True), (13.0, 14.0, True)]
     assert "10.60 ms" in lines[1] and "best so far     10.00" in lines[1] and "not faster" in lines[1]
+    assert "8.000 ms" in lines[2] and "best so far     9.020" in lines[2]
+    assert lines[2].endswith("timed twice, the other time 9.000 ms; kept")
     for row in tuned.plan.evidence["waterfall"][1:]:
         assert row["kept"] == (row["p50_ms"] < row["best_p50_ms"])
+
+
+def test_the_numbers_printed_are_those_that_decided(monkeypatch):
+    """Real timings: each comparison's two times are in the row of its verdict, to four digits or more."""
+    net, args = make("convnext")
+    decided: list[tuple[float, float, bool]] = []
+    real = tuning._faster
+
+    def faster(timing, best):
+        decided.append((timing.p50_ms, best.p50_ms, real(timing, best)))
+        return decided[-1][-1]
+
+    monkeypatch.setattr(tuning, "_faster", faster)
+    lines: list[str] = []
+    tuned = tuning.tune(net, args, ladder=QUICK, checks=1, say=lines.append)
+    printed = [re.search(r"([\d.]+) ms \(best so far +([\d.]+)\)", line) for line in lines]
+    compared = [(row, line, match) for row, line, match in zip(tuned.rows, lines, printed, strict=True) if match]
+    assert len(compared) == len(decided) > 0
+    for (row, line, match), (ms, best_ms, won) in zip(compared, decided, strict=True):
+        assert (row.timing.p50_ms, row.best.p50_ms) == (ms, best_ms)
+        for text, used in zip(match.groups(), (ms, best_ms), strict=True):
+            assert float(text) == pytest.approx(used, rel=6e-4) and len(text.replace(".", "").lstrip("0")) >= 4
+        assert line.endswith("not faster than the best so far by 0.5%") != won
+
+
+def test_a_measurement_that_ended_early_is_marked(monkeypatch):
+    net, args = make("convnext")
+    times = iter([10.0, 20.0, 10.0])
+    monkeypatch.setattr(tuning, "measure", lambda *_, give_up_ms=math.inf, **__: slow(next(times), give_up_ms))
+    lines: list[str] = []
+
+    def slow(ms, limit):
+        return tuning.Timing(ms, ms, ms, 0.1, None, ms > limit)
+
+    tuned = tuning.tune(net, args, ladder=QUICK[:1], checks=1, say=lines.append)
+    assert lines[1].endswith("two runs, both longer than 13.00 ms; not faster than the best so far by 0.5%")
+    assert tuned.plan.evidence["waterfall"][1]["note"] == "two runs, both longer than 13.00 ms"
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"), [(1234.5, "1234.50"), (12.7, "12.70"), (1.0, "1.000"), (0.01234, "0.01234"), (0, "0.00")]
+)
+def test_milliseconds_have_four_digits(ms, text):
+    assert tuning.format_ms(ms) == text
 
 
 def test_the_fastest_plan_is_gated_last(monkeypatch):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, choose_device, parse_size
+
+if TYPE_CHECKING:
+    from voxtune.plan.plan import Plan
 
 
 def command(
@@ -43,5 +46,16 @@ def command(
     if out is not None:
         plan.save(out)
         output.say(f"wrote {out}")
-    output.say("best plan: " + (" + ".join(plan.names) or "nothing rewritten"))
+    output.say(f"best plan: {' + '.join(plan.names) or 'nothing rewritten'}{_times(plan)}")
     output.result(plan.to_json())
+
+
+def _times(plan: Plan) -> str:
+    """The times of the row that made the plan the best one."""
+    from voxtune.plan.tuner import format_ms
+
+    row = [row for row in plan.evidence["waterfall"] if row["kept"] and row["passes"] == list(plan.names)][-1]
+    before = (
+        f"; the best before it, timed beside it: {format_ms(row['best_p50_ms'])} ms" if "best_p50_ms" in row else ""
+    )
+    return f" ({format_ms(row['p50_ms'])} ms{before})"

@@ -26,13 +26,17 @@ def clocked(event: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Timing:
-    """`first_s`: the first call, with compilation, algorithm search and graph recording. `peak_gib` is None on a CPU."""
+    """`first_s`: the first call, with compilation, algorithm search and graph recording. `peak_gib` is None on a CPU.
+
+    `gave_up`: the measurement ended after two runs, because both took too long.
+    """
 
     p20_ms: float
     p50_ms: float
     p80_ms: float
     first_s: float
     peak_gib: float | None
+    gave_up: bool = False
 
 
 def measure(
@@ -57,14 +61,16 @@ def measure(
         torch.cuda.reset_peak_memory_stats(device)
     first = time.perf_counter() - started
     times: list[float] = []
+    gave_up = False
     until = time.perf_counter() + seconds
     while len(times) < least or (len(times) < repeats and time.perf_counter() < until):
         times.append(_once(call, device, gpu))
         if len(times) == 2 and min(times) > give_up_ms:
+            gave_up = True
             break
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if gpu else None
     p20, p50, p80 = quantiles(times)
-    return Timing(p20, p50, p80, first, peak)
+    return Timing(p20, p50, p80, first, peak, gave_up)
 
 
 def _once(call: Callable[[], Any], device: torch.device, gpu: bool) -> float:

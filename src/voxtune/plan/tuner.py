@@ -87,7 +87,10 @@ CPU_IN_SHORT = (
 
 @dataclass
 class TuningRow:
-    """One row of the tuner's table. `best` is the best plan so far, timed again beside this rung."""
+    """One row of the tuner's table. `timing` and `best`, the best plan so far timed again beside this rung, decide.
+
+    `note`: how they were timed, if not in the usual way.
+    """
 
     name: str
     passes: tuple[str, ...]
@@ -96,6 +99,7 @@ class TuningRow:
     verdict: Verdict | None = None
     kept: bool = False
     why: str = ""
+    note: str = ""
 
     def describe(self) -> dict[str, Any]:
         entry: dict[str, Any] = {"name": self.name, "passes": list(self.passes), "kept": self.kept}
@@ -105,7 +109,7 @@ class TuningRow:
             entry["best_p50_ms"] = round(self.best.p50_ms, 4)
         if self.verdict is not None:
             entry |= {"error": self.verdict.error, "passed": self.verdict.passed}
-        return entry | ({"why": self.why} if self.why else {})
+        return entry | {name: text for name, text in (("why", self.why), ("note", self.note)) if text}
 
 
 @dataclass
@@ -270,7 +274,8 @@ def _gate_fastest(
             row.verdict = judge(target, network, gate)
             row.kept = row.verdict.passed
             row.why = "" if row.kept else f"refused: {row.verdict.reason}"
-            say(f"gate: {row.name}: error {row.verdict.error:.1e}, {'passed' if row.kept else row.why}")
+            ms = "" if row.timing is None else f"{format_ms(row.timing.p50_ms)} ms, "
+            say(f"gate: {row.name}: {ms}error {row.verdict.error:.1e}, {'passed' if row.kept else row.why}")
         if row.kept:
             best.plan, best.network = network.plan, network
             return
@@ -320,9 +325,10 @@ def _try(
         if missing:
             row.why = "; ".join(missing)
             return row, None
-        row.timing, row.best = _time_both(network, best, target, on_call, quick)
+        _time_both(row, network, best, target, on_call, quick)
+        assert row.timing is not None and row.best is not None
         if not _faster(row.timing, row.best):
-            row.why = "not faster than the best so far"
+            row.why = f"not faster than the best so far by {1 - WORTH:.1%}"
             return row, None
         row.verdict = None if gate is None else judge(target, network, gate)
     except Exception as error:  # a compiler or kernel that fails costs its own rung only
@@ -345,28 +351,32 @@ def _time(network: Optimized, target: PlanTarget, on_call: Callable[[], None], *
 
 
 def _time_both(
+    row: TuningRow,
     network: Optimized,
     best: tuple[TuningRow, Optimized],
     target: PlanTarget,
     on_call: Callable[[], None],
     quick: bool,
-) -> tuple[Timing, Timing]:
+) -> None:
     """Times a network and then the best one again: a machine's speed drifts, and other work comes and goes.
 
     The timing of a network that cannot win ends early. Where the two are close, the network is timed a second time and the
     better result counts.
     """
-    row, best_network = best
-    assert row.timing is not None, "only a plan that was timed is the best"
-    give_up = {"give_up_ms": HOPELESS * row.timing.p80_ms}
-    timing = _time(network, target, on_call, **(QUICK if quick else {}), **give_up)
+    best_row, best_network = best
+    assert best_row.timing is not None, "only a plan that was timed is the best"
+    limit = HOPELESS * best_row.timing.p80_ms
+    timing = _time(network, target, on_call, **(QUICK if quick else {}), give_up_ms=limit)
     best_timing = _time(best_network, target, on_call, **(QUICK if quick else {"repeats": 5, "seconds": 2.0}))
     close = WORTH * best_timing.p20_ms <= timing.p50_ms and timing.p20_ms <= best_timing.p80_ms
     if close and not quick:
         again = _time(network, target, on_call, repeats=5, seconds=2.0)
-        if again.p50_ms < timing.p50_ms:
-            timing = replace(again, first_s=timing.first_s)
-    return timing, best_timing
+        better, other = (again, timing) if again.p50_ms < timing.p50_ms else (timing, again)
+        row.note = f"timed twice, the other time {format_ms(other.p50_ms)} ms"
+        timing = replace(better, first_s=timing.first_s)
+    elif timing.gave_up:
+        row.note = f"two runs, both longer than {format_ms(limit)} ms"
+    row.timing, row.best = timing, best_timing
 
 
 def _faster(timing: Timing, best: Timing) -> bool:
@@ -376,11 +386,18 @@ def _faster(timing: Timing, best: Timing) -> bool:
 def _line(row: TuningRow) -> str:
     """The row as text: name, step time, step time of the best so far beside it, memory, error, verdict."""
     timing, verdict = row.timing, row.verdict
-    ms = f"{timing.p50_ms:9.2f} ms" if timing else f"{'-':>12}"
-    best = f"(best so far {row.best.p50_ms:9.2f})" if row.best else " " * 23
+    ms = f"{format_ms(timing.p50_ms):>9} ms" if timing else f"{'-':>12}"
+    best = f"(best so far {format_ms(row.best.p50_ms):>9})" if row.best else " " * 23
     gib = f"{timing.peak_gib:6.2f} GiB" if timing and timing.peak_gib is not None else f"{'-':>10}"
     error = f"error {verdict.error:.1e}" if verdict and math.isfinite(verdict.error) else " " * 13
-    return f"{row.name:32} {ms} {best} {gib}  {error}  {'kept' if row.kept else row.why}"
+    note = f"{row.note}; " if row.note else ""
+    return f"{row.name:32} {ms} {best} {gib}  {error}  {note}{'kept' if row.kept else row.why}"
+
+
+def format_ms(ms: float) -> str:
+    """Milliseconds with four digits or more, and at least two decimals: the verdicts are about parts of a percent."""
+    decimals = 3 - math.floor(math.log10(ms)) if ms > 0 else 2
+    return f"{ms:.{min(max(2, decimals), 6)}f}"
 
 
 def _evidence(tuned: Tuned) -> dict[str, Any]:
