@@ -212,7 +212,7 @@ def test_the_labels_model_are_those_of_the_workload(capsys, tmp_path):
     assert [label.name for label in load(tmp_path / "run" / "model").config.data.labels] == ["head", "tumour"]
 
 
-def test_packed_subjects_of_a_model_are_mapped_to_its_labels(capsys, tmp_path):
+def test_packed_subjects_have_the_labels_of_the_option(capsys, tmp_path):
     root = write_folders(tmp_path / "data", (1, 2, 4))
     labels = "tumour=1,4; oedema=2; brain=image"
     file = tmp_path / "subjects.npz"
@@ -371,6 +371,18 @@ def test_usefulness_with_labels(capsys, small, tmp_path):
     assert code == 0, err
     arms = json.loads((tmp_path / "usefulness.json").read_text())["arms"]
     assert set(arms[0]["dice"]) == {"brain", "tumour"}
+
+
+def test_packed_subjects_of_a_model_are_mapped_to_its_labels(capsys, small, tmp_path):
+    data = ["--images", small / "data" / "images", "--masks", small / "data" / "masks", "--held-out", "2"]
+    command = ["pack", "--model", small / "model", *data, "-o", tmp_path / "subjects.npz", "--quiet"]
+    code, _, err = run(capsys, *command)
+    assert code == 2 and "unknown label 4" in err and '--labels "brain=...; tumour=...; background=..."' in err
+    code, _, err = run(capsys, *command, "--labels", REAL, "--overlapping-labels")
+    assert code == 2 and "--model cannot be combined" in err
+    assert run(capsys, *command, "--labels", REAL)[0] == 0
+    train, held_out = unpack(tmp_path / "subjects.npz")
+    assert train.contract == analytic.CONTRACT and set(np.unique(held_out.labels_NDHW)) == {0, 1, 2}
 
 
 def test_held_out_subjects_of_mapped_masks(small):

@@ -11,6 +11,7 @@ import torch
 
 import voxtune
 from tests.factories import GOLDENS
+from voxtune.data.contract import Label, encode_mask
 from voxtune.diffusion import SAMPLERS
 from voxtune.errors import InputError
 from voxtune.runtime.model import Model, SamplingConfig
@@ -169,6 +170,22 @@ def test_prior_sets_the_mean_of_the_initial_noise(model, cond):
     assert early.sample(cond[:1]).shape == (1, 1, 16, 16, 16)
     with pytest.raises(InputError, match="1 to 5"):
         early.sample(cond[:1], steps=6)
+
+
+def test_the_prior_of_overlapping_labels_has_a_value_for_each_combination(model):
+    labels = (Label(name="WT", value=1, more_values=(2,), channel=0), Label(name="TC", value=1, channel=1))
+    data = replace(model.config.data, labels=labels, overlapping=True)
+    assert data.regions == ((0,), (0, 1))
+    prior = SamplingConfig(start=4, prior=(-1.0, 0.5, 0.25))
+    start = Model(replace(model.config, data=data, sampling=prior), model.network)._start
+    values = np.zeros(model.config.size, np.uint8)
+    values[4:12, 4:12, 4:12], values[6:8, 6:8, 6:8] = 2, 1
+    x = start(torch.zeros(1, 1, *values.shape), 4, torch.from_numpy(encode_mask(values, data))[None])
+    signal, _ = model.schedule.signal_noise(4)
+    expected = torch.tensor([-1.0, 0.25, 0.5])[torch.from_numpy(values).long()] * signal
+    assert torch.allclose(x[0, 0], expected)
+    with pytest.raises(InputError, match="4 values"):
+        replace(model.config, data=data, sampling=replace(prior, prior=(-1.0, 0.5, 0.25, 0.0)))
 
 
 @pytest.mark.parametrize(

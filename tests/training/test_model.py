@@ -1,9 +1,10 @@
-"""The model of a run for images; for volumes see test_loop.py."""
+"""The model of a run for images, and the labels of a run for volumes; for its training see test_loop.py."""
 
 from __future__ import annotations
 
 import pytest
 
+from voxtune.data.contract import Label
 from voxtune.errors import InputError
 from voxtune.runtime.model import Model, ModelConfig, workload_config
 from voxtune.training.config import DataSettings, ModelSettings, TrainConfig, make_config
@@ -87,3 +88,36 @@ def test_the_recipe_of_the_workload_is_the_default():
     assert (plain.batch, plain.accumulation, plain.learning_rate, plain.loss) == (64, 1, 2e-4, "l2")
     volumes = make_config({}, {}, "options")
     assert (volumes.batch, volumes.accumulation, volumes.learning_rate, volumes.loss) == (1, 2, 1e-5, "l1")
+
+
+def labels_of(start=None, init=None, **data):
+    small = {"size": (16, 16, 16), "base": 32, "multipliers": (1,), "attention": ()} if init is None else {}
+    settings = ModelSettings(**small, init=init)
+    return model_config(TrainConfig(data=DataSettings(**data), model=settings), start).data.labels
+
+
+FOLDERS = {"images": "images", "masks": "masks"}
+
+
+def test_the_labels_of_a_new_model():
+    head = (Label(name="head", value=1, channel=0), Label(name="tumour", value=2, channel=1))
+    assert labels_of(**FOLDERS) == labels_of(**FOLDERS, label_map="model") == head
+    # Simulated subjects are skull-stripped.
+    assert [label.name for label in labels_of(cohort=2)] == ["brain", "tumour"]
+    several = labels_of(**FOLDERS, label_map="tumour=1,4; brain=image")
+    assert several == (
+        Label(name="tumour", value=1, channel=0, more_values=(4,)),
+        Label(name="brain", value=5, channel=1, from_image=True),
+    )
+    assert labels_of(**FOLDERS, label_map="a=1; b=1,2", overlapping=True)[1].values == (1, 2)
+    with pytest.raises(InputError, match="overlapping-labels"):
+        labels_of(**FOLDERS, label_map="a=1; b=1,2")
+    with pytest.raises(InputError, match="requires folders"):
+        labels_of(cohort=2, label_map="a=1")
+
+
+def test_fine_tuning_keeps_the_labels_of_the_model():
+    start = workload_config("med-ddpm")
+    assert labels_of(start, "model", **FOLDERS, label_map="head=3; tumor=1,4") == start.data.labels
+    with pytest.raises(InputError, match="no label 'brain', only head, tumour"):
+        labels_of(start, "model", **FOLDERS, label_map="brain=1,tumour=2")

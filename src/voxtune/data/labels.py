@@ -147,12 +147,10 @@ class LabelMap:
             label = by_key.get(label_key(entry.name))
             if label is None:
                 names = ", ".join(label.name for label in contract.ordered)
-                hint = (
-                    f"; to ignore its values, write {BACKGROUND}={','.join(map(str, entry.values))}"
-                    if entry.values
-                    else ""
+                ignore = f", or {BACKGROUND}={','.join(map(str, entry.values))} to ignore them" if entry.values else ""
+                raise InputError(
+                    f"--labels: the model has no label {entry.name!r}, only {names}; give the values to one of these{ignore}"
                 )
-                raise InputError(f"--labels: the model has no label {entry.name!r}, only {names}{hint}")
             if entry.from_image:
                 from_image = label
             elif not entry.values and label.kind == "organ":

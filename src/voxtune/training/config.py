@@ -220,7 +220,7 @@ class TrainConfig:
 # Settings that may change when a run is resumed, because they do not affect the weights of a given step.
 FREE_TO_CHANGE = frozenset(
     {"steps", "minutes", "workers", "checkpoint_every", "keep", "store", "log_every", "sample_every", "sample_steps"}
-    | {"sampler", "tensorboard", "data.images", "data.masks", "data.subjects", "model.init"}
+    | {"sampler", "tensorboard", "data.images", "data.masks", "data.label_map", "data.subjects", "model.init"}
 )
 # With a decaying learning rate these do: they set how fast it decays.
 DECAY_LENGTH = frozenset({"steps", "minutes"})
