@@ -8,7 +8,7 @@ voxtune train --images "$data" --masks "$data" --image t1,t1ce,t2,flair --labels
   --size 32,32,32 --base 32 --batch 2 --accumulation 1 --lr 1e-3 --steps "$steps" -o "$out/run"
 
 voxtune sample "$out/run" --mask "$data" --images "$data" --labels brats2021 \
-  --sampler dpm++ --steps 10 --batch 4 -o "$out/synth"
+  --sampler dpm++ --steps 10 -o "$out/synth"
 
 voxtune evaluate "$data" "$out/synth" -o "$out/metrics"
 
