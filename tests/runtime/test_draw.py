@@ -210,6 +210,13 @@ def test_invalid_values(model, arguments, message):
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
+def test_settings_without_evidence_are_logged(model, caplog):
+    model.draw(ARRAY, AFFINE, steps=2)
+    assert "measured" not in caplog.text
+    model.draw(ARRAY, AFFINE, steps=2, cache=2)
+    assert "cache 2 was not measured for this model" in caplog.text
+
+
 def test_every_whole_number_is_a_seed(model):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

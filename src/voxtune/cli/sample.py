@@ -176,14 +176,10 @@ def command(
 
 
 def _settings(model: Model, given: SamplerOptions, output: Output) -> SamplerSettings:
-    from voxtune.runtime.sampling import AutoSampling
-
     settings = model.resolve(warn=output.warn, **given)
     unmeasured = model.config.sampling.unmeasured(settings)
     if unmeasured is not None:
         output.warn(unmeasured)
-    elif settings.cache and settings.cache.interval > 1 and not isinstance(settings, AutoSampling):
-        output.warn(f"cache {settings.cache} was not measured for this model; measure it with voxtune steps --cache")
     return settings
 
 

@@ -246,6 +246,9 @@ class Model:
         from voxtune.runtime.generate import draw_images, read_mask
 
         settings = self.check_request(seed=seed, **options)
+        unmeasured = self.config.sampling.unmeasured(settings)
+        if unmeasured is not None:
+            log.warning(unmeasured)
         check_progress(progress)
         grid = None if size is None else _whole("size", size)
         volume = read_mask(mask, affine)

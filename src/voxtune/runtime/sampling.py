@@ -234,7 +234,11 @@ class SamplingConfig:
         return replace(base, **given)
 
     def unmeasured(self, settings: SamplerSettings) -> str | None:
-        """A line if there are stored settings whose evidence is not about `settings`."""
-        if self.auto is None or settings.to_json() == self.auto.to_json():
+        """A line if the stored evidence is not about `settings`, or if they have a feature cache without evidence."""
+        if self.auto is None:
+            if settings.cache is None or settings.cache.interval == 1:
+                return None
+            return f"cache {settings.cache} was not measured for this model; measure it with voxtune steps --cache"
+        if settings.to_json() == self.auto.to_json():
             return None
         return f"the stored evidence is for {SamplerSettings.describe(self.auto)}; it does not apply to {settings.describe()}"
