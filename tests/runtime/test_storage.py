@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -219,6 +220,7 @@ def test_the_included_model_is_loaded_by_name(tmp_path, monkeypatch):
     assert mask.shape == (1, 2, *model.config.size) and set(mask.unique().tolist()) == {-1.0, 1.0}
     brain, tumour = ((mask[0] > 0).sum(dim=(1, 2, 3))).tolist()
     assert brain > 20 * tumour > 0
+    assert storage.weights_sha256(Path("demo")) == storage.weights_sha256(storage.demo_model())
     (tmp_path / "demo").mkdir()  # a folder of that name is what the user means
     with pytest.raises(InputError, match="demo"):
         voxtune.load("demo")

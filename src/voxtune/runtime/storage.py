@@ -27,9 +27,7 @@ def load(path: str | Path, *, device: torch.device | str = "cpu") -> Model:
 
     "demo" is the demonstration model that is included in the package, unless a file or folder of that name exists.
     """
-    path = checked_path(path)
-    if str(path) == "demo" and not path.exists():
-        path = demo_model()
+    path = included(checked_path(path))
     if not path.exists():
         raise InputError(f"{path}: no such model; expected a model folder or a published .pt checkpoint")
     device = checked_device(device)
@@ -50,6 +48,11 @@ def _read(path: Path) -> Model:
     from voxtune.runtime.published import load_published
 
     return load_published(path)
+
+
+def included(path: Path) -> Path:
+    """The model that ships with the package for "demo", unless a file or folder of that name exists."""
+    return demo_model() if str(path) == "demo" and not path.exists() else path
 
 
 def demo_model() -> Path:
@@ -152,6 +155,7 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str
 
 def weights_sha256(path: Path) -> str | None:
     """The hash of the weights at `path`: a model folder, a run folder or the weights file; None if there is none."""
+    path = included(path)
     weights = next((p for p in (path, path / WEIGHTS, path / "model" / WEIGHTS) if p.is_file()), None)
     if weights is None:
         return None
