@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,9 +11,14 @@ import pytest
 import voxtune
 from tests.factories.subjects import write_subjects
 from voxtune.cli.main import main
+from voxtune.data.dataset import PairedFolders
+from voxtune.data.derivative import sidecar_path
+from voxtune.data.modality import image_kind
 from voxtune.data.subjects import unpack
 from voxtune.segmentation.segmenter import load_segmenter
-from voxtune.training.loop import read_run
+from voxtune.training.config import make_config
+from voxtune.training.loop import read_run, train
+from voxtune.training.model import model_config
 
 FOUR = ("T1w", "T1ce", "T2w", "FLAIR")
 TINY = [
@@ -52,6 +58,29 @@ def test_a_folder_of_one_kind_is_trained_as_that_kind(tmp_path, capsys):
     assert "Images: T2w;" in (tmp_path / "run" / "model" / "README.md").read_text()
     assert read_run(tmp_path / "run").data.modalities == ("T2w",)
     assert main(["train", "--resume", str(tmp_path / "run"), "--steps", "2", "--quiet", "--device", "cpu"]) == 0
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_without_stored_kinds_is_resumed_with_the_kind_that_is_given(tmp_path, capsys):
+    images, masks = write_subjects(tmp_path, ["T2w"], endings=["_t2"])
+    given = {
+        "data.images": str(images),
+        "data.masks": str(masks),
+        "model.size": [8, 8, 8],
+        "model.base": 32,
+        "steps": 1,
+    }
+    given |= {"model.multipliers": [1.0], "model.diffusion_steps": 10, "workers": 0, "sample_every": 0, "batch": 1}
+    config = make_config({}, given | {"tensorboard": False}, "test")
+    contract = replace(model_config(config).data, images=("T2w",))
+    # As the first version stored it: T2w images in a model of T1w images.
+    train(config, PairedFolders(contract, images, masks), tmp_path / "run")
+    resume = ["train", "--resume", str(tmp_path / "run"), "--steps", "2", "--device", "cpu"]
+    assert "3 T2w images, but no T1w; T1w is required; pass --image T2w" in refused(capsys, *resume)
+    assert main([*resume, "--image", "T2w", "--quiet"]) == 0
+    assert voxtune.load(tmp_path / "run" / "model").config.data.images == ("T2w",)
+    assert main([*resume[:3], "--steps", "3", "--device", "cpu", "--quiet"]) == 0
+    assert "modalities" in refused(capsys, *resume[:3], "--steps", "4", "--image", "FLAIR")
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -99,7 +128,11 @@ def test_four_kinds_in_one_model(tmp_path):
         "1",
     ]
     assert main([*sample, "--device", "cpu", "--quiet"]) == 0
-    assert len(list((tmp_path / "out").rglob("*.nii.gz"))) == 4
+    files = sorted((tmp_path / "out").rglob("*.nii.gz"))
+    names = ["sub-0_ce-gadolinium_desc-synth01_T1w", "sub-0_desc-synth01_FLAIR", "sub-0_desc-synth01_T1w"]
+    assert [f.name for f in files] == [f"{name}.nii.gz" for name in [*names, "sub-0_desc-synth01_T2w"]]
+    kinds = [json.loads(sidecar_path(file).read_text())["Image"] for file in files]
+    assert kinds == ["T1ce", "FLAIR", "T1w", "T2w"] == [image_kind(file) for file in files]
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -20,6 +20,7 @@ from voxtune.data.geometry import GeometrySummary
 from voxtune.data.grid import Mode, Placement, fit
 from voxtune.data.labels import LabelMap, MaskReader
 from voxtune.data.legend import contract_legend, first_voxel
+from voxtune.data.modality import kind_name
 from voxtune.data.nifti import Volume, check_affine, exact_labels, read_labels
 from voxtune.data.pixels import check_png, png, to_pixels
 from voxtune.data.preflight import check_lost_labels
@@ -348,7 +349,8 @@ def _write(volumes: list[Volume], out: Path, names: tuple[str, ...], record: dic
     files = []
     for volume, name in zip(volumes, names, strict=True):
         files.append(volume.save(out / name))
-        write_atomic(sidecar_path(files[-1]), (json.dumps(record, indent=2, default=str) + "\n").encode())
+        sidecar = {**record, "Image": kind_name(volume.kind or "")}
+        write_atomic(sidecar_path(files[-1]), (json.dumps(sidecar, indent=2, default=str) + "\n").encode())
     return tuple(files)
 
 

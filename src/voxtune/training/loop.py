@@ -332,6 +332,7 @@ def load_init(path: str) -> Model:
 
 def _starting_model(config: TrainConfig, model: Model | None, checkpoint: Checkpoint | None) -> Model:
     if checkpoint is not None:
+        checkpoint = _with_image_kinds(checkpoint, config)
         changed = differences(checkpoint.config, config)
         if model is not None and _like(checkpoint.model, model.config) != model.config:
             changed.append("the config of the model")
@@ -352,6 +353,15 @@ def _starting_model(config: TrainConfig, model: Model | None, checkpoint: Checkp
 def _like(stored: ModelConfig, other: ModelConfig) -> ModelConfig:
     """A stored config with the parts of another one that do not affect training."""
     return replace(stored, sampling=other.sampling, training_data=other.training_data)
+
+
+def _with_image_kinds(checkpoint: Checkpoint, config: TrainConfig) -> Checkpoint:
+    """A run whose settings do not name its images is resumed with the kinds that are given now, such as --image T2w."""
+    old, kinds, contract = checkpoint.config, config.data.modalities, checkpoint.model.data
+    if old.data.modalities is not None or kinds is None or contract is None or len(kinds) != len(contract.images):
+        return checkpoint
+    named = replace(old, data=replace(old.data, modalities=kinds))
+    return replace(checkpoint, config=named, model=replace(checkpoint.model, data=replace(contract, images=kinds)))
 
 
 def _find_checkpoint(out: Path, resume: bool, warn: Warn) -> Checkpoint | None:
