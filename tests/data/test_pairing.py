@@ -112,7 +112,7 @@ def test_a_missing_channel_is_named(tmp_path):
     ("endings", "images", "message"),
     [
         (["t2"], ("T1w",), "2 T2w images, but no T1w; T1w is required"),
-        (["t2", "flair"], ("T1w",), "2 FLAIR and 2 T2w images, but no T1w; T1w is required"),
+        (["t2", "flair"], ("T1w",), "2 T2w and 2 FLAIR images, but no T1w; T1w is required"),
         (["t1", "t2"], BRATS.images, "2 T1w and 2 T2w images, but no T1ce or FLAIR"),
         (["image"], BRATS.images, "2 unnamed images, but no T1w, T1ce, T2w or FLAIR"),
     ],

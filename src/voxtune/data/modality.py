@@ -142,11 +142,17 @@ def parse_images(text: str) -> tuple[str, ...]:
     return names
 
 
+def in_order(kinds: Iterable[str]) -> list[str]:
+    """Each kind once, in the order of KINDS; others follow."""
+    known = [kind.name for kind in KINDS]
+    return sorted(dict.fromkeys(kinds), key=lambda kind: (kind not in known, [*known, kind].index(kind)))
+
+
 def describe_counts(kinds: Iterable[str]) -> str:
     """12 T1w and 12 T2w images."""
     counts = Counter(kinds)
-    total = sum(counts.values())
-    return f"{listed([f'{n} {kind}' for kind, n in counts.items()])} image{'' if total == 1 else 's'}"
+    each = [f"{counts[kind]} {kind}" for kind in in_order(counts)]
+    return f"{listed(each)} image{'' if sum(counts.values()) == 1 else 's'}"
 
 
 def listed(names: Sequence[str], conjunction: str = "and") -> str:

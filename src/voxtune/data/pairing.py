@@ -17,6 +17,7 @@ from voxtune.data.modality import (
     describe_counts,
     find_kind,
     image_kind,
+    in_order,
     kind_name,
     listed,
     same_kind,
@@ -75,7 +76,7 @@ def folder_images(images_dir: str | Path, masks_dir: str | Path, default: str) -
     """
     image_files, _ = _find_files(images_dir, masks_dir, ())
     kinds = [kind for path in image_files if (kind := image_kind(path)) is not None]
-    names = tuple(dict.fromkeys(kinds))
+    names = in_order(kinds)
     if len(names) > 1:
         raise InputError(f"{images_dir}: {describe_counts(kinds)}; {choices(names)}")
     if not names:
@@ -120,8 +121,8 @@ def _check_kinds(
     missing = [name for name in needed if not any(same_kind(ending, name) for ending in endings)]
     if image_files and missing and not (len(images) == 1 and unnamed):
         counts = describe_counts([kind_name(e) for e in endings if e not in unnamed] + ["unnamed"] * len(unnamed))
-        kinds = tuple(dict.fromkeys(kind for e in endings if (kind := find_kind(e)) is not None))
-        cures = [choices([kind.name for kind in kinds])] if kinds else []
+        kinds = in_order(kind.name for e in endings if (kind := find_kind(e)) is not None)
+        cures = [choices(kinds)] if kinds else []
         cure = advice(*cures, f"give a folder with {listed(missing)} images")
         verb = "is" if len(needed) == 1 else "are"
         message = f"{images_dir}: {counts}, but no {listed(missing, 'or')}; {listed(needed)} {verb} required; {cure}"

@@ -14,12 +14,12 @@ from voxtune.data.geometry import GeometrySummary
 from voxtune.data.grid import fit
 from voxtune.data.labels import MaskReader
 from voxtune.data.modality import (
-    KINDS,
     MASK_ENDINGS,
     NIFTI_ENDINGS,
     PLAIN_ENDINGS,
     SYNTHETIC,
     describe_counts,
+    in_order,
     kind_name,
     listed,
     same_kind,
@@ -90,10 +90,7 @@ def common_kinds(sets: Sequence[tuple[Path, Sequence[VolumeFile]]]) -> tuple[tup
     Raises InputError for sets without a common kind, or if the names of one set do not say which of several kinds it has.
     """
     stated = [(folder, {f.kind for f in files if f.kind}) for folder, files in sets]
-    known = [kind.name for kind in KINDS]
-    every = sorted(
-        set().union(*(kinds for _, kinds in stated)), key=lambda kind: (kind not in known, [*known, kind].index(kind))
-    )
+    every = in_order(kind for _, kinds in stated for kind in kinds)
     if len(every) < 2:
         return tuple(every) or ("",), []
     for folder, kinds in stated:
