@@ -23,9 +23,10 @@ from voxtune.errors import InputError
 from voxtune.runtime.model import Model, ModelConfig
 from voxtune.runtime.storage import load
 from voxtune.runtime.storage import save as save_model
-from voxtune.segmentation.segmenter import load_segmenter, save_segmenter
+from voxtune.segmentation.segmenter import Segmenter, SegmenterConfig, load_segmenter, save_segmenter
 from voxtune.training.loop import read_run
 from voxtune.workloads import MedDDPMConfig
+from voxtune.workloads.segment import SegmentConfig
 
 SIDE = 16
 AFFINE = np.diag([12.0, 12.0, 12.0, 1.0])
@@ -453,3 +454,48 @@ def test_python_functions_take_labels(small, tmp_path):
         voxtune.evaluate(root / "images", root / "images", labels=REAL)
     with pytest.raises(InputError, match="labels"):
         voxtune.train(images=root / "images", masks=root / "masks", labels=5, out=tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def regions(tmp_path_factory):
+    """A model and a segmenter of random weights with the overlapping regions of BraTS 2021, and data with its values."""
+    torch.manual_seed(0)
+    root = tmp_path_factory.mktemp("regions")
+    labels = parse_labels(OVERLAPPING).labels(overlapping=True)
+    contract = replace(analytic.CONTRACT, labels=labels, overlapping=True)
+    network = MedDDPMConfig(in_channels=4, base=32, blocks=1, multipliers=(1,), attention=())
+    config = ModelConfig(network=network, size=contract.size, data=contract, diffusion=DiffusionConfig(steps=3))
+    save_model(Model(config), root / "model", card="a test")
+    judge = SegmenterConfig(network=SegmentConfig(base=4, classes=1 + len(contract.regions)), data=contract)
+    save_segmenter(Segmenter(judge), root / "segmenter", card="a test")
+    write_folders(root / "data", (1, 2, 4), subjects=5)
+    return root
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_steps_and_usefulness_of_overlapping_labels(capsys, regions, tmp_path):
+    data = ["--real", regions / "data" / "images", "--masks", regions / "data" / "masks"]
+    quick = ["--resamples", "20", "--plan", "baseline", "--device", "cpu", "--quiet", "--batch", "5"]
+    search = ["--samplers", "ddim", "--steps", "1", "--timestep-spacings", "trailing"]
+    steps = ["steps", regions / "model", "--segmenter", regions / "segmenter", *data, *quick, *search, "-o", tmp_path]
+    code, _, err = run(capsys, *steps)
+    assert code == 0, err
+    assert all(f'"dice_{name}"' in (tmp_path / "steps.json").read_text() for name in ("WT", "TC", "ET"))
+    teaching = ["--volumes", "2", "--segment-steps", "1", "--segment-batch", "1", "--seeds", "1", "--held-out", "2"]
+    code, _, err = run(
+        capsys, "usefulness", regions / "model", *data, *quick, *teaching, "--steps", "1", "-o", tmp_path
+    )
+    assert code == 0, err
+    arms = json.loads((tmp_path / "usefulness.json").read_text())["arms"]
+    assert set(arms[0]["dice"]) == {"WT", "TC", "ET"}
+
+
+def test_a_segmenter_must_have_the_same_regions(capsys, regions, small, tmp_path):
+    data = ["--real", regions / "data" / "images", "--masks", regions / "data" / "masks"]
+    steps = ["steps", regions / "model", "--segmenter", small / "segmenter", *data, "--device", "cpu", "-o", tmp_path]
+    code, _, err = run(capsys, *steps)
+    assert (
+        code == 2
+        and "labels 0 (background), 1 (brain), 2 (tumour) differ" in err
+        and "1/2/4 (WT), 1/4 (TC), 4 (ET)" in err
+    )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from monai.metrics import DiceMetric
 
-from voxtune.quality.per_volume import copies, dice, nearest
+from voxtune.quality.per_volume import copies, dice, dice_by_label, nearest
 
 
 def test_dice_is_monais():
@@ -40,3 +40,12 @@ def test_nearest_by_rms_and_never_itself():
 
 def test_copies_are_far_nearer_than_any_unseen_volume():
     assert copies([0.1, 0.49, 0.51, 2.0], [1.0, 3.0]) == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_dice_of_a_label_with_several_values():
+    mask, predicted = torch.tensor([0, 1, 2, 4]), torch.tensor([0, 4, 0, 4])
+    assert dice(mask, predicted, (1, 2, 4)) == pytest.approx(2 * 2 / 5)
+    assert dice(mask, predicted, (1, 4)) == 1.0
+    assert dice(mask, predicted, (4,)) == pytest.approx(2 / 3)
+    scores = dice_by_label([(mask, predicted)], {"whole": (1, 2, 4), "core": (1, 4), "other": (7,)})
+    assert {name: float(values[0]) for name, values in scores.items()} == {"whole": 0.8, "core": 1.0}
