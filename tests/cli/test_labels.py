@@ -120,7 +120,7 @@ def test_sample_with_the_brain_of_the_images(capsys, brats_model, brats2021, tmp
 def test_sample_with_masks_without_the_brain(capsys, brats_model, tmp_path):
     root = write_folders(tmp_path / "brats2023", (1, 2, 3))
     code, _, err = sample(capsys, brats_model, root, tmp_path / "out")
-    assert code == 2 and "4 (brain) is not in the mask" in err and "--labels brats" in err
+    assert code == 2 and "4 (brain) is not in the mask" in err and "--labels brats --images DIR" in err
     code, _, err = sample(capsys, brats_model, root, tmp_path / "out", "--labels", "model")
     assert code == 0 and "4 (brain) is not in the mask" in err and "warning" in err
     images = ["--labels", "brats", "--images", root / "images", "--overwrite"]

@@ -164,7 +164,10 @@ def _check_labels(
         message = f"{name}: label {label.describe()} is not in the mask; {both}"
         if label.kind == "organ" and not organ_may_miss:
             option = label_option(contract, label)
-            cure = advice(
+            with_images = advice(
+                f"take it from the subject's image with --labels {option} --images DIR, or accept the mask with --labels model"
+            )
+            cure = with_images or advice(
                 f"take it from the subject's image with --labels {option}, or accept the mask with --labels model",
                 f"take it from the subject's image with labels={option}, or accept the mask with labels='model'",
             )
