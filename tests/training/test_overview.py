@@ -21,7 +21,7 @@ from voxtune.training.config import DataSettings
 from voxtune.training.data import PackedSource
 from voxtune.training.loop import dry_run, train
 from voxtune.training.overview import GridChange, Overview, Unused, duration, measure_source, overview, size_text
-from voxtune.workloads import MedDDPMConfig
+from voxtune.workloads import ConvNeXtConfig, MedDDPMConfig
 
 CONTRACT = DataContract(size=(16, 16, 16), spacing=(12.0, 12.0, 12.0), orientation="RAS", labels=LABELS)
 NETWORK = MedDDPMConfig()
@@ -154,6 +154,16 @@ def test_durations(seconds, text):
 
 def test_sizes():
     assert (size_text(100), size_text(2**20 * 7), size_text(2**30 * 1.5)) == ("1 MiB", "7 MiB", "1.5 GiB")
+
+
+def test_images_without_masks():
+    facts = overview(Blobs(masks=False), ConvNeXtConfig(), (24, 32), None, origin="pictures")
+    assert facts.lines() == [
+        "subjects     5 for training, none held out",
+        "data         pictures",
+        "grid         32 x 24 pixels",
+    ]
+    assert facts.to_json()["statistics"] is None
 
 
 def test_sources_without_masks_and_with_nan():

@@ -110,6 +110,8 @@ class Overview:
         rows = [("subjects", f"{self.subjects} for training, {held_out}"), ("data", self.origin)]
         if self.contract is not None:
             rows += _contract_rows(self.contract, self.statistics)
+        elif len(self.size) == 2:
+            rows.append(("grid", f"{_by(self.size[::-1])} pixels"))
         rows += _listed("files", [grid.text() for grid in self.grids], SHOWN_GRIDS, "other sizes")
         rows += _listed("not used", [_unused_text(u) for u in self.unused], SHOWN_REASONS, "other reasons")
         if self.seconds is not None and self.seconds_per_step is not None:
