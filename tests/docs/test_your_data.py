@@ -15,6 +15,9 @@ import pytest
 
 import voxtune
 from tests.factories.brats import SHAPE, SPACING, write_brats
+from voxtune.data.contract import PRESETS
+from voxtune.data.labels import parse_labels
+from voxtune.data.modality import image_kind
 
 ROOT = Path(__file__).parent.parent.parent
 GUIDE = ROOT / "docs" / "guide" / "your-data.md"
@@ -31,8 +34,28 @@ def commands(text: str) -> list[str]:
 def test_the_guide_shows_the_script():
     blocks = re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     assert commands("\n".join(blocks)) == commands(SCRIPT.read_text())
-    for kind in ("t1ce", "brats2021", "your_data.sh"):
-        assert kind in GUIDE.read_text()
+
+
+def rows(first_column: str) -> list[list[str]]:
+    """The cells of the guide's table with this first column."""
+    table = GUIDE.read_text().split(f"| {first_column} |", 1)[1].split("\n\n", 1)[0]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()[2:]]
+
+
+def test_the_tables_of_the_guide_are_true():
+    for kind, endings in rows("kind"):
+        for ending in re.findall(r"`(.+?)`", endings):
+            assert image_kind(Path(f"sub-01_{ending}.nii.gz")) == kind, ending
+    presets = {text.strip("`"): meaning for text, meaning in rows("`--labels`")}
+    assert {"brats", "brats2021", "whole-head"} <= set(presets) & set(PRESETS)
+    parsed = parse_labels("brats2021")
+    assert [str(entry) for entry in parsed.entries] == [
+        "necrotic core=1",
+        "oedema=2",
+        "enhancing tumour=4",
+        "brain=image",
+    ]
+    assert presets["brats2021"].startswith("1 necrotic core, 2 oedema, 4 enhancing tumour")
 
 
 @pytest.fixture(scope="module")
