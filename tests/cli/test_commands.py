@@ -222,6 +222,10 @@ def test_a_dry_run_says_what_sample_does_and_writes_nothing(capsys, model, tmp_p
         assert sidecar["placement"] == placement and sidecar["index"] == did["index"]
         assert {name: sidecar[name] for name in result["settings"]} == result["settings"]
         assert all(Path(file).exists() for file in did["files"])
+    code, out, err = run(capsys, *command, "--dry-run", "--json", "--flat", "--noise", "position")
+    flat = json.loads(out)["volumes"]
+    assert code == 0 and [volume["index"] for volume in flat] == [0, 1, 2, 3]
+    assert flat[2]["files"][0] == f"{tmp_path}/out/case_12_desc-synth01_T1w.nii.gz"
     # What sample refuses, a dry run refuses, too.
     code, _, err = run(capsys, *command, "--dry-run")
     assert code == 2 and "already exists" in err

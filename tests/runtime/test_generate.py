@@ -194,6 +194,7 @@ def test_existing_volumes_are_not_replaced(model, tmp_path):
         lambda: {"settings": SamplerSettings(sampler="ddim", steps=10_000)},
         lambda: {"settings": SamplerSettings(sampler="foo", steps=2)},
         lambda: {"seed": -1},
+        lambda: {"noise": "white"},
     ],
 )
 def test_invalid_options_write_nothing(model, tmp_path, options):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -263,6 +263,8 @@ def jobs_of(
     The noise of a volume depends on the seed, the mask's name and the number of the volume (`identity_index`), and not on
     other masks; with the rule "position", on the seed and the place among all volumes.
     """
+    if noise not in get_args(NoiseRule):
+        raise InputError(f"noise {noise!r}: choose from {', '.join(get_args(NoiseRule))}")
     names = output_names([request.path for request in requests], count, contract.images, flat=flat)
     jobs: list[VolumeJob] = []
     for request, names_of_mask in zip(requests, names, strict=True):
