@@ -49,7 +49,8 @@ def mask(tmp_path):
 
 
 def written(capsys, folder: Path, mask: Path, out: Path, *options: object) -> Path:
-    code, _, err = run(capsys, "sample", folder, "--mask", mask, "-o", out, "--device", "cpu", *options)
+    exact = ("--device", "cpu", "--batch", 1, "--plan", "baseline")
+    code, _, err = run(capsys, "sample", folder, "--mask", mask, "-o", out, *exact, *options)
     assert code == 0, err
     [file] = out.rglob("*_T1w.nii.gz")
     return file

@@ -214,11 +214,11 @@ class Model:
     ) -> Volume:
         """The volume that the model generates for a mask, on the mask's own grid, with intensities in [0, 1].
 
-        `mask` is a NIfTI file, a Volume, or an array (X, Y, Z) of whole numbers with its `affine`. The voxels equal those of
-        the file that `voxtune sample` writes for that mask with the same seed, options and device, in batches of one.
-        `fit`, `size`, `seed` and `labels` are as on the command line; `image` is the subject's image, for a label that is
-        taken from it (labels="brats"). `options` are as in `sample`: `steps`, `sampler` and others. A
-        model of several images has no single volume; use `draw_images`.
+        `mask` is a NIfTI file, a Volume, or an array (X, Y, Z) of whole numbers with its `affine`. `fit`, `size`, `seed` and
+        `labels` are as on the command line; `image` is the subject's image, for a label that is taken from it
+        (labels="brats"). `options` are as in `sample`: `steps`, `sampler` and others. The volume is that of the file that
+        `voxtune sample` writes with the same options: on a CPU with `--batch 1 --plan baseline` voxel for voxel, otherwise
+        within rounding. A model of several images has no single volume; use `draw_images`.
         """
         images = () if self.config.data is None else self.config.data.images
         if len(images) > 1:
