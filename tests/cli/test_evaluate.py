@@ -100,7 +100,7 @@ def test_metrics_with_missing_inputs_are_skipped_with_the_reason(capsys, folders
         path.rename(path.with_name(f"volume{number}.nii.gz"))
     code, out, err = run(capsys, real, tmp_path / "s", "-o", tmp_path / "out", "--resamples", 50, "--features", network)
     assert code == 0, err
-    assert "skipped  psnr: no synthetic volume matches a reference volume by name" in out
+    assert "skipped  psnr, ms_ssim: no synthetic volume matches a reference volume by name" in out
     assert "skipped  dice: no masks" in out
     assert "fid" in out
 

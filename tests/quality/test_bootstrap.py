@@ -71,14 +71,15 @@ def test_the_page_names_metrics_hash_and_reasons():
     network = {"file": "f", "sha256": "abc"}
     result = Evaluation(
         metrics=(metric,),
-        left_out={"fid": "no network"},
+        left_out={"fid": "no network", "psnr": "no pairs", "mmd": "no network"},
         warnings=("few",),
         counts={},
+        images=(),
         volumes=(),
         features=network,
         segmenter=None,
     )
     page = result.markdown("title")
-    assert "a\\|b" in page and "`abc`" in page and "fid: no network" in page and "- few" in page
+    assert "a\\|b" in page and "`abc`" in page and "- fid, mmd: no network" in page and "- few" in page
     assert result["a|b"] is metric
     assert result.to_json(extra=1)["versions"]["torch"] == torch.__version__

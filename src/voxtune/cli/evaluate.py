@@ -115,5 +115,5 @@ def _print(result: Evaluation, output: Output) -> None:
     for row in result.rows():
         table.add_row(*(Text(cell) for cell in row[:-1]))
     console.print(table)
-    for name, reason in result.left_out.items():
-        console.print(Text(f"skipped  {name}: {reason}", style="dim"))
+    for names, reason in result.skipped():
+        console.print(Text(f"skipped  {names}: {reason}", style="dim"))

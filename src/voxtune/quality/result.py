@@ -75,7 +75,9 @@ class Evaluation:
             for row in rows
         ]
         counts = ", ".join(f"{count} {name}" for name, count in self.counts.items() if count is not None)
-        return "\n".join([f"Evaluation({counts})", *lines, *(f"skipped: {k}: {v}" for k, v in self.left_out.items())])
+        return "\n".join(
+            [f"Evaluation({counts})", *lines, *(f"skipped: {names}: {reason}" for names, reason in self.skipped())]
+        )
 
     def _repr_html_(self) -> str:
         cells = [[f"<td>{html.escape(cell)}</td>" for cell in row] for row in self.rows()]
@@ -98,6 +100,13 @@ class Evaluation:
             "versions": versions(),
             "volumes": list(self.volumes),
         }
+
+    def skipped(self) -> list[tuple[str, str]]:
+        """(skipped metrics, the reason), one row for each reason."""
+        names: dict[str, list[str]] = {}
+        for name, reason in self.left_out.items():
+            names.setdefault(reason, []).append(name)
+        return [(", ".join(each), reason) for reason, each in names.items()]
 
     def rows(self) -> list[tuple[str, ...]]:
         """The metrics as text, in the order of HEADER."""
@@ -131,7 +140,7 @@ class Evaluation:
             if network is not None:
                 lines += ["", f"{role}: `{network['file']}`, SHA-256 `{network['sha256']}`."]
         if self.left_out:
-            lines += ["", "Skipped:", *(f"- {name}: {reason}" for name, reason in self.left_out.items())]
+            lines += ["", "Skipped:", *(f"- {names}: {reason}" for names, reason in self.skipped())]
         if self.warnings:
             lines += ["", "Warnings:", *(f"- {text}" for text in self.warnings)]
         return "\n".join(lines) + "\n"
