@@ -68,6 +68,10 @@ def label(name="a", value=1, channel=0):
         ("scaling", "voxel", "scaling"),
         ("images", [], "image"),
         ("images", ["T1", "t1"], "image"),
+        ("images", ["T1", "T1w"], "different image kinds"),
+        ("images", ["../../T1w"], "must not contain"),
+        ("images", ["..\\T1w"], "must not contain"),
+        ("images", ["T1w\n"], "must not contain"),
     ],
 )
 def test_invalid_settings_are_rejected(field, value, word):

@@ -131,6 +131,9 @@ class DataContract:
         names = [bids_name(image) for image in self.images]
         if not self.images or not all(self.images) or _repeated([(e, suffix.lower()) for e, suffix in names]):
             raise InputError(f"images {self.images}: must be one or more unique names of different image kinds")
+        if any(set("/\\") & set(image) or not image.isprintable() for image in self.images):
+            # The names are part of file names.
+            raise InputError(f"images {self.images}: a name must not contain / or \\ or control characters")
         self._check_labels()
 
     def _check_labels(self) -> None:
