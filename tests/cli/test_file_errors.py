@@ -131,11 +131,25 @@ def test_the_advice_names_only_options_of_the_command(capsys, imported_model, tm
     images = wrong_labels(tmp_path / "i")
     places = {"MODEL": imported_model, "IMAGES": images, "MASKS": tmp_path / "m"}
     out = tmp_path / ("out.npz" if command[0] == "pack" else "out")
-    code, _, err = run(capsys, *(places.get(part, part) for part in command), "-o", out)
-    assert code == 2 and "unknown label 77" in err and consumer in err, err
-    advised = set(re.findall(r"(?<= )--[a-z][a-z-]*", err))
-    assert advised <= options_of(command[0]) and (cure is None or cure in advised), err
-    assert "renumber" not in err or not advised
+    code, text, err = run(capsys, *(places.get(part, part) for part in command), "-o", out)
+    # An evaluation goes on without Dice, and gives the reason in its table.
+    text, expected = (text, 0) if command[0] == "evaluate" else (err, 2)
+    assert code == expected and "unknown label 77" in text and consumer in text, text + err
+    advised = set(re.findall(r"(?<= )--[a-z][a-z-]*", text))
+    assert advised <= options_of(command[0]) and (cure is None or cure in advised), text
+    assert "renumber" not in text or not advised
+
+
+def test_an_error_of_a_mask_names_the_mask_not_its_image(capsys, tmp_path):
+    (tmp_path / "i").mkdir()
+    (tmp_path / "m").mkdir()
+    images = wrong_labels(tmp_path / "i")
+    options = ["--masks", tmp_path / "m", "--labels", "brain=1,tumour=2"]
+    code, _, err = run(capsys, "evaluate", images, images, *options, "-o", tmp_path / "out")
+    title, *rows = err[err.index("voxtune: error") :].splitlines()
+    assert code == 2 and "2 files" in title and not (tmp_path / "out").exists()
+    assert [row.split()[0] for row in rows] == [str(tmp_path / "m" / f"sub-{i}_dseg.nii.gz") for i in range(2)]
+    assert all("label 77" in row and str(images) not in row for row in rows)
 
 
 def test_oblique_masks_are_announced_once_for_all(capsys, imported_model, tmp_path):

@@ -200,7 +200,8 @@ class Reader:
                     reference=self.references.get(file.subject),
                 )
             except InputError as error:
-                self.errors.add(file.path, error)
+                of_mask = mask is not None and str(error).startswith(f"{mask}: ")
+                self.errors.add(mask if of_mask else file.path, error)
         return placed if len(placed) == len(files.images) else None
 
     def _measure(
