@@ -204,7 +204,19 @@ def scenarios(run: Runner) -> Iterator[str]:  # noqa: PLR0915
     for name, options in draws.items():
         plan = () if "--plan" in options else ("--plan", "baseline")
         batch = () if "--batch" in options else ("--batch", "1")
-        arguments = ("head", "--mask", "wide", "-o", f"out/{name}", *run.sampling, *batch, *plan, *cpu, *options, "--json")
+        arguments = (
+            "head",
+            "--mask",
+            "wide",
+            "-o",
+            f"out/{name}",
+            *run.sampling,
+            *batch,
+            *plan,
+            *cpu,
+            *options,
+            "--json",
+        )
         run.run(f"sample {name}", "sample", *arguments)
         run.collect(f"sample {name}", f"out/{name}", ("*.nii.gz", "*.json", "*.png"))
     yield "sample"
@@ -277,9 +289,7 @@ def scenarios(run: Runner) -> Iterator[str]:  # noqa: PLR0915
     learn = ("--volumes", "4", "--few", "2", "--seeds", "1", "--segment-steps", "2", "--segment-batch", "2")
     # With a number of steps alone, version 0.1 used the model's own sampler and not the stored one.
     learn = (*learn, "--sampler", "ddpm", "--steps", "2")
-    run.run(
-        "usefulness", "usefulness", "packed/model", *packed, "-o", "useful", *learn, *quick, "--json"
-    )
+    run.run("usefulness", "usefulness", "packed/model", *packed, "-o", "useful", *learn, *quick, "--json")
     run.collect("usefulness", "useful", ("*.json",))
     yield "steps and usefulness"
 
