@@ -352,15 +352,24 @@ def _from_file(text: str) -> LabelMap:
             raise InputError(f"--labels {_short(text)}: no such preset or file; {FORMS}")
         if path.stat().st_size > MAX_FILE_BYTES:
             raise InputError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB, not a table of labels")
-        content = path.read_text(encoding="utf-8-sig")
+        raw = path.read_bytes()
     except InputError:
         raise
     except (OSError, ValueError) as error:
-        raise InputError(f"--labels {_short(text)}: cannot be read ({one_line(error)}); {FORMS}") from None
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise InputError(f"--labels {_short(text)}: cannot be read ({reason}); {FORMS}") from None
     try:
+        content = _decoded(raw)
         return _from_config(content) if path.suffix.lower() == ".json" else _from_table(content)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def _decoded(raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except ValueError:
+        raise InputError("is not text in UTF-8") from None
 
 
 def _from_table(content: str) -> LabelMap:
