@@ -23,10 +23,10 @@ test: $(STAMP) ## Run the quick tests (no GPU needed)
 	$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist worksteal
 
 test-slow: $(STAMP) ## Run the slow tests; the record to commit is benchmarks/results/slow-tests.json
-	$(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist worksteal --record benchmarks/results/slow-tests.json
+	$(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist worksteal --record=benchmarks/results/slow-tests.json
 
 test-gpu: $(STAMP) ## Run the tests that need a CUDA device; the record is benchmarks/results/gpu-tests.json
-	$(BIN)/python -m pytest -m gpu --record benchmarks/results/gpu-tests.json
+	$(BIN)/python -m pytest -m gpu --record=benchmarks/results/gpu-tests.json
 
 lint: $(STAMP) ## Check style and types
 	$(BIN)/ruff check src tests benchmarks tools

@@ -1,4 +1,4 @@
-"""--record FILE: the outcome of every test of a run as one JSON file, with where and on which commit it ran.
+"""--record=FILE: the outcome of every test of a run as one JSON file, with where and on which commit it ran.
 
 Why: the GPU tests and the slow tests are run by hand, and their result is evidence like any measurement.
 """

@@ -36,3 +36,9 @@ def test_every_outcome_is_written(tmp_path):
     assert "AssertionError" in rows["test_bad"]["reason"]
     assert rows["test_left_out"]["reason"].endswith("no such card")
     assert found["commit"] and found["versions"]["torch"]
+
+
+def test_the_commands_of_make_can_replace_a_record():
+    """Written as two words, pytest takes the path of an existing record for a folder of tests, and loads no conftest."""
+    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    assert makefile.count("--record=") == 2 and "--record " not in makefile
