@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+import re
 from dataclasses import replace
 
+import nibabel as nib
 import numpy as np
 import pytest
 import torch
@@ -442,6 +446,39 @@ def test_view_names_the_values_of_the_files(capsys, small, tmp_path):
         assert "oedema" in page.read_text()
     code, _, err = run(capsys, "view", folder / "images", "--labels", "tumour", "-o", tmp_path / "no.html")
     assert code == 2 and "no such preset or file" in err
+
+
+def page_data(page):
+    return json.loads(re.search(r'id="data">(.*?)</script>', page.read_text(), re.S).group(1))
+
+
+def test_view_shows_the_brain_that_was_taken_from_the_image(capsys, small, tmp_path):
+    out, data = tmp_path / "out", small / "data"
+    options = ["--labels", REAL, "--images", data / "images"]
+    assert sample(capsys, small / "model", data, out, *options)[0] == 0
+    code, _, err = run(capsys, "view", out, "-o", tmp_path / "a.html")
+    assert code == 0 and "brain was taken from the image" in err and "--real DIR" in err
+    case = page_data(tmp_path / "a.html")["cases"][0]
+    assert ["note", "brain was taken from the image and is not in this mask"] in case["details"]
+    arguments = ["--real", data / "images", "-o", tmp_path / "b.html", "--sheet", tmp_path / "b.png"]
+    code, _, err = run(capsys, "view", out, *arguments)
+    assert code == 0 and "brain" not in err
+    page = page_data(tmp_path / "b.html")
+    assert ["note", "brain was taken from sub-0_T1w.nii.gz"] in page["cases"][0]["details"]
+    number = {row["name"]: row["number"] for row in page["labels"]}
+    assert set(number) == {"tumour", "brain"}
+    text = re.search(rf'id="{page["cases"][0]["mask"]}">([^<]*)</script>', (tmp_path / "b.html").read_text()).group(1)
+    shown = np.asarray(nib.Nifti1Image.from_bytes(gzip.decompress(base64.b64decode(text))).dataobj)
+    image = nib.load(data / "images" / "sub-0_T1w.nii.gz").get_fdata()
+    mask = np.asarray(nib.load(data / "masks" / "sub-0_dseg.nii.gz").dataobj)
+    assert np.array_equal(shown == number["brain"], (mask == 0) & (image != 0)) and (shown == number["brain"]).any()
+
+
+def test_view_warns_of_values_without_a_name(capsys, small, tmp_path):
+    folder = small / "data"
+    arguments = ["--masks", folder / "masks", "--labels", "tumour=1; oedema=2", "-o", tmp_path / "v.html"]
+    code, _, err = run(capsys, "view", folder / "images", *arguments)
+    assert code == 0 and "--labels tumour=1; oedema=2: no name for value 4 of the masks" in err
 
 
 def test_python_functions_take_labels(small, tmp_path):

@@ -138,3 +138,28 @@ def test_real_is_a_scan_of_the_user_and_reference_a_volume_of_unknown_origin(tmp
     assert find_cases(tmp_path / "mine").origin == "volume"
     mark_simulated(tmp_path / "out" / "a_T1w.nii.gz")
     assert find_cases(tmp_path / "out").cases[0].reference_origin == "simulated"
+
+
+def test_an_image_that_a_label_was_taken_from_must_be_in_a_given_folder(tmp_path):
+    put(
+        tmp_path / "out" / "x_desc-synth01_T1w.nii.gz",
+        tmp_path / "data" / "x_seg.nii.gz",
+        tmp_path / "data" / "x_T1w.nii.gz",
+    )
+    sources = ["../data/x_seg.nii.gz", "../data/x_T1w.nii.gz"]
+    record = {"mask": "x_seg.nii.gz", "Sources": sources, "mask_labels": {"1": "tumour", "image": "brain"}}
+    sidecar = tmp_path / "out" / "x_desc-synth01_T1w.json"
+    sidecar.write_text(json.dumps(record))
+    outside = find_cases(tmp_path / "out")
+    assert outside.cases[0].from_image.image is None
+    assert "brain was taken from the image and is not in the mask; pass --real DIR" in outside.warnings[0]
+    inside = find_cases(tmp_path / "out", real=tmp_path / "data")
+    assert inside.cases[0].from_image.image == (tmp_path / "data" / "x_T1w.nii.gz").resolve()
+    assert {v: label.name for v, label in inside.legend.items()} == {1: "tumour", 2: "brain"}
+    assert not inside.warnings
+    # With --labels, only its names are used; the brain has a value beside them.
+    named = find_cases(tmp_path / "out", real=tmp_path / "data", labels="lesion=7").legend
+    assert {v: label.name for v, label in named.items()} == {7: "lesion", 8: "brain"}
+    for source in ("../data/absent.nii.gz", "a\0.nii.gz", "a" * 5000 + ".nii.gz", 3):
+        sidecar.write_text(json.dumps({**record, "Sources": [sources[0], source]}))
+        assert find_cases(tmp_path / "out", real=tmp_path / "data").cases[0].from_image.image is None

@@ -50,7 +50,7 @@ def command(
         typer.Option(
             "--mask",
             "-m",
-            help="NIfTI mask, or folder of masks (files named _dseg, _seg or _mask, else all); repeatable. "
+            help="Mask (NIfTI or MGH), or folder of masks (files named _dseg, _seg or _mask, else all); repeatable. "
             "Required if the model takes masks.",
         ),
     ] = None,

@@ -27,7 +27,8 @@ def command(
     labels: Annotated[
         str | None,
         typer.Option(
-            help='Label names: a dseg.tsv, a model folder, or names and values such as "tumour=1,4; brain=2".'
+            help="Label names: a dseg.tsv, a model folder, one of brats, brats2021, whole-head, or names and values such as "
+            '"tumour=1,4; brain=2".'
         ),
     ] = None,
     sheet: Annotated[

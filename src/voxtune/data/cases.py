@@ -7,13 +7,15 @@ A case is one subject, or one generated sample of it, with its images of several
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from voxtune.data.bids import is_simulated
 from voxtune.data.derivative import dataset_root, read_json, sidecar_path, subject_of
-from voxtune.data.legend import Legend, read_legend, record_legend
+from voxtune.data.legend import Legend, read_legend, record_image_label, record_legend, values_named, with_image_label
 from voxtune.data.modality import (
     KINDS,
     MASK_ENDINGS,
@@ -25,7 +27,9 @@ from voxtune.data.modality import (
     same_kind,
     split_name,
 )
+from voxtune.data.nifti import Volume, read_volume
 from voxtune.data.pairing import group_by_subject, nifti_files
+from voxtune.data.preflight import check_pair
 from voxtune.errors import InputError
 
 # The order of the images of a case; other kinds follow.
@@ -45,6 +49,31 @@ class CaseImage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FromImage:
+    """A label of a condition that was taken from the subject's image; `image` is None if the file is not available."""
+
+    name: str
+    image: Path | None
+
+    def fill(self, mask: Volume, legend: Legend) -> tuple[Volume, str]:
+        """The mask with the label where it is 0 and the image is not, and a line about it."""
+        values = values_named(legend, self.name)
+        if np.isin(mask.array, values).any():
+            return mask, ""
+        missing = f"{self.name} was taken from the image and is not in this mask"
+        if self.image is None or not values:
+            return mask, missing
+        try:
+            image = read_volume(self.image, allow_nonfinite=True)
+        except InputError:
+            return mask, missing
+        if not check_pair(image, mask).ok:
+            return mask, missing
+        filled = np.where((mask.array == 0) & (image.array != 0), np.int64(values[0]), mask.array)
+        return replace(mask, array=filled), f"{self.name} was taken from {self.image.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """One subject or sample to look at.
 
@@ -57,6 +86,7 @@ class Case:
     origin: Origin
     reference_origin: Origin
     mask: Path | None
+    from_image: FromImage | None = None
     record: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -95,7 +125,7 @@ def find_cases(
     """Every generated volume below `folder`, or every image if none is marked as generated, with reference and mask.
 
     References come from the folder `real` if given, else from `folder`. `labels` is a dseg.tsv, a model folder or a text such
-    as "tumour=1,4; brain=2", whose names replace those of the sidecars or the dataset.
+    as "tumour=1,4; brain=2"; only its names are then used, not those of the sidecars or the dataset.
     """
     folder = Path(folder)
     if limit is not None and limit < 1:
@@ -108,8 +138,10 @@ def find_cases(
     references = _references(images if synthetic else [], real)
     mask_pool = _masks(files, real, masks)
     groups = _group(synthetic or images)
+    roots = [Path(p) for p in (masks, real, folder) if p is not None]
     cases = [
-        _case(group, references, mask_pool, real=real is not None, masks=masks is not None) for group in groups[:limit]
+        _case(group, references, mask_pool, roots, real=real is not None, masks=masks is not None)
+        for group in groups[:limit]
     ]
     _check_matches(cases, real, masks)
     warnings = [] if limit is None or len(groups) <= limit else [f"{limit} of {len(groups)} cases shown (--limit)"]
@@ -117,8 +149,11 @@ def find_cases(
     if real is not None:
         without = [c for c in cases if any(image.reference is None for image in c.images)]
         warnings += _missing(without, cases, "real volume", "--real DIR")
-    legend = _legend([Path(p) for p in (masks, real, folder) if p is not None], cases)
-    legend = legend if labels is None else {**legend, **read_legend(labels)}
+    warnings += _images_absent(cases)
+    # `labels` may be "model", which names nothing.
+    legend = ({} if labels is None else read_legend(labels)) or _legend(roots, cases)
+    for name in {case.from_image.name: None for case in cases if case.from_image is not None}:
+        legend = with_image_label(legend, name)
     return Cases(cases=tuple(cases), legend=legend, warnings=tuple(warnings))
 
 
@@ -172,7 +207,13 @@ def _masks(files: list[Path], real: str | Path | None, masks: str | Path | None)
 
 
 def _case(
-    files: list[Path], references: dict[str, list[Path]], mask_pool: dict[str, list[Path]], *, real: bool, masks: bool
+    files: list[Path],
+    references: dict[str, list[Path]],
+    mask_pool: dict[str, list[Path]],
+    roots: list[Path],
+    *,
+    real: bool,
+    masks: bool,
 ) -> Case:
     path = files[0]
     record = read_json(sidecar_path(path))
@@ -191,6 +232,7 @@ def _case(
         origin=origin,
         reference_origin="simulated" if simulated else "real" if real else "reference",
         mask=mask or _by_name(mask_pool, record.get("mask")) or _partner(mask_pool.get(subject, []), ""),
+        from_image=_from_image(path, record, roots),
         record=record,
     )
 
@@ -217,6 +259,34 @@ def _recorded_mask(path: Path, record: dict[str, Any]) -> Path | None:
             if mask.is_file():
                 return mask
     return None
+
+
+def _from_image(path: Path, record: dict[str, Any], roots: list[Path]) -> FromImage | None:
+    """The label that was taken from the image, with the image if it is in one of the folders `roots`."""
+    name = record_image_label(record)
+    if not name:
+        return None
+    sources = record.get("Sources")
+    for source in sources[1:] if isinstance(sources, list) else []:
+        # After the mask. The sidecar is not trusted: it must not name a file elsewhere.
+        if isinstance(source, str) and NIFTI_NAME.search(source):
+            # ValueError: a null character.
+            with suppress(OSError, ValueError):
+                image = (dataset_root(path) / source).resolve()
+                if image.is_file() and any(image.is_relative_to(root.resolve()) for root in roots):
+                    return FromImage(name=name, image=image)
+    return FromImage(name=name, image=None)
+
+
+def _images_absent(cases: list[Case]) -> list[str]:
+    absent = [case for case in cases if case.mask and case.from_image is not None and case.from_image.image is None]
+    if not absent:
+        return []
+    label = absent[0].from_image
+    return [
+        f"{len(absent)} of {len(cases)} cases: {label.name if label else ''} was taken from the image and is not in the mask; "
+        "pass --real DIR with the images to show it"
+    ]
 
 
 def _legend(roots: list[Path], cases: list[Case]) -> Legend:

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import numpy as np
 
 from voxtune.data.contract import DataContract, Kind, Label
-from voxtune.data.labels import LabelEntry, parse_labels
+from voxtune.data.labels import BACKGROUND, IMAGE, MAX_NAME, LabelEntry, parse_labels
 from voxtune.errors import InputError
 from voxtune.files import one_line
 
@@ -54,6 +54,22 @@ def record_legend(record: dict[str, Any]) -> Legend:
     return {int(v): LabelName(name=str(name)) for v, name in names.items() if _is_value(v) and str(name).strip()}
 
 
+def record_image_label(record: dict[str, Any]) -> str:
+    """The label that was taken from the subject's image, according to a sidecar; empty if none was."""
+    names = record.get("mask_labels")
+    name = names.get(IMAGE) if isinstance(names, dict) else None
+    return name if isinstance(name, str) and name.strip() and name.isprintable() and len(name) <= MAX_NAME else ""
+
+
+def with_image_label(legend: Legend, name: str) -> Legend:
+    """With a value for a label that the masks lack, because it was taken from the image."""
+    return legend if values_named(legend, name) else {**legend, max(legend, default=0) + 1: LabelName(name=name)}
+
+
+def values_named(legend: Legend, name: str) -> tuple[int, ...]:
+    return tuple(value for value, label in legend.items() if label.name == name)
+
+
 def read_legend(source: str | Path) -> Legend:
     """The legend of a dseg.tsv, a model folder or its config.json, or of a text such as "tumour=1,4; oedema=2".
 
@@ -61,7 +77,8 @@ def read_legend(source: str | Path) -> Legend:
     """
     path = Path(source)
     if path.suffix.lower() != ".tsv":
-        return _of_labels(parse_labels(str(source)).entries)
+        labels = parse_labels(str(source))
+        return {v: LabelName(name=BACKGROUND) for v in labels.background} | _of_labels(labels.entries)
     try:
         legend = _from_tsv(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:

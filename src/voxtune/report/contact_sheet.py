@@ -9,6 +9,7 @@ import numpy as np
 
 from voxtune.data.cases import Case, Origin, find_cases
 from voxtune.data.grid import ras_array, to_ras
+from voxtune.data.legend import Legend
 from voxtune.data.nifti import Volume, read_labels, read_volume
 from voxtune.data.preflight import check_pair
 from voxtune.report.embedding import finite
@@ -46,14 +47,14 @@ def case_sheet(
     warnings = list(cases.warnings)
     if len(cases.cases) > len(shown):
         warnings.append(f"the contact sheet shows only the first {len(shown)} of {len(cases.cases)} cases")
-    columns = [_columns(case, warnings) for case in shown]
+    columns = [_columns(case, cases.legend, warnings) for case in shown]
     # The kinds are above the columns.
     names = [c.name if len(c.images) == 1 else f"{c.subject} {c.number}".strip() for c in shown]
     path = gallery(columns, names, Path(output), legend=cases.legend)
     return ContactSheet(path=path, cases=tuple(c.name for c in shown), warnings=tuple(dict.fromkeys(warnings)))
 
 
-def _columns(case: Case, warnings: list[str]) -> list[SheetColumn]:
+def _columns(case: Case, legend: Legend, warnings: list[str]) -> list[SheetColumn]:
     """A column for each image that is on the grid of the first; the mask is in the first column."""
     columns: list[SheetColumn] = []
     first = _image(case.images[0].volume, warnings)
@@ -61,7 +62,8 @@ def _columns(case: Case, warnings: list[str]) -> list[SheetColumn]:
         volume = first if image is case.images[0] else _on_its_grid(_image(image.volume, warnings), first, warnings)
         if volume is None:
             continue
-        mask = None if columns or case.mask is None else _on_its_grid(read_labels(case.mask), volume, warnings)
+        mask = None if columns else _mask(case, legend)
+        mask = None if mask is None else _on_its_grid(mask, volume, warnings)
         other = None if image.reference is None else _on_its_grid(_image(image.reference, warnings), volume, warnings)
         panels = [] if mask is None else [_panel("mask", mask, labels=True)]
         panels += [] if other is None else [_panel(_title(case.reference_origin), other)]
@@ -72,6 +74,13 @@ def _columns(case: Case, warnings: list[str]) -> list[SheetColumn]:
 
 def _title(origin: Origin) -> str:
     return TITLES.get(origin, origin)
+
+
+def _mask(case: Case, legend: Legend) -> Volume | None:
+    if case.mask is None:
+        return None
+    mask = read_labels(case.mask)
+    return mask if case.from_image is None else case.from_image.fill(mask, legend)[0]
 
 
 def _image(path: Path, warnings: list[str]) -> Volume:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from voxtune.data.cases import FromImage
 from voxtune.data.legend import LabelName, Legend, centre_of, first_labels
 from voxtune.data.nifti import Volume, read_labels, read_volume, volume_bytes
 from voxtune.data.orientation import axis_codes
@@ -49,11 +50,14 @@ class Embedding:
             key = self._add("image", path, volume, data)
         return key
 
-    def mask(self, path: Path) -> str:
+    def mask(self, path: Path, from_image: FromImage | None = None) -> str:
         """Embeds a label map and returns its key. Labels are renumbered 1, 2, ... in order of occurrence; see `labels`."""
-        key = self._keys.get(("mask", path))
+        kind = "mask" if from_image is None else f"mask {from_image}"
+        key = self._keys.get((kind, path))
         if key is None:
-            volume = read_labels(path)
+            volume, note = read_labels(path), ""
+            if from_image is not None:
+                volume, note = from_image.fill(volume, self.legend)
             values, inverse = np.unique(volume.array, return_inverse=True)
             for value in values:
                 self._numbers.setdefault(int(value), len(self._numbers))
@@ -61,7 +65,8 @@ class Embedding:
                 raise InputError(f"{path}: more than {MAX_LABELS} labels over all masks; give a mask, not an image")
             numbers = np.array([self._numbers[int(v)] for v in values], dtype=np.uint8)
             data = volume_bytes(numbers[inverse].reshape(volume.shape), volume, np.uint8)
-            key = self._add("mask", path, volume, data)
+            key = self._add(kind, path, volume, data)
+            self.facts[key]["note"] = note
             first = first_labels(volume.array, self.legend)
             self.facts[key]["focus"] = _focus(volume, first)
             # An organ would hide what is inside it.
@@ -78,6 +83,14 @@ class Embedding:
                 row = {"number": number, "value": value, "name": label.name, "colour": colour, "kind": label.kind}
                 rows.append(row)
         return rows
+
+    def unnamed(self, source: str) -> list[str]:
+        """A warning if masks have values that the legend, given by the user as `source`, does not name."""
+        values = sorted(set(self._numbers) - set(self.legend) - {0})
+        if not values or not self.legend:
+            return []
+        shown = ", ".join(map(str, values[:8])) + (f" and {len(values) - 8} more" if len(values) > 8 else "")
+        return [f"--labels {source}: no name for {'value' if len(values) == 1 else 'values'} {shown} of the masks"]
 
     def _label(self, value: int) -> LabelName:
         return self.legend.get(value, LabelName(name=f"label {value}"))

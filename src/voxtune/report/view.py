@@ -70,13 +70,14 @@ def view_page(
 ) -> WrittenPage:
     """Writes a page with every volume below `folder`, its reference volume and its mask.
 
-    `metrics` is a metrics.json (default: the one in `folder`). `labels` is a dseg.tsv or a model folder with the label
-    names (default: those of the sidecars or the dataset). `limit` is the maximum number of cases.
+    `metrics` is a metrics.json (default: the one in `folder`). `labels` is a dseg.tsv, a model folder or a text with the
+    label names (default: those of the sidecars or the dataset). `limit` is the maximum number of cases.
     """
     cases = find_cases(folder, real=real, masks=masks, labels=labels, limit=limit)
     measured, warnings = _metrics(Path(folder), None if metrics is None else Path(metrics))
     volumes = Embedding(limit=LARGEST, legend=cases.legend)
     data = {"cases": _embed_cases(cases, volumes, measured), "volumes": volumes.facts, "labels": volumes.labels()}
+    warnings += [] if labels is None else volumes.unnamed(str(labels))
     page = _render(_title(cases), _subtitle(Path(folder), cases), data, measured, volumes).encode()
     if len(page) > LARGE:
         warnings.append(
@@ -106,7 +107,8 @@ def _embed_cases(cases: Cases, volumes: Embedding, measured: Metrics) -> list[di
 
 
 def _embed_case(case: Case, volumes: Embedding, measured: Metrics) -> dict[str, Any]:
-    mask = None if case.mask is None else volumes.mask(case.mask)
+    mask = None if case.mask is None else volumes.mask(case.mask, case.from_image)
+    note = volumes.facts[mask]["note"] if mask else ""
     images = [
         {
             "kind": image.kind,
@@ -126,7 +128,7 @@ def _embed_case(case: Case, volumes: Embedding, measured: Metrics) -> dict[str, 
         "caption": CAPTIONS[case.origin],
         "reference_caption": CAPTIONS[case.reference_origin],
         "mask": mask,
-        "details": _details(case.record),
+        "details": [*_details(case.record), *([["note", note]] if note else [])],
     }
 
 
