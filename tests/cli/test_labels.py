@@ -111,7 +111,10 @@ def test_sample_with_the_brain_of_the_images(capsys, brats_model, brats2021, tmp
     record = sidecars(out)[0]
     assert record["mask_labels"] == {"1": "necrotic core", "2": "oedema", "4": "enhancing tumour", "image": "brain"}
     assert record["labels"] == {"1": "necrotic core", "2": "oedema", "3": "enhancing tumour", "4": "brain"}
-    assert [source.rsplit("/", 1)[-1] for source in record["Sources"]] == ["sub-0_dseg.nii.gz", "sub-0_t1.nii.gz"]
+    assert [source.rsplit("/", 1)[-1] for source in record["Sources"]] == [
+        "sub-0_dseg.nii.gz",
+        *(f"sub-0_{kind}.nii.gz" for kind in ("t1", "t1ce", "t2", "flair")),
+    ]
     # The same masks with the values of the model give the same volumes.
     own = write_folders(tmp_path / "own", (1, 2, 3), brain=4)
     assert sample(capsys, brats_model, own, tmp_path / "out2")[0] == 0

@@ -217,9 +217,36 @@ def test_the_brain_is_taken_from_the_image(tmp_path):
     assert "differs from that of its mask" in refused(reader.read, mask, other_grid)
     full = save(tmp_path / "full.nii.gz", np.ones((3, 3, 3), np.float32))
     assert "no voxel is 0" in refused(reader.read, mask, full)
+    # A second image adds the voxels that are 0 in the first one, in either order.
+    other = save(tmp_path / "sub-1_FLAIR.nii.gz", grid(0, 0, 0, 0, 5, 5).astype(np.float32))
+    for images in ((image, other), (other, image)):
+        assert reader.read(mask, images).array.ravel()[:7].tolist() == [1, 2, 3, 4, 4, 4, 0]
+    head = np.ones((3, 3, 3), np.float32)
+    head[0, 0, 0] = 0
+    assert "is not skull-stripped" in refused(reader.read, mask, save(tmp_path / "head.nii.gz", head))
+    zeros = save(tmp_path / "zeros.nii.gz", np.zeros((3, 3, 3), np.float32))
+    assert refused(reader.read, mask, zeros) == f"{zeros}: all voxels are 0, so brain cannot be taken from it"
     # A healthy subject: the mask has no label at all.
     empty = save(tmp_path / "sub-2_dseg.nii.gz", grid().astype(np.uint8))
     assert set(np.unique(reader.read(empty, image).array)) == {0, 4}
+
+
+def test_values_of_the_background_do_not_become_brain(tmp_path):
+    mask = save(tmp_path / "sub-1_dseg.nii.gz", grid(1, 7, 2, 0, 7).astype(np.uint8))
+    image = save(tmp_path / "sub-1_T1w.nii.gz", grid(5, 5, 5, 5, 5).astype(np.float32))
+    reader = MaskReader(contract=BRATS, labels=parse_labels(f"{PRESETS['brats']}; background=7"))
+    assert reader.read(mask, image).array.ravel()[:6].tolist() == [1, 0, 2, 4, 0, 0]
+
+
+def test_unknown_values_of_brats_files_have_a_known_cure():
+    def cure(text: str, *numbers: int) -> str:
+        return refused(parse_labels(text).for_contract(BRATS).apply, volume(grid(*numbers)))
+
+    assert "use --labels brats2021; if it is the brain, write brain=4" in cure("brats", 1, 2, 4)
+    assert "use --labels brats" in cure("brats2021", 1, 3)
+    for text in ("brats", "brats2021"):
+        assert 'enhancing tumour=3; brain=4"' in cure(text, 1, 2, 3, 4)
+    assert "background=9" in cure("brats", 1, 9)
 
 
 def test_a_contract_whose_brain_is_from_the_image_needs_no_option(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.factories.contracts import BRATS
-from voxtune.data.pairing import folder_images, pair_folders
+from voxtune.data.pairing import folder_images, images_of_masks, pair_folders
 from voxtune.errors import FilesError, InputError
 
 
@@ -164,3 +164,25 @@ def test_empty_and_missing_folders(tmp_path):
     assert pair_folders(tmp_path / "i", tmp_path / "i").report.errors[0].code == "no-files"
     with pytest.raises(InputError, match="no such folder"):
         pair_folders(tmp_path / "gone", tmp_path / "i")
+
+
+def test_a_folder_of_masks_alone_is_one_line(tmp_path):
+    touch(tmp_path, *(f"sub-{n}_dseg.nii.gz" for n in range(30)))
+    for function in (pair_folders, lambda a, b: folder_images(a, b, "T1w")):
+        with pytest.raises(InputError, match="no images, only masks") as caught:
+            function(tmp_path, tmp_path)
+        assert not isinstance(caught.value, FilesError)
+
+
+def test_the_images_of_masks_are_those_of_the_model_and_others_only_with_a_warning(tmp_path):
+    images, masks = tmp_path / "images", [tmp_path / f"sub-{n}_dseg.nii.gz" for n in range(4)]
+    touch(images, *(f"sub-0_{kind}.nii.gz" for kind in ("FLAIR", "T1w", "T2w")), "sub-1.nii.gz")
+    of_model = {
+        masks[0]: (images / "sub-0_T1w.nii.gz", images / "sub-0_FLAIR.nii.gz"),
+        masks[1]: (images / "sub-1.nii.gz",),
+    }
+    assert images_of_masks(masks, images, ("T1w", "FLAIR")) == (of_model, None)
+    touch(images, "sub-2_T2w.nii.gz")
+    partners, warning = images_of_masks(masks, images, ("T1w", "FLAIR"))
+    assert partners == {**of_model, masks[2]: (images / "sub-2_T2w.nii.gz",)}
+    assert warning == f"{images}: 1 of the masks has no T1w or FLAIR image; using T2w instead"

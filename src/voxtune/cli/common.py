@@ -74,8 +74,9 @@ MasksOption = Annotated[Path | None, typer.Option(help="Folder of the masks of t
 LabelsOption = Annotated[
     str | None,
     typer.Option(
-        help='What the values of the masks mean, such as "tumour=1,4; oedema=2; brain=image" (image: where the mask is 0 and the '
-        "image is not; background=3: ignored); or a dseg.tsv, a model folder, or one of brats, brats2021, whole-head, model.",
+        help='What the values of the masks mean, such as "tumour=1,4; oedema=2; brain=image" (image: where the mask is 0 and any '
+        "image of the subject is not; background=3: ignored); or a dseg.tsv, a model folder, or one of brats, brats2021, "
+        "whole-head, model.",
         show_default=False,
     ),
 ]

@@ -257,7 +257,11 @@ def _requests(
             "--images applies to a label that is taken from the image, such as --labels brain=image; omit it"
         )
     files = _mask_files(masks)
-    partners = None if images is None else images_of_masks(files, images, contract.images)
+    partners = None
+    if images is not None:
+        partners, other_kinds = images_of_masks(files, images, contract.images)
+        if other_kinds is not None:
+            output.warn(other_kinds)
     requests = prepare(model, files, mode=fit, size=size, labels=labels, images=partners)  # type: ignore[arg-type]
     for request in requests:
         output.say(f"{request.path.name}: {request.placement.describe()}")

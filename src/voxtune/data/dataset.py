@@ -123,7 +123,7 @@ class PairedFolders:
         report, geometry = self._matching, GeometrySummary()
         for pair in self.pairs:
             try:
-                mask = self._masks.read(pair.mask, pair.images[0])
+                mask = self._masks.read(pair.mask, pair.images)
             except InputError as error:
                 report += Report(findings=(error_finding("unreadable", pair.mask, str(error)),))
                 continue
@@ -155,7 +155,7 @@ class PairedFolders:
     def _prepare(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         pair = self.pairs[index]
         images = [read_volume(path) for path in pair.images]
-        mask = self._masks.read(pair.mask, images[0])
+        mask = self._masks.read(pair.mask, images)
         report = self._masks.check(mask)
         for image in images:
             report += check_pair(image, mask)

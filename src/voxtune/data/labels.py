@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,14 +25,21 @@ from voxtune.files import one_line
 
 EXAMPLE = '"tumour=1,4; oedema=2; brain=image"'
 FORMS = f"write NAME=VALUES such as {EXAMPLE}, a dseg.tsv, a model folder, or one of {', '.join(PRESETS)}"
-# In place of values: the label is where the subject's image is not 0, or the files do not have it.
+# An image with more voxels that are not 0 at the border of its volume is not skull-stripped.
+LARGEST_BORDER_SHARE = 0.5
+# In place of values: the label is where the subject's images are not 0, or the files do not have it.
 IMAGE, NONE = "image", "none"
 BACKGROUND = "background"
 LARGEST_VALUE = 2**31 - 1
 MAX_TEXT, MAX_NAME = 20_000, 100
 MAX_FILE_BYTES = 2**20
+BRATS_PRESETS = ("brats", "brats2021")
 # Values up to this are mapped by a table, larger ones by sorting.
 TABLE = 2**16
+
+
+# Images of one subject.
+Images = Volume | str | Path | Sequence[Volume | str | Path]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,8 +213,8 @@ class FileValues:
         if unknown:
             shown = ", ".join(map(str, unknown[:8])) + (f" and {len(unknown) - 8} more" if len(unknown) > 8 else "")
             raise InputError(
-                f"{mask.name}: label {shown} is not in --labels {self.source.origin or self.source}; add it to a label, or "
-                f"write {BACKGROUND}={','.join(map(str, unknown[:8]))} to ignore it"
+                f"{mask.name}: label {shown} is not in --labels {self.source.origin or self.source}; "
+                f"{self._cure(unknown, {int(value) for value in present})}"
             )
         targets = [self.table.get(int(value), 0) for value in present]
         if indices is array:
@@ -216,6 +223,19 @@ class FileValues:
         else:
             lookup = np.array(targets, np.int32)
         return replace(mask, array=lookup[indices])
+
+    def _cure(self, unknown: Sequence[int], present: set[int]) -> str:
+        """What helps against unknown values, of which 3 and 4 have a known meaning in files of BraTS."""
+        origin, others = self.source.origin, present - {0, 1, 2}
+        if origin in BRATS_PRESETS and others == {3, 4}:
+            text = PRESETS["brats"].replace(f"brain={IMAGE}", "brain=4")
+            return f'if 4 is the brain, write brain=4: --labels "{text}"'
+        if origin == "brats" and others == {4}:
+            return "if 4 is the enhancing tumour (BraTS up to 2021), use --labels brats2021; if it is the brain, write brain=4"
+        if origin == "brats2021" and others == {3}:
+            return "if 3 is the enhancing tumour (BraTS 2023 and later), use --labels brats"
+        ignored = ",".join(map(str, unknown[:8]))
+        return f"add it to a label, or write {BACKGROUND}={ignored} to ignore it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,42 +260,70 @@ class MaskReader:
         """Raises InputError unless the labels are those of the contract."""
         _ = self.values
 
-    def read(self, path: str | Path, image: Volume | str | Path | None = None, *, fix: str = "") -> Volume:
+    def read(self, path: str | Path, images: Images = (), *, fix: str = "") -> Volume:
         """The mask in values of the contract, not checked otherwise. `fix` says how to pass an image that is missing."""
-        return self.convert(read_labels(path), image, fix=fix)
+        return self.convert(read_labels(path), images, fix=fix)
 
-    def convert(self, mask: Volume, image: Volume | str | Path | None = None, *, fix: str = "") -> Volume:
-        """As `read`, of a mask in memory: a label from the image is where the mask is 0 and the image is not."""
+    def convert(self, mask: Volume, images: Images = (), *, fix: str = "") -> Volume:
+        """As `read`, of a mask in memory: a label from the image is where the file has 0 and any of the images is not 0."""
+        # Values that the map sends to the background stay background.
+        unlabelled = mask.array == 0
         if self.values is not None:
             mask = self.values.apply(mask)
         label = self.from_image
         if label is None or np.isin(mask.array, label.values).any():
             return mask
-        if image is None:
+        if isinstance(images, Volume | str | Path):
+            images = (images,)
+        if not images:
             raise InputError(
                 f"{mask.name}: {label.name} is taken from the subject's image, and there is none; "
                 f"{fix or f'add it, or a mask with {label.describe()}'}"
             )
-        image = image if isinstance(image, Volume) else read_volume(image)
-        check_pair(image, mask).raise_errors()
-        inside = image.array != 0
-        if inside.all():
-            raise InputError(
-                f"{image.name}: no voxel is 0, so {label.name} cannot be taken from it ({label.name}={IMAGE}); use an image "
-                f"with background 0, or masks with {label.name}"
-            )
+        inside = _inside(images, mask, label)
         value = self.contract.value_of({label.channel})
         if value is None:
             raise InputError(
                 f"--labels: {label.name}={IMAGE} requires a value for {label.name} alone; the labels are "
                 f"{self.contract.describe_labels()}"
             )
-        return replace(mask, array=np.where((mask.array == 0) & inside, np.int32(value), mask.array))
+        return replace(mask, array=np.where(unlabelled & inside, np.int32(value), mask.array))
 
     def check(self, mask: Volume, consumer: Consumer = MODEL) -> Report:
         """Checks a mask that `read` returned."""
         may_miss = self.values is not None and self.values.organ_may_miss
         return check_mask(mask, self.contract, consumer, stated=self.labels is not None, organ_may_miss=may_miss)
+
+
+def _inside(images: Sequence[Volume | str | Path], mask: Volume, label: Label) -> np.ndarray:
+    """Where any of the skull-stripped images of a mask's subject is not 0."""
+    inside, names = np.zeros(mask.shape, bool), []
+    for each in images:
+        image = each if isinstance(each, Volume) else read_volume(each)
+        check_pair(image, mask).raise_errors()
+        nonzero = image.array != 0
+        reason = ""
+        if nonzero.all():
+            reason = "no voxel is 0"
+        elif label.kind == "organ" and _border_share(nonzero) > LARGEST_BORDER_SHARE:
+            reason = "the image is not skull-stripped (most voxels at the border of the volume are not 0)"
+        if reason:
+            raise InputError(
+                f"{image.name}: {reason}, so {label.name} cannot be taken from it ({label.name}={IMAGE}); use an image "
+                f"with background 0, or masks with {label.name}"
+            )
+        inside |= nonzero
+        names.append(image.name)
+    if not inside.any():
+        raise InputError(f"{', '.join(names)}: all voxels are 0, so {label.name} cannot be taken from it")
+    return inside
+
+
+def _border_share(inside: np.ndarray) -> float:
+    """The part of the outermost voxels of a volume that is inside."""
+    border = np.ones(inside.shape, bool)
+    border[1:-1, 1:-1, 1:-1] = False
+    return float(inside[border].mean())
 
 
 def parse_labels(text: str) -> LabelMap:

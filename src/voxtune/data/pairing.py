@@ -85,24 +85,46 @@ def folder_images(images_dir: str | Path, masks_dir: str | Path, default: str) -
     return names[0], f"Images: {names[0]}, from the file names in {images_dir}."
 
 
-def images_of_masks(masks: Iterable[Path], images_dir: str | Path, images: tuple[str, ...]) -> dict[Path, Path]:
-    """An image of each mask's subject: the first of the kinds `images` that there is, else any. Masks without one are omitted."""
+def images_of_masks(
+    masks: Iterable[Path], images_dir: str | Path, images: tuple[str, ...]
+) -> tuple[dict[Path, tuple[Path, ...]], str | None]:
+    """(the images of each mask's subject, a warning if some are of other kinds).
+
+    These are its images of the kinds `images`; a subject without them has those of the first kind that it has. Masks
+    without an image are omitted.
+    """
     files = [p for p in nifti_files(images_dir) if split_name(p, images)[1] not in MASK_ENDINGS]
     by_subject = group_by_subject([p for p in files if not SYNTHETIC.search(p.name)], images)
-    partners = {}
+    partners, others = {}, []
     for mask in masks:
         candidates = by_subject.get(split_name(mask, images)[0], [])
-        of_kind = [p for name in images for p in candidates if same_kind(split_name(p, images)[1], name)]
-        if candidates:
-            partners[mask] = (of_kind or candidates)[0]
-    return partners
+        chosen = [p for name in images for p in _of_kind(candidates, name, images)]
+        chosen = chosen or [p for p in candidates if _plain(split_name(p, images)[1], images)]
+        if candidates and not chosen:
+            kind = in_order(kind_name(split_name(p, images)[1]) for p in candidates)[0]
+            chosen = _of_kind(candidates, kind, images)
+            others.append(kind)
+        if chosen:
+            partners[mask] = tuple(chosen)
+    if not others:
+        return partners, None
+    missing = listed([kind_name(name) for name in images], "or")
+    count = f"{len(others)} of the masks {'has' if len(others) == 1 else 'have'} no {missing} image"
+    return partners, f"{images_dir}: {count}; using {listed(in_order(others), 'or')} instead"
+
+
+def _of_kind(files: Iterable[Path], name: str, images: tuple[str, ...]) -> list[Path]:
+    return [p for p in files if same_kind(split_name(p, images)[1], name)]
 
 
 def _find_files(
     images_dir: str | Path, masks_dir: str | Path, images: tuple[str, ...]
 ) -> tuple[list[Path], list[Path]]:
     """(image files, mask files)."""
-    image_files = [p for p in nifti_files(images_dir) if split_name(p, images)[1] not in MASK_ENDINGS]
+    files = nifti_files(images_dir)
+    image_files = [p for p in files if split_name(p, images)[1] not in MASK_ENDINGS]
+    if files and not image_files:
+        raise InputError(f"{images_dir}: no images, only masks; give the folder of the images")
     mask_files = nifti_files(masks_dir)
     marked = [p for p in mask_files if split_name(p, images)[1] in MASK_ENDINGS]
     mask_files = marked or [p for p in mask_files if Path(images_dir).resolve() != Path(masks_dir).resolve()]
@@ -148,7 +170,7 @@ def _pair(key: str, image_files: list[Path], mask_files: list[Path], images: tup
         return _finding("ambiguous", mask_files, f"several masks for subject {key}; keep one")
     chosen = []
     for name in images:
-        candidates = [p for p in image_files if same_kind(split_name(p, images)[1], name)]
+        candidates = _of_kind(image_files, name, images)
         if not candidates and len(images) == 1:
             candidates = [p for p in image_files if _plain(split_name(p, images)[1], images)]
         if not candidates:

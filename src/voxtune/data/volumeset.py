@@ -180,19 +180,19 @@ def read_placed(
     by_mask: bool = True,
     geometry: GeometrySummary | None = None,
     masks: MaskReader | None = None,
-    reference: Path | None = None,
+    references: Sequence[Path] = (),
 ) -> Placed:
     """Reads a volume and its mask on the contract's grid; a larger volume is cropped around its labels.
 
     Without `by_mask` it is cropped around its centre, as a volume without a mask: volumes that are compared must be placed
     in the same way. A mask on another grid is an error; its labels must be those of `labels_for`, if given. Both files are
-    counted in `geometry`. `masks` reads the mask in the values of its contract, and takes a label from the image
-    `reference` where necessary.
+    counted in `geometry`. `masks` reads the mask in the values of its contract, and takes a label from the images
+    `references` where necessary.
     """
     masks = masks or MaskReader(contract=contract)
     volume = read_volume(file.path)
     fix = f"add an image of subject {file.subject} to the reference volumes"
-    mask = None if mask_path is None else masks.read(mask_path, reference, fix=fix)
+    mask = None if mask_path is None else masks.read(mask_path, references, fix=fix)
     if geometry is not None:
         for each in (volume, mask):
             if each is not None:

@@ -144,7 +144,9 @@ class Reader:
         if self.mask_reader is not None:
             self.mask_reader.check_names()
         # A label that is taken from the image is taken from the reference: synthetic volumes have no background of zeros.
-        self.references = {volume.subject: volume.path for volume in reversed(sets.real)}
+        self.references = {
+            volume.subject: tuple(file.path for file in volume.images.values()) for volume in reversed(sets.real)
+        }
         self.constant: list[Path] = []
         self.domain = DomainCheck(sets.real)
         self.done = 0
@@ -197,7 +199,7 @@ class Reader:
                     by_mask=self.by_mask,
                     geometry=self.geometry,
                     masks=self.mask_reader,
-                    reference=self.references.get(file.subject),
+                    references=self.references.get(file.subject, ()),
                 )
             except InputError as error:
                 of_mask = mask is not None and str(error).startswith(f"{mask}: ")
@@ -250,7 +252,7 @@ class Reader:
                     contract,
                     labels_for=self.labels_for,
                     masks=self.mask_reader,
-                    reference=self.references.get(placed[kind].file.subject),
+                    references=self.references.get(placed[kind].file.subject, ()),
                 )
                 for kind in kinds_read(self.segmenter, self.kinds)
             }

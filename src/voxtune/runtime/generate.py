@@ -18,7 +18,7 @@ from voxtune.data.contract import DataContract, Shape, encode_mask, unscale_imag
 from voxtune.data.derivative import check_stems, describe_dataset, mask_stem, output_names, sidecar_path
 from voxtune.data.geometry import GeometrySummary
 from voxtune.data.grid import Mode, Placement, fit
-from voxtune.data.labels import LabelMap, MaskReader
+from voxtune.data.labels import Images, LabelMap, MaskReader
 from voxtune.data.legend import contract_legend, first_voxel
 from voxtune.data.modality import kind_name
 from voxtune.data.nifti import Volume, check_affine, exact_labels, read_labels
@@ -48,7 +48,7 @@ class MaskRequest:
     labels_DHW: np.ndarray
     placement: Placement
     warnings: tuple[str, ...]
-    image: Path | None = None  # where a label of the mask was taken from
+    images: tuple[Path, ...] = ()  # where a label of the mask was taken from
     file_labels: Mapping[str, str] | None = None  # names of the file's own values, if these were mapped
 
 
@@ -80,7 +80,7 @@ def prepare(
     mode: Mode = "auto",
     size: Shape | None = None,
     labels: LabelMap | None = None,
-    images: Mapping[Path, Path] | None = None,
+    images: Mapping[Path, Sequence[Path]] | None = None,
 ) -> list[MaskRequest]:
     """Reads and checks all masks; raises one FilesError with every invalid mask.
 
@@ -98,9 +98,9 @@ def prepare(
     requests, problems = [], FileProblems()
     for path in masks:
         try:
-            image = (images or {}).get(path) if reader.from_image else None
-            request = prepare_mask(reader.read(path, image, fix=fix), reader, mode, size)
-            requests.append(replace(request, image=image))
+            used = tuple((images or {}).get(path, ())) if reader.from_image else ()
+            request = prepare_mask(reader.read(path, used, fix=fix), reader, mode, size)
+            requests.append(replace(request, images=used))
         except InputError as error:
             problems.add(path, error)
     problems.raise_all()
@@ -175,19 +175,19 @@ def draw_images(
     mode: Mode = "auto",
     size: tuple[int, ...] | None = None,
     labels: LabelMap | None = None,
-    image: Volume | str | Path | None = None,
+    image: Images | None = None,
     progress: Callable[[int, int], None] | None = None,
     warn: Callable[[str], None] = log.warning,
 ) -> dict[str, Volume]:
     """The images that `generate` writes for one mask, by name and in memory.
 
-    `labels` is what the mask's values mean, `image` the subject's image for a label that is taken from it.
+    `labels` is what the mask's values mean, `image` the subject's image or images for a label that is taken from them.
     """
     contract = mask_contract(model)
     if size is not None:
         check_size(model.config.network, size)
     reader = MaskReader(contract=contract, labels=labels)
-    mask = reader.convert(mask, image, fix="pass it as image")
+    mask = reader.convert(mask, () if image is None else image, fix="pass it as image")
     request = prepare_mask(mask, reader, mode, size)  # type: ignore[arg-type]  # three dimensions, as the contract
     for warning in (*request.warnings, *common_warnings(model, [request])):
         warn(warning)
@@ -239,7 +239,7 @@ def generate(
             **settings.record(),
             "passes": list(getattr(model.network, "passes", ())),
             "mask": request.path.name,
-            "Sources": [_relative(out, path) for path in (request.path, request.image) if path is not None],
+            "Sources": [_relative(out, path) for path in (request.path, *request.images)],
             "labels": {str(value): name for value, name in contract.value_names().items()},
             **({} if request.file_labels is None else {"mask_labels": dict(request.file_labels)}),
             "placement": request.placement.describe(),

@@ -35,6 +35,7 @@ from voxtune.workloads import FAMILIES, NetworkConfig, Workload, build, split, w
 
 if TYPE_CHECKING:
     from voxtune.data.grid import Mode
+    from voxtune.data.labels import Images
     from voxtune.data.nifti import Volume
 
 log = logging.getLogger("voxtune")
@@ -208,14 +209,14 @@ class Model:
         fit: Mode = "auto",
         size: Sequence[int] | None = None,
         labels: str | None = None,
-        image: Volume | str | Path | None = None,
+        image: Images | None = None,
         progress: Progress | None = None,
         **options: Unpack[SamplerOptions],
     ) -> Volume:
         """The volume that the model generates for a mask, on the mask's own grid, with intensities in [0, 1].
 
         `mask` is a NIfTI file, a Volume, or an array (X, Y, Z) of whole numbers with its `affine`. `fit`, `size`, `seed` and
-        `labels` are as on the command line; `image` is the subject's image, for a label that is taken from it
+        `labels` are as on the command line; `image` is the subject's image, or several, for a label that is taken from them
         (labels="brats"). `options` are as in `sample`: `steps`, `sampler` and others. The volume is that of the file that
         `voxtune sample` writes with the same options: on a CPU with `--batch 1 --plan baseline` voxel for voxel, otherwise
         within rounding. A model of several images has no single volume; use `draw_images`.
@@ -236,13 +237,12 @@ class Model:
         fit: Mode = "auto",
         size: Sequence[int] | None = None,
         labels: str | None = None,
-        image: Volume | str | Path | None = None,
+        image: Images | None = None,
         progress: Progress | None = None,
         **options: Unpack[SamplerOptions],
     ) -> dict[str, Volume]:
         """As `draw`, for a model of one or several images: the volumes by the name of the image, such as "FLAIR"."""
         from voxtune.data.labels import parse_labels
-        from voxtune.data.nifti import Volume
         from voxtune.runtime.generate import draw_images, read_mask
 
         settings = self.check_request(seed=seed, **options)
@@ -260,7 +260,7 @@ class Model:
             mode=fit,
             size=grid,
             labels=None if labels is None else parse_labels(labels),
-            image=image if image is None or isinstance(image, Volume) else checked_path(image, "image"),
+            image=None if image is None else _images(image),
             progress=progress,
         )
 
@@ -452,6 +452,14 @@ def check_tensor(value: Any, name: str) -> Tensor:
 def check_progress(progress: Any) -> None:
     if progress is not None and not callable(progress):
         raise InputError(f"progress: expected a function of (done, total), got {type(progress).__name__}")
+
+
+def _images(given: Any) -> tuple[Volume | Path, ...]:
+    """The argument `image`: one image, or a list or tuple of them."""
+    from voxtune.data.nifti import Volume
+
+    images = tuple(given) if isinstance(given, list | tuple) else (given,)
+    return tuple(image if isinstance(image, Volume) else checked_path(image, "image") for image in images)
 
 
 def _whole(name: str, values: Any) -> tuple[int, ...]:
