@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ from voxtune.runtime.planned import Planned
 log = logging.getLogger("voxtune")
 
 Batch = int | Literal["auto"]
-# A batch size is chosen if it gives at least this many times the volumes per second of the next smaller one.
+# A larger batch size is measured, and chosen, if it is at least this many times as fast as a smaller one.
 GAIN = 1.05
 # The first larger batch size is measured if that takes at most this share of the sampling time; each further one if it takes
 # at most half of what it would save if it were as much faster as the last one.
@@ -27,8 +29,9 @@ SHARE_OF_TIME = 0.15
 SHARE_OF_SAVING = 0.5
 # The share of the free memory that a batch may need, as expected from the measured smaller one.
 SHARE_OF_MEMORY = 0.6
-# Of each batch size: one step to warm up and one that counts.
-RUNS = 2
+# Of each batch size: one step to warm up and two that count. If those differ by more than this factor, a third one decides.
+RUNS = 3
+AGREEMENT = 1.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +53,7 @@ def choose_batch(
 ) -> BatchChoice:
     """The fastest batch size of `volumes` samples of `steps` steps; `condition(n)` is the encoded mask of the first n.
 
-    Sizes 1, 2, 4, ... are measured while that pays and memory allows.
+    Sizes 1, 2, 4, ... are measured while that pays and memory allows. The choice counts the last batch, which may be smaller.
     """
     if volumes == 1:
         return BatchChoice(batch=1, seconds={}, reason="one sample")
@@ -86,7 +89,35 @@ def choose_batch(
         if RUNS * seconds * factor > worth:
             reason = "measuring larger ones would take too long"
             break
-    return BatchChoice(batch=best, seconds=measured, reason=reason)
+    if not measured:
+        return BatchChoice(batch=1, seconds={}, reason=reason)
+    chosen = fastest_batch(measured, volumes, padded=pads_last_batch(model))
+    if chosen == volumes:
+        reason = "all samples"
+    elif chosen < max(measured):
+        reason = "larger ones are not faster"
+    return BatchChoice(batch=chosen, seconds=measured, reason=reason)
+
+
+def fastest_batch(seconds: dict[int, float], volumes: int, *, padded: bool = False) -> int:
+    """The smallest batch size that is about as fast as any for this number of volumes; `seconds` are per volume, by size.
+
+    The last batch holds the remaining volumes, or is `padded` to a full one. Between measured sizes, time is interpolated.
+    """
+    sizes = sorted(seconds)
+    of_batch = [batch * seconds[batch] for batch in sizes]
+    predicted: dict[int, float] = {}
+    for batch in sizes:
+        full, rest = divmod(volumes, batch)
+        last = batch if padded and full else rest
+        predicted[batch] = full * batch * seconds[batch] + (float(np.interp(last, sizes, of_batch)) if rest else 0.0)
+    best = min(predicted.values())
+    return next(batch for batch in sizes if predicted[batch] <= GAIN * best)
+
+
+def pads_last_batch(model: Model) -> bool:
+    """Whether a short last batch is padded: on a GPU, another shape would need another plan."""
+    return model.device.type == "cuda" and isinstance(model.network, Planned)
 
 
 @torch.inference_mode()
@@ -102,15 +133,19 @@ def _measure(model: Model, cond: Tensor | None, size: tuple[int, ...], batch: in
     t_N = torch.full((batch,), len(model.schedule) // 2, dtype=torch.int64, device=device)
     cond = None if cond is None else cond.to(device, torch.float32)
     before = _memory_in_use(device)
-    seconds = float("inf")
-    for _ in range(RUNS):
+
+    def step() -> float:
         _synchronize(device)
         started = time.perf_counter()
         network(x, t_N, cond)
         _synchronize(device)
-        seconds = min(seconds, time.perf_counter() - started)
+        return time.perf_counter() - started
+
+    counted = [step() for _ in range(RUNS)][1:]
+    if max(counted) > AGREEMENT * min(counted):
+        counted.append(step())
     peak = _peak_memory(device)
-    return seconds, None if before is None or peak is None else max(0, peak - before)
+    return median(counted), None if before is None or peak is None else max(0, peak - before)
 
 
 def _synchronize(device: torch.device) -> None:

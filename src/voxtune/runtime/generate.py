@@ -28,9 +28,8 @@ from voxtune.data.training_data import unlike_masks
 from voxtune.diffusion.noise import NoiseRule, check_seed, identity_index
 from voxtune.errors import FileProblems, InputError, advice
 from voxtune.files import checked_path, write_atomic
-from voxtune.runtime.batching import BatchChoice, choose_batch
+from voxtune.runtime.batching import BatchChoice, choose_batch, pads_last_batch
 from voxtune.runtime.model import Model, check_size
-from voxtune.runtime.planned import Planned
 from voxtune.runtime.sampling import SamplerSettings
 
 log = logging.getLogger("voxtune")
@@ -194,7 +193,7 @@ def draw_images(
     # A mask in memory has no name.
     index = 0 if mask.path is None else identity_index(mask_stem(mask.path), 1)
     job = VolumeJob(request=request, replicate=1, index=index)
-    [(_, images_CDHW)] = _sampled(model, [job], settings, seed, 1, progress)
+    [(_, images_CDHW, _)] = _sampled(model, [job], settings, seed, 1, progress)
     volumes = _on_mask_grid(request, images_CDHW, contract.images)
     # Pictures of the volumes show what the mask is about.
     centre = first_voxel(mask.array, contract_legend(contract))
@@ -229,7 +228,7 @@ def generate(
     settings = settings or model.resolve()
     model.check_settings(settings)
     describe_dataset(out)
-    for job, images_CDHW in _sampled(model, jobs, settings, seed, batch, progress):
+    for job, images_CDHW, together in _sampled(model, jobs, settings, seed, batch, progress):
         request = job.request
         record = {
             **(provenance or {}),
@@ -237,6 +236,7 @@ def generate(
             "index": job.index,
             "noise": {"rule": noise, "stem": mask_stem(request.path), "replicate": job.replicate},
             **settings.record(),
+            "batch": together,
             "passes": list(getattr(model.network, "passes", ())),
             "mask": request.path.name,
             "Sources": [_relative(out, path) for path in (request.path, *request.images)],
@@ -293,13 +293,12 @@ def _sampled(
     seed: int,
     batch: int,
     progress: Callable[[int, int], None] | None,
-) -> Iterator[tuple[VolumeJob, np.ndarray]]:
-    """(job, images in [0, 1] on the model's grid), sampled in batches."""
+) -> Iterator[tuple[VolumeJob, np.ndarray, int]]:
+    """(job, images in [0, 1] on the model's grid, size of the batch it was in)."""
     contract = mask_contract(model)
     done = 0
     while chunk := list(islice(jobs, done, done + batch)):
-        # On a GPU, a short last batch is padded: another shape would need another plan.
-        pad = batch - len(chunk) if done and model.device.type == "cuda" and isinstance(model.network, Planned) else 0
+        pad = batch - len(chunk) if done and pads_last_batch(model) else 0
         padded = [*chunk, *[chunk[-1]] * pad]
         cond = torch.from_numpy(np.stack([encode_mask(job.request.labels_DHW, contract) for job in padded]))
         x = model.sample(
@@ -313,7 +312,7 @@ def _sampled(
         )
         for job, image in zip(chunk, x[: len(chunk)].cpu().numpy(), strict=True):
             check_finite(image, f"volume {job.replicate} of {job.request.path}")
-            yield job, unscale_image(image)
+            yield job, unscale_image(image), len(padded)
         done += len(chunk)
 
 
@@ -425,6 +424,7 @@ def generate_images(
                 "seed": seed,
                 "index": i,
                 **settings.record(),
+                "batch": len(indices),
                 "passes": list(getattr(model.network, "passes", ())),
             }
             pixels_HWC, file = to_pixels(image_CHW), image_path(out, i)
