@@ -81,6 +81,11 @@ def advice(*cures: str) -> str:
     return ", or ".join(fitting or (cure for cure in cures if not needed[cure]))
 
 
+def overwrite_advice() -> str:
+    """How to replace existing files."""
+    return advice("pass --overwrite", "pass overwrite=True")
+
+
 def install_command(library: str) -> str:
     """The `pip install` that brings `library`."""
     return f'pip install "voxtune[{EXTRAS[library]}]"' if library in EXTRAS else f"pip install {library}"

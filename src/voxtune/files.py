@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from voxtune.errors import InputError
+from voxtune.errors import InputError, overwrite_advice
 
 
 @contextmanager
@@ -72,11 +72,11 @@ def check_output_path(file: Path, overwrite: bool) -> None:
     """Raises InputError if `file` cannot be written, or exists without `overwrite`; call it before the work starts."""
     parent = next(path for path in file.absolute().parents if path.exists())
     if not parent.is_dir():
-        raise InputError(f"{parent}: is a file, not a folder; choose another output path with -o")
+        raise InputError(f"{parent}: is a file, not a folder; choose another output path")
     if file.is_dir():
         raise InputError(f"{file}: is a folder; give a file name")
     if file.exists() and not overwrite:
-        raise InputError(f"{file}: already exists; pass --overwrite to replace it")
+        raise InputError(f"{file}: already exists; {overwrite_advice()} to replace it")
 
 
 def one_line(error: BaseException) -> str:

@@ -226,9 +226,14 @@ def test_a_dry_run_says_what_sample_does_and_writes_nothing(capsys, model, tmp_p
     flat = json.loads(out)["volumes"]
     assert code == 0 and [volume["index"] for volume in flat] == [0, 1, 2, 3]
     assert flat[2]["files"][0] == f"{tmp_path}/out/case_12_desc-synth01_T1w.nii.gz"
-    # What sample refuses, a dry run refuses, too.
-    code, _, err = run(capsys, *command, "--dry-run")
-    assert code == 2 and "already exists" in err
+    # Files that sample would not replace are listed with the plan.
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
+    code, out, err = run(capsys, *command, "--dry-run")
+    refusal = f"{result['volumes'][3]['files'][0]} exists already; sample would refuse without --overwrite"
+    assert code == 0 and refusal in out and "would generate 4 volume(s)" in out
+    code, out, err = run(capsys, *command, "--dry-run", "--json", "--overwrite")
+    assert code == 0 and json.loads(out)["existing"] == []
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")} == before
 
 
 def test_sample_chooses_the_batch(capsys, model, tmp_path):

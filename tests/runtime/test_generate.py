@@ -183,7 +183,7 @@ def test_missing_label_is_a_warning(model, tmp_path):
 def test_existing_volumes_are_not_replaced(model, tmp_path):
     path = write_mask(tmp_path / "m.nii.gz")
     list(generate(model, prepare(model, [path]), tmp_path / "out"))
-    with pytest.raises(InputError, match="--overwrite"):
+    with pytest.raises(InputError, match="or pass overwrite=True"):
         list(generate(model, prepare(model, [path]), tmp_path / "out"))
     list(generate(model, prepare(model, [path]), tmp_path / "out", overwrite=True))
 

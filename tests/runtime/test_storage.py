@@ -43,7 +43,7 @@ def test_a_saved_folder_loads_as_the_same_model(golden, tmp_path):
     assert again.config == model.config
     assert torch.equal(again.denoise(g["x_t"], 3, g["cond"]), model.denoise(g["x_t"], 3, g["cond"]))
     assert voxtune.load(tmp_path / "m" / "model.safetensors").config == model.config
-    with pytest.raises(InputError, match="--overwrite"):
+    with pytest.raises(InputError, match="or pass overwrite=True"):
         storage.save(model, tmp_path / "m", card="card")
 
 
@@ -224,3 +224,10 @@ def test_the_included_model_is_loaded_by_name(tmp_path, monkeypatch):
     (tmp_path / "demo").mkdir()  # a folder of that name is what the user means
     with pytest.raises(InputError, match="demo"):
         voxtune.load("demo")
+
+
+def test_a_folder_without_a_config_is_not_a_model(tmp_path):
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(InputError, match=r"not a model folder \(no config.json\); expected a folder written by"):
+            voxtune.load(path)
+        (tmp_path / "model.safetensors").write_bytes(b"")

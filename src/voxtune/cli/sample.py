@@ -114,7 +114,7 @@ def command(
 ) -> None:
     """Generate MRI volumes from masks, on the grid of each mask; or images, with a model that takes no mask."""
     from voxtune.diffusion.noise import check_seed
-    from voxtune.runtime.generate import check_image_request
+    from voxtune.runtime.generate import check_image_request, check_new, image_path, jobs_of, mask_contract
     from voxtune.runtime.planned import optimize
     from voxtune.runtime.storage import load, provenance
 
@@ -133,11 +133,15 @@ def command(
         used |= {"--fit": fit != "auto", "--noise": noise != "identity"}
         if any(used.values()):
             raise InputError(f"{model} takes no mask; omit {next(name for name in used if used[name])} and set --count")
-        check_image_request(loaded, out, count, grid, overwrite=overwrite)
+        check_image_request(loaded, out, count, grid, overwrite=overwrite or dry_run)
         jobs, results = [], _planned_images(out, count, picture)
+        files = [image_path(out, i) for i in range(count)]
     else:
-        jobs = _jobs(loaded, requests, out, options, of_masks)
+        jobs = jobs_of(requests, count, mask_contract(loaded), **of_masks)
         results = _planned_volumes(jobs, out, picture)
+        files = [out / name for job in jobs for name in job.names]
+        if not (overwrite or dry_run):
+            check_new(files)
     kind = "image" if planar else "volume"
     about = {
         "sampler": settings.sampler,
@@ -151,9 +155,13 @@ def command(
     if dry_run:
         for result in results:
             output.say("would write " + ", ".join(result["files"]))
+        existing = [] if overwrite else [str(file) for file in files if file.exists()]
+        for name in existing:
+            output.say(f"{name} exists already; sample would refuse without --overwrite")
         noise_text = "" if planar else f", noise by {noise}"
         output.say(f"would generate {line}{noise_text}, batch {batch}, plan {plan}, on {loaded.device}")
-        output.result({"dry_run": True, f"{kind}s": results, **about, "plan": plan, "device": str(loaded.device)})
+        planned = {"dry_run": True, f"{kind}s": results, "existing": existing, **about}
+        output.result({**planned, "plan": plan, "device": str(loaded.device)})
         return
     options["provenance"] = provenance(model, loaded)
     if plan != "baseline":
@@ -181,17 +189,6 @@ def _settings(model: Model, given: SamplerOptions, output: Output) -> SamplerSet
     if unmeasured is not None:
         output.warn(unmeasured)
     return settings
-
-
-def _jobs(
-    model: Model, requests: list[MaskRequest], out: Path, options: dict[str, Any], of_masks: dict[str, Any]
-) -> list[VolumeJob]:
-    from voxtune.runtime.generate import check_new, jobs_of, mask_contract
-
-    jobs = jobs_of(requests, options["count"], mask_contract(model), **of_masks)
-    if not options["overwrite"]:
-        check_new(out / name for job in jobs for name in job.names)
-    return jobs
 
 
 def _choose_batch(

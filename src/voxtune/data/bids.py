@@ -21,7 +21,7 @@ from voxtune.data.contract import Shape
 from voxtune.data.derivative import DESCRIPTION, dataset_root, read_json, sidecar_path
 from voxtune.data.nifti import write_volume
 from voxtune.data.pairing import Pair
-from voxtune.errors import InputError
+from voxtune.errors import InputError, overwrite_advice
 from voxtune.files import write_atomic
 from voxtune.versions import __version__
 
@@ -102,7 +102,7 @@ def _clear(folder: Path, overwrite: bool) -> None:
             return
         if not overwrite:
             raise InputError(
-                f"{folder}: the folder is not empty; pass --overwrite to replace a cohort, or choose another folder"
+                f"{folder}: the folder is not empty; {overwrite_advice()} to replace a cohort, or choose another folder"
             )
         old = [*folder.glob("sub-*"), *(folder / MASKS).glob("sub-*")]
         # Generated volumes and other files beside the subjects must not be removed.

@@ -18,7 +18,7 @@ from voxtune.data.formats import read_contents
 from voxtune.data.modality import image_kind
 from voxtune.data.orientation import axis_codes
 from voxtune.errors import InputError
-from voxtune.files import checked_path, write_atomic
+from voxtune.files import check_output_path, checked_path, write_atomic
 
 # Deflate refers back 32 KiB at most, so independent pieces of this size compress almost as well.
 PIECE = 2**19
@@ -70,9 +70,11 @@ class Volume:
     # The file does not state its orientation.
     affine_assumed: bool = False
 
-    def save(self, path: str | Path) -> Path:
-        """Writes the volume to a .nii or .nii.gz file and returns its path; an existing file is replaced."""
-        return write_volume(checked_path(path), self.array, self)
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Writes the volume to a .nii or .nii.gz file and returns its path; `overwrite` allows replacing an existing file."""
+        file = checked_path(path)
+        check_output_path(file, overwrite)
+        return write_volume(file, self.array, self)
 
     def __repr__(self) -> str:
         array = np.asarray(self.array)

@@ -26,7 +26,7 @@ from voxtune.data.pixels import check_png, png, to_pixels
 from voxtune.data.preflight import check_lost_labels
 from voxtune.data.training_data import unlike_masks
 from voxtune.diffusion.noise import NoiseRule, check_seed, identity_index
-from voxtune.errors import FileProblems, InputError, advice
+from voxtune.errors import FileProblems, InputError, advice, overwrite_advice
 from voxtune.files import checked_path, write_atomic
 from voxtune.runtime.batching import BatchChoice, choose_batch, pads_last_batch
 from voxtune.runtime.model import Model, check_size
@@ -327,7 +327,7 @@ def _on_mask_grid(request: MaskRequest, images_CDHW: np.ndarray, images: tuple[s
 def check_new(files: Iterable[Path]) -> None:
     for file in files:
         if file.exists():
-            raise InputError(f"{file} already exists; choose another folder or pass --overwrite")
+            raise InputError(f"{file} already exists; choose another folder, or {overwrite_advice()}")
 
 
 def check_finite(image: np.ndarray, name: str) -> None:
@@ -349,7 +349,7 @@ def batch_progress(
 def _write(volumes: list[Volume], out: Path, names: tuple[str, ...], record: dict[str, Any]) -> tuple[Path, ...]:
     files = []
     for volume, name in zip(volumes, names, strict=True):
-        files.append(volume.save(out / name))
+        files.append(volume.save(out / name, overwrite=True))
         sidecar = {**record, "Image": kind_name(volume.kind or "")}
         write_atomic(sidecar_path(files[-1]), (json.dumps(sidecar, indent=2, default=str) + "\n").encode())
     return tuple(files)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from voxtune.errors import InputError
+from voxtune.errors import InputError, overwrite_advice
 from voxtune.files import checked_path, one_line, replacing, reporting_os_errors, write_atomic
 from voxtune.runtime.model import Model, ModelConfig, checked_device
 from voxtune.runtime.sampling import AutoSampling
@@ -25,7 +25,8 @@ MAX_CONFIG_BYTES = 16 * 2**20
 def load(path: str | Path, *, device: torch.device | str = "cpu") -> Model:
     """Loads the model at `path`: a folder written by `voxtune import` or `voxtune train`, or a published `.pt` checkpoint.
 
-    "demo" is the demonstration model that is included in the package, unless a file or folder of that name exists.
+    "demo" is the demonstration model that is included in the package, unless a file or folder of that name exists. `device`
+    is "cpu", "cuda", a GPU such as "cuda:1", or "auto": a GPU if there is one, else the CPU.
     """
     path = included(checked_path(path))
     if not path.exists():
@@ -66,6 +67,11 @@ def demo_model() -> Path:
 
 
 def load_folder(folder: Path) -> Model:
+    if not (folder / CONFIG).is_file():
+        raise InputError(
+            f"{folder}: not a model folder (no {CONFIG}); expected a folder written by voxtune import or voxtune train, "
+            "or a published .pt checkpoint"
+        )
     config = ModelConfig.from_json(read_json(folder / CONFIG), str(folder / CONFIG))
     state, _ = read_safetensors(folder / WEIGHTS)
     return Model(config, network_from_state(config.network, state, str(folder / WEIGHTS)))
@@ -75,7 +81,7 @@ def save(model: Model, folder: str | Path, *, card: str, overwrite: bool = False
     """Writes the model folder. `half` stores the weights in BF16; they are loaded as float32."""
     folder = Path(folder)
     if (folder / WEIGHTS).exists() and not overwrite:
-        raise InputError(f"{folder}: already contains a model; choose another folder or pass --overwrite")
+        raise InputError(f"{folder}: already contains a model; choose another folder, or {overwrite_advice()}")
     dtype = torch.bfloat16 if half else torch.float32
     with reporting_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
