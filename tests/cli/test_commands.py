@@ -226,14 +226,19 @@ def test_a_dry_run_says_what_sample_does_and_writes_nothing(capsys, model, tmp_p
     flat = json.loads(out)["volumes"]
     assert code == 0 and [volume["index"] for volume in flat] == [0, 1, 2, 3]
     assert flat[2]["files"][0] == f"{tmp_path}/out/case_12_desc-synth01_T1w.nii.gz"
-    # Files that sample would not replace are listed with the plan.
-    before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
-    code, out, err = run(capsys, *command, "--dry-run")
-    refusal = f"{result['volumes'][3]['files'][0]} exists already; sample would refuse without --overwrite"
-    assert code == 0 and refusal in out and "would generate 4 volume(s)" in out
-    code, out, err = run(capsys, *command, "--dry-run", "--json", "--overwrite")
-    assert code == 0 and json.loads(out)["existing"] == []
-    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")} == before
+
+
+def test_a_dry_run_lists_the_files_that_are_not_replaced(capsys, model, tmp_path):
+    mask, there = write_mask(tmp_path / "m_dseg.nii.gz"), tmp_path / "out" / "m_desc-synth02_T1w.nii.gz"
+    there.parent.mkdir()
+    there.write_bytes(b"a volume")
+    command = ("sample", model, "--mask", mask, "--count", "2", "-o", tmp_path / "out", "--flat", "--dry-run")
+    code, out, err = run(capsys, *command)
+    assert code == 0 and f"{there} exists already; sample would refuse without --overwrite" in out, err
+    assert out.count("exists already") == 1 and "would generate 2 volume(s)" in out
+    assert json.loads(run(capsys, *command, "--json")[1])["existing"] == [str(there)]
+    assert json.loads(run(capsys, *command, "--json", "--overwrite")[1])["existing"] == []
+    assert there.read_bytes() == b"a volume" and list(there.parent.iterdir()) == [there]
 
 
 def test_sample_chooses_the_batch(capsys, model, tmp_path):

@@ -114,7 +114,7 @@ def command(
 ) -> None:
     """Generate MRI volumes from masks, on the grid of each mask; or images, with a model that takes no mask."""
     from voxtune.diffusion.noise import check_seed
-    from voxtune.runtime.generate import check_image_request, check_new, image_path, jobs_of, mask_contract
+    from voxtune.runtime.generate import check_image_request
     from voxtune.runtime.planned import optimize
     from voxtune.runtime.storage import load, provenance
 
@@ -135,13 +135,9 @@ def command(
             raise InputError(f"{model} takes no mask; omit {next(name for name in used if used[name])} and set --count")
         check_image_request(loaded, out, count, grid, overwrite=overwrite or dry_run)
         jobs, results = [], _planned_images(out, count, picture)
-        files = [image_path(out, i) for i in range(count)]
     else:
-        jobs = jobs_of(requests, count, mask_contract(loaded), **of_masks)
+        jobs = _jobs(loaded, requests, out, {**options, "overwrite": overwrite or dry_run}, of_masks)
         results = _planned_volumes(jobs, out, picture)
-        files = [out / name for job in jobs for name in job.names]
-        if not (overwrite or dry_run):
-            check_new(files)
     kind = "image" if planar else "volume"
     about = {
         "sampler": settings.sampler,
@@ -153,13 +149,10 @@ def command(
     }
     line = f"{len(results)} {kind}(s) with {settings.describe()}, seed {seed}"
     if dry_run:
-        for result in results:
-            output.say("would write " + ", ".join(result["files"]))
-        existing = [] if overwrite else [str(file) for file in files if file.exists()]
-        for name in existing:
-            output.say(f"{name} exists already; sample would refuse without --overwrite")
-        noise_text = "" if planar else f", noise by {noise}"
-        output.say(f"would generate {line}{noise_text}, batch {batch}, plan {plan}, on {loaded.device}")
+        existing = _say_files(results, [] if overwrite else _replaced(jobs, out, count), output)
+        output.say(
+            f"would generate {line}{'' if planar else f', noise by {noise}'}, batch {batch}, plan {plan}, on {loaded.device}"
+        )
         planned = {"dry_run": True, f"{kind}s": results, "existing": existing, **about}
         output.result({**planned, "plan": plan, "device": str(loaded.device)})
         return
@@ -189,6 +182,34 @@ def _settings(model: Model, given: SamplerOptions, output: Output) -> SamplerSet
     if unmeasured is not None:
         output.warn(unmeasured)
     return settings
+
+
+def _jobs(
+    model: Model, requests: list[MaskRequest], out: Path, options: dict[str, Any], of_masks: dict[str, Any]
+) -> list[VolumeJob]:
+    from voxtune.runtime.generate import check_new, jobs_of, mask_contract
+
+    jobs = jobs_of(requests, options["count"], mask_contract(model), **of_masks)
+    if not options["overwrite"]:
+        check_new(out / name for job in jobs for name in job.names)
+    return jobs
+
+
+def _replaced(jobs: list[VolumeJob], out: Path, count: int) -> list[Path]:
+    """The volumes or images that `sample` would replace, which requires --overwrite."""
+    from voxtune.runtime.generate import image_path
+
+    files = [out / name for job in jobs for name in job.names] or [image_path(out, i) for i in range(count)]
+    return [file for file in files if file.exists()]
+
+
+def _say_files(results: list[dict[str, Any]], refused: list[Path], output: Output) -> list[str]:
+    """Prints the files of a dry run; returns those that are refused."""
+    for result in results:
+        output.say("would write " + ", ".join(result["files"]))
+    for file in refused:
+        output.say(f"{file} exists already; sample would refuse without --overwrite")
+    return _texts(refused)
 
 
 def _choose_batch(
