@@ -143,7 +143,7 @@ def test_size_replaces_that_of_the_contract(tmp_path):
     make_pair(tmp_path, "a", labels, labels, np.eye(4), np.eye(4))
     source = PairedFolders(generic_contract(1, 1, (4, 4, 4)), tmp_path, tmp_path, size=(8, 8, 8))
     assert source[0][0].shape == (1, 8, 8, 8)
-    with pytest.raises(InputError, match="extend over 6 voxels"):
+    with pytest.raises(InputError, match="extends over 6 voxels"):
         PairedFolders(generic_contract(1, 1, (4, 4, 4)), tmp_path, tmp_path)[0]
 
 

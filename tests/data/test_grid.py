@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import nibabel as nib
 import numpy as np
@@ -21,10 +22,11 @@ from tests.factories.nifti import (
     spacings,
     volume,
 )
-from voxtune.data.contract import generic_contract
+from voxtune.data.contract import Label, generic_contract
 from voxtune.data.grid import fit
 from voxtune.data.nifti import read_labels, write_volume
-from voxtune.errors import InputError
+from voxtune.data.preflight import MODEL, NEW_HEAD, NEW_MODEL
+from voxtune.errors import InputError, command_options
 
 UNIT = generic_contract(3, 1, (8, 8, 8))
 
@@ -246,7 +248,7 @@ def test_oblique_masks_of_twice_the_model_resolution(folder, degrees):
 
 
 def test_labels_larger_than_the_grid_are_rejected_with_their_extent():
-    with pytest.raises(InputError, match=r"axis X.*extend over 12 voxels .*\(12\.0 mm\).*has 8"):
+    with pytest.raises(InputError, match=r"axis X.*extends over 12 voxels .*\(12\.0 mm\).*has 8"):
         fit(volume(np.ones((12, 8, 8))), UNIT)
     assert fit(volume(np.ones((12, 8, 8))), UNIT, label=False).size == (8, 8, 8)
     assert fit(volume(np.ones((12, 8, 8))), UNIT, size=(8, 8, 12)).size == (8, 8, 12)
@@ -279,3 +281,24 @@ def test_fill_outside_the_grid_of_the_model():
     placement = fit(volume(labels), UNIT)
     back = placement.invert(np.zeros((8, 8, 8), np.float32), label=False, fill=-1.0)
     assert (back[:6] == -1).all() and (back[6:14] == 0).all() and (back[14:] == -1).all()
+
+
+def test_a_label_larger_than_the_grid_is_named_with_what_helps():
+    contract = generic_contract(2, 1, (8, 8, 8))
+    contract = replace(
+        contract, labels=(Label(name="brain", value=1, channel=0), Label(name="tumour", value=2, channel=1))
+    )
+    labels = np.zeros((12, 8, 8), np.uint8)
+    labels[:, 2:6, 2:6], labels[4:6, 3:5, 3:5] = 1, 2
+
+    def message(consumer, *options):
+        with (
+            command_options(options),
+            pytest.raises(InputError, match="axis X: brain extends over 12 voxels") as caught,
+        ):
+            fit(volume(labels), contract, consumer=consumer)
+        return str(caught.value)
+
+    assert message(MODEL, "--size").endswith("crop the mask and its images, or pass a larger --size")
+    assert message(NEW_MODEL, "--size", "--set").endswith("such as --set data.spacing=[2,2,2]")
+    assert "--" not in message(NEW_HEAD, "--size", "--set")

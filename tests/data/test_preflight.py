@@ -10,7 +10,7 @@ import pytest
 
 from tests.factories.contracts import BRATS, WHOLE_HEAD
 from tests.factories.nifti import oriented_affine, save, volume
-from voxtune.data.preflight import Report, check_lost_labels, check_mask, check_pair
+from voxtune.data.preflight import NEW_MODEL, Report, check_lost_labels, check_mask, check_pair
 from voxtune.errors import InputError, command_options
 
 
@@ -59,6 +59,11 @@ def test_masks_without_the_organ_are_refused_with_the_fix():
         whole_head = only(check_mask(volume(mask(2)), WHOLE_HEAD), "error", "missing-organ")
     assert "4 (brain) is not in the mask" in message and "--labels brats, or accept" in message
     assert '--labels "head=image; tumour=2"' in whole_head
+    with command_options(["--labels", "--images"]):
+        new = only(check_mask(volume(mask(2)), WHOLE_HEAD, NEW_MODEL), "error", "missing-organ")
+        stated = only(check_mask(volume(mask(2)), WHOLE_HEAD, stated=True), "error", "missing-organ")
+    assert new.endswith('with --labels "head=image; tumour=2"')
+    assert stated.endswith("--images DIR, or accept the mask with head=none in --labels")
     accepted = check_mask(volume(mask(2)), WHOLE_HEAD, organ_may_miss=True)
     assert "1 (head)" in only(accepted, "warning", "missing-label")
 

@@ -105,7 +105,7 @@ def test_measured_subjects_are_spread_evenly_and_fewer_of_large_volumes():
 @pytest.mark.parametrize(
     ("outside", "words"),
     [
-        (subject(7), ["labels of 343 ml in total (training: 64 to 125 ml)"]),
+        (subject(7), ["labels of 343 ml in total (training: 64 to 125 ml), as in a mask of the whole head"]),
         (subject(3), ["labels of 27 ml in total"]),
         (subject(5, 4), ["tumour of 64 ml (training: 1 to 8 ml)"]),
         (subject(4, skull=2), ["67% of the bright voxels without a label (training: 0% to 0%; skull?)"]),

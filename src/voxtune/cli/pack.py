@@ -44,6 +44,7 @@ def command(
     quiet: QuietOption = False,
 ) -> None:
     """Write preprocessed subjects into one file, for the --subjects option of `train`, `steps` and `usefulness`."""
+    from voxtune.data.contract import no_organ
     from voxtune.data.modality import parse_images
     from voxtune.data.splits import mask_model_contract
     from voxtune.data.subjects import open_sources, pack
@@ -70,6 +71,9 @@ def command(
         held_out=held_out,
         say=output.say,
     )
+    warning = no_organ(train.contract) if model is None else None
+    if warning is not None:
+        output.warn(warning)
     with output.progress("subjects", len(train) + len(rest)) as update:
         pack(train, rest, out, lambda done, _total: update(done), origin=origin)
     output.say(

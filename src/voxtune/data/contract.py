@@ -27,7 +27,8 @@ Shape = tuple[int, int, int]
 
 
 Kind = Literal["organ", "pathology", "other"]
-ORGANS = frozenset({"brain", "head", "whole brain", "whole head"})
+BRAINS = frozenset({"brain", "whole brain"})
+ORGANS = BRAINS | {"head", "whole head"}
 # A label with one of these words in its name is a pathology.
 PATHOLOGIES = frozenset(
     {
@@ -239,6 +240,17 @@ class DataContract:
         """All labels on one line, including the background."""
         labels = sorted(self.labels, key=lambda label: (label.value, label.channel))
         return ", ".join(["0 (background)", *(label.describe() for label in labels)])
+
+
+def no_organ(contract: DataContract) -> str | None:
+    """A warning about a new model without a label of the brain or the head."""
+    if contract.organ is not None:
+        return None
+    names = ", ".join(label.name for label in contract.ordered)
+    return (
+        f"no label is the brain or the head, only {names}: the model has to invent the shape of the head; add one to --labels, "
+        "such as brain=image"
+    )
 
 
 def check_size(size: Any) -> None:

@@ -30,7 +30,7 @@ from voxtune.data.modality import T1W, find_kind
 from voxtune.data.nifti import Volume, read_volume
 from voxtune.data.orientation import reorder
 from voxtune.data.pairing import Pair, nifti_files, pair_folders
-from voxtune.data.preflight import Report, check_lost_labels, check_pair, error_finding
+from voxtune.data.preflight import MODEL, Consumer, Report, check_lost_labels, check_pair, error_finding
 from voxtune.errors import InputError
 
 T = TypeVar("T")
@@ -98,6 +98,7 @@ class PairedFolders:
         size: Shape | None = None,
         cache_bytes: int = CACHE_BYTES,
         labels: LabelMap | None = None,
+        consumer: Consumer = MODEL,
     ) -> None:
         pairing = pair_folders(images_dir, masks_dir, contract.images)
         pairing.report.raise_errors()
@@ -106,6 +107,7 @@ class PairedFolders:
         self._masks = MaskReader(contract=self.contract, labels=labels)
         self._masks.check_names()
         self.placements: dict[str, Placement] = {}
+        self._consumer = consumer
         self._folders = (images_dir, masks_dir)
         self._matching = pairing.report
         self.mode = mode
@@ -127,7 +129,7 @@ class PairedFolders:
             except InputError as error:
                 report += Report(findings=(error_finding("unreadable", pair.mask, str(error)),))
                 continue
-            masked = self._masks.check(mask)
+            masked = self._masks.check(mask, self._consumer)
             report += masked
             if masked.ok:
                 report += self._check_pair(pair, mask, geometry)
@@ -146,7 +148,7 @@ class PairedFolders:
                 image = read_volume(path)
                 geometry.add(image)
                 report += check_pair(image, mask)
-            placement = self.placements[pair.id] = fit(mask, self.contract, self.mode)
+            placement = self.placements[pair.id] = fit(mask, self.contract, self.mode, consumer=self._consumer)
             placed = placement.apply(mask.array, label=True)
         except InputError as error:
             return report + Report(findings=(error_finding("unusable", pair.mask, str(error)),))

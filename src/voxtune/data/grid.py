@@ -17,6 +17,7 @@ import numpy as np
 from voxtune.data.contract import DataContract, Shape, check_size
 from voxtune.data.nifti import Volume, check_affine
 from voxtune.data.orientation import Axes, Flips, axis_codes, flipped, reorder, reorder_affine
+from voxtune.data.preflight import MODEL, Consumer
 from voxtune.errors import InputError, advice
 
 Mode = Literal["auto", "pad", "resample"]
@@ -85,7 +86,13 @@ class Placement:
 
 
 def fit(
-    volume: Volume, contract: DataContract, mode: Mode = "auto", size: Shape | None = None, label: bool = True
+    volume: Volume,
+    contract: DataContract,
+    mode: Mode = "auto",
+    size: Shape | None = None,
+    label: bool = True,
+    *,
+    consumer: Consumer = MODEL,
 ) -> Placement:
     """Places `volume` on the contract's grid, or on a grid of `size` (D, H, W).
 
@@ -110,7 +117,15 @@ def fit(
     origin = []
     for i, (n, k, s) in enumerate(zip(array_xyz.shape, size[::-1], scale, strict=True)):
         box = boxes[i] if boxes is not None else None
-        origin.append(_origin(n, k, s, box, f"{volume.name}: axis {'XYZ'[axes[i]]}", s * spacing[i]))
+        try:
+            origin.append(_origin(n, k, s, box, s * spacing[i]))
+        except _TooLargeError as error:
+            names = _too_long(array_xyz, contract, i, k * s)
+            what = f"{', '.join(names)} {'extends' if len(names) == 1 else 'extend'}" if names else "the labels extend"
+            raise InputError(
+                f"{volume.name}: axis {'XYZ'[axes[i]]}: {what} over {error}; crop the mask and its images, or "
+                f"{advice(*consumer.larger_cures)}"
+            ) from None
     return Placement(
         shape=_triple(volume.shape),
         size=_triple(size),
@@ -152,7 +167,17 @@ def _choose(
     return ("pad" if matches else "resample"), reason
 
 
-def _origin(n: int, size: int, scale: float, box: tuple[int, int] | None, where: str, spacing: float) -> float:
+class _TooLargeError(Exception):
+    """The labels do not fit on an axis of the grid; the message is their extent and that of the grid."""
+
+
+def _too_long(array_xyz: np.ndarray, contract: DataContract, axis: int, longest: float) -> list[str]:
+    """The labels that alone extend over more than `longest` voxels of an axis."""
+    boxes = {label.name: _boxes(np.isin(array_xyz, label.values)) for label in contract.ordered}
+    return [name for name, box in boxes.items() if box is not None and box[axis][1] - box[axis][0] + 1 > longest]
+
+
+def _origin(n: int, size: int, scale: float, box: tuple[int, int] | None, spacing: float) -> float:
     """Source coordinate of model voxel 0 on an axis of `n` voxels; `box` is the first and last labelled voxel."""
     # The resampled axis has the same centre as the source axis; at scale 1 it is the source axis.
     steps = n if scale == 1.0 else max(1, math.ceil(n / scale * (1 - ROUNDING)))
@@ -169,10 +194,9 @@ def _origin(n: int, size: int, scale: float, box: tuple[int, int] | None, where:
     low, high = int(labelled[0]), int(labelled[-1])
     extent = high - low + 1
     if extent > size:
-        larger = advice("pass a larger --size", "use a larger model or size")
-        raise InputError(
-            f"{where}: the labels extend over {extent} voxels of the model's spacing ({extent * spacing:.1f} mm), but its grid "
-            f"has {size} ({size * spacing:.1f} mm); crop the mask, or {larger}"
+        raise _TooLargeError(
+            f"{extent} voxels of the model's spacing ({extent * spacing:.1f} mm), but its grid has {size} "
+            f"({size * spacing:.1f} mm)"
         )
     start = min(max(low - (size - extent) // 2, 0), steps - size)
     return first + scale * start

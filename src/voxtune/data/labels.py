@@ -145,7 +145,7 @@ class LabelMap:
                 names[key] = f"{names[key]} + {entry.name}" if key in names else entry.name
         return names
 
-    def for_contract(self, contract: DataContract) -> FileValues:
+    def for_contract(self, contract: DataContract, owner: str = "the model") -> FileValues:
         """The map from file values to the values of `contract`; raises InputError unless the names are the contract's."""
         by_key = {label_key(label.name): label for label in contract.ordered}
         channels: dict[int, set[int]] = {value: set() for value in self.background}
@@ -156,7 +156,7 @@ class LabelMap:
                 names = ", ".join(label.name for label in contract.ordered)
                 ignore = f", or {BACKGROUND}={','.join(map(str, entry.values))} to ignore them" if entry.values else ""
                 raise InputError(
-                    f"--labels: the model has no label {entry.name!r}, only {names}; give the values to one of these{ignore}"
+                    f"--labels: {owner} has no label {entry.name!r}, only {names}; give the values to one of these{ignore}"
                 )
             if entry.from_image:
                 from_image = label
@@ -280,14 +280,19 @@ class MaskReader:
                 f"{mask.name}: {label.name} is taken from the subject's image, and there is none; "
                 f"{fix or f'add it, or a mask with {label.describe()}'}"
             )
-        inside = _inside(images, mask, label)
+        inside = _inside(images, mask, label) & unlabelled
+        if not inside.any():
+            raise InputError(
+                f"{mask.name}: the subject's image is 0 wherever the mask is 0, so {label.name} cannot be taken from it "
+                f"({label.name}={IMAGE}); check the image"
+            )
         value = self.contract.value_of({label.channel})
         if value is None:
             raise InputError(
                 f"--labels: {label.name}={IMAGE} requires a value for {label.name} alone; the labels are "
                 f"{self.contract.describe_labels()}"
             )
-        return replace(mask, array=np.where(unlabelled & inside, np.int32(value), mask.array))
+        return replace(mask, array=np.where(inside, np.int32(value), mask.array))
 
     def check(self, mask: Volume, consumer: Consumer = MODEL) -> Report:
         """Checks a mask that `read` returned."""

@@ -24,16 +24,27 @@ AFFINE_TOLERANCE_MM = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Consumer:
-    """What a mask is checked for: its name in messages, and what cures a mask with other labels."""
+    """What a mask is checked for: its name in messages, and what cures a mask with other labels or too large a one.
+
+    The labels of a `new` model are those of its data.
+    """
 
     name: str = "the model"
     label_cures: tuple[str, ...] = (
         "choose a --workload with these labels",
         "renumber the mask",
     )
+    larger_cures: tuple[str, ...] = ("pass a larger --size", "use a larger model or size")
+    new: bool = False
 
 
 MODEL = Consumer()
+# The size of a new model alone does not enlarge its field of view.
+NEW_MODEL = Consumer(
+    new=True, larger_cures=("set larger voxels in mm, such as --set data.spacing=[2,2,2]", "set a larger data.spacing")
+)
+# Its field of view is fixed.
+NEW_HEAD = Consumer(new=True, larger_cures=("resample the files",))
 
 
 def segmenter_consumer(name: str) -> Consumer:
@@ -148,6 +159,9 @@ def _check_labels(
     if unknown:
         names = "; ".join(f"{label.name}=..." for label in contract.ordered)
         meaning = f'say what its values mean with --labels "{names}; background=..."'
+        if consumer.new and not stated and set(values) <= {0, 1, 2, 3, 4} and not {3, 4} <= set(values):
+            preset, release = ("brats2021", "up to 2021") if 4 in values else ("brats", "2023 and later")
+            meaning = f"if these are the values of BraTS {release}, pass --labels {preset}; else {meaning}"
         message = f"{name}: unknown label {_some(unknown)}; {both}; {advice(meaning, *consumer.label_cures)}"
         return _report(error_finding("unknown-label", name, message))
     missing = [label for label in contract.ordered if not set(label.values) & set(values)]
@@ -163,19 +177,25 @@ def _check_labels(
     for label in missing:
         message = f"{name}: label {label.describe()} is not in the mask; {both}"
         if label.kind == "organ" and not organ_may_miss:
-            option = label_option(contract, label)
-            with_images = advice(
-                f"take it from the subject's image with --labels {option} --images DIR, or accept the mask with --labels model"
-            )
-            cure = with_images or advice(
-                f"take it from the subject's image with --labels {option}, or accept the mask with --labels model",
-                f"take it from the subject's image with labels={option}, or accept the mask with labels='model'",
-            )
+            cure = _organ_cure(contract, label, new=consumer.new, stated=stated)
             findings.append(error_finding("missing-organ", name, f"{message}; {cure}"))
         else:
             message += "; the result will not show it"
             findings.append(Finding(level="warning", code="missing-label", message=message, file=name))
     return _report(*findings)
+
+
+def _organ_cure(contract: DataContract, label: Label, *, new: bool, stated: bool) -> str:
+    """What helps if a mask lacks the organ. `--labels model` would change what the user stated about the values."""
+    option = label_option(contract, label)
+    take = "take it from the subject's image with"
+    accept = (
+        ["", ""] if new else [", or accept the mask with --labels model", ", or accept the mask with labels='model'"]
+    )
+    if stated and not new:
+        accept = [f", or accept the mask with {label.name}=none in {name}" for name in ("--labels", "labels")]
+    with_images = "" if new else advice(f"{take} --labels {option} --images DIR{accept[0]}")
+    return with_images or advice(f"{take} --labels {option}{accept[0]}", f"{take} labels={option}{accept[1]}")
 
 
 def is_brats_2021(values: Sequence[int], contract: DataContract) -> bool:

@@ -123,11 +123,14 @@ def folder_sources(
     contract: DataContract,
     held_out: int | None = None,
     labels: LabelMap | None = None,
+    *,
+    new: bool = False,
 ) -> tuple[VolumeSource, VolumeSource]:
-    """A user's images and masks on the contract's grid; the last are held out, by default one in ten."""
+    """A user's images and masks on the contract's grid, of a model or `new`; the last are held out, by default one in ten."""
     from voxtune.data.dataset import PairedFolders
+    from voxtune.data.preflight import MODEL, NEW_HEAD
 
-    source = PairedFolders(contract, images, masks, labels=labels)
+    source = PairedFolders(contract, images, masks, labels=labels, consumer=NEW_HEAD if new else MODEL)
     source.check().raise_or_warn()
     if len(source) < 2:
         raise InputError(f"{images}: only one subject; at least two are required, since one in ten is held out")
@@ -191,6 +194,7 @@ def open_sources(
     if seed is not None:
         raise InputError("--seed requires --cohort; it cannot be combined with --images and --masks")
     assert images is not None and masks is not None
+    new = contract is None
     if contract is None:
         if modalities is None:
             kind, sentence = folder_images(images, masks, T1W.name)
@@ -198,7 +202,7 @@ def open_sources(
             modalities = (kind,)
         named = None if labels is None else labels.labels(overlapping=overlapping)
         contract = head_contract(shape, named, modalities, overlapping=overlapping)
-    train, rest = folder_sources(images, masks, contract, held_out, labels)
+    train, rest = folder_sources(images, masks, contract, held_out, labels, new=new)
     return train, rest, f"{len(train)} subjects of the folder `{Path(images).name}`; {len(rest)} held out"
 
 

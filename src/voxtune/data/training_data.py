@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from voxtune.data.contract import DataContract, encode_mask
+from voxtune.data.contract import BRAINS, DataContract, encode_mask, label_key
 from voxtune.errors import InputError
 
 # More subjects hardly change the range of a quantity, and reading all of a large data set takes minutes.
@@ -189,9 +189,10 @@ def differences(training: TrainingData, contract: DataContract, subject: Measure
     """What is far outside the training data, most important first; empty for an input that is like them."""
     lines: list[str] = []
     if subject.labelled_ml is not None and not training.labelled_ml.includes(subject.labelled_ml, VOLUME_FACTOR):
-        lines.append(
+        line = (
             f"labels of {three_digits(subject.labelled_ml)} ml in total (training: {training.labelled_ml.text('ml')})"
         )
+        lines.append(line + (", as in a mask of the whole head" if _is_head(training, contract, subject) else ""))
     else:
         lines += _label_differences(training, subject)
     if subject.extent_mm is not None and not lines:
@@ -214,6 +215,15 @@ def differences(training: TrainingData, contract: DataContract, subject: Measure
     if subject.spacing_mm is not None and subject.spacing_mm > SPACING_FACTOR * coarsest:
         lines.append(f"voxels of {three_digits(subject.spacing_mm)} mm (training: up to {three_digits(coarsest)} mm)")
     return lines
+
+
+def _is_head(training: TrainingData, contract: DataContract, subject: Measurement) -> bool:
+    """Whether the label of the brain is so large that it may be the whole head."""
+    organ = contract.organ
+    if organ is None or label_key(organ.name) not in BRAINS or subject.labels_ml is None:
+        return False
+    known = next((label.ml for label in training.labels if label.name == organ.name), None)
+    return known is not None and subject.labels_ml.get(organ.name, 0.0) > known.high * VOLUME_FACTOR
 
 
 def _label_differences(training: TrainingData, subject: Measurement) -> list[str]:

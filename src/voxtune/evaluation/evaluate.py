@@ -17,7 +17,7 @@ import torch
 from voxtune.data.labels import LabelMap
 from voxtune.data.modality import kind_name, listed
 from voxtune.evaluation.describe import EvaluationSets, Progress, Reader, SetReadings, grid_of, kinds_read
-from voxtune.evaluation.judge import other_labels, weak_segmenter
+from voxtune.evaluation.judge import other_labels, other_names, weak_segmenter
 from voxtune.files import write_atomic
 from voxtune.quality.bootstrap import Bootstrap, metric_value
 from voxtune.quality.metrics import (
@@ -63,6 +63,8 @@ def evaluate(
     missing, contract = _missing(sets, features, segmenter), grid_of(features)
     unstated = segmenter is not None and labels is None and "masks" not in missing
     wrong = other_labels(_used_masks(sets), segmenter) if segmenter is not None and unstated else None
+    if segmenter is not None and labels is not None and "masks" not in missing:
+        wrong = other_names(labels, segmenter)
     if wrong is not None:
         missing["masks"], segmenter = wrong, None
     features = features if features is not None and kinds_read(features, sets.kinds) else None

@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from voxtune.data.contract import DataContract, encode_mask, unknown_labels
+from voxtune.data.labels import LabelMap
 from voxtune.data.modality import listed
 from voxtune.data.preflight import check_mask, segmenter_consumer
 from voxtune.data.training_data import Measurement, differences, measure, unlike
 from voxtune.data.volumeset import Placed, VolumeFiles
+from voxtune.errors import InputError
 from voxtune.quality.bootstrap import MetricValue
 from voxtune.segmentation.segmenter import Segmenter
 
@@ -36,6 +38,16 @@ def other_labels(masks: Iterable[Path], network: Segmenter) -> str | None:
     count = f"{len(findings)} of {len(paths)} masks do not have the labels of {network.name}"
     cure = "say what their values mean with --labels, or pass a segmenter for these labels with --segmenter"
     return f"{count} ({contract.describe_labels()}), such as {problem}; {cure}"
+
+
+def other_names(labels: LabelMap, network: Segmenter) -> str | None:
+    """Why stated labels are not those of the segmenter; None if they are."""
+    try:
+        labels.for_contract(network.config.data, network.name)
+    except InputError as error:
+        cure = "pass a segmenter for these labels with --segmenter"
+        return f"{error}; or {cure}"
+    return None
 
 
 class DomainCheck:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
@@ -23,6 +24,8 @@ from voxtune.segmentation.segmenter import Segmenter, SegmenterConfig, save_segm
 from voxtune.training.data import Loader, read_item
 from voxtune.training.overview import TIMED_STEPS, Overview, overview
 from voxtune.workloads.segment import SegmentConfig, SegmentUNet
+
+log = logging.getLogger("voxtune")
 
 WARM_UP = 0.1
 
@@ -265,7 +268,10 @@ def _network(contract: DataContract, base: int | None) -> SegmentConfig:
 
 def _overview(train: Any, held_out: Any, network: SegmentConfig, data: str) -> Overview:
     contract = train.contract
-    return overview(train, network, contract.size, contract, held_out=len(held_out), origin=data)
+    facts = overview(train, network, contract.size, contract, held_out=len(held_out), origin=data)
+    for line in facts.warnings:
+        log.warning(line)
+    return facts
 
 
 def summary(rows: list[dict[str, float]]) -> dict[str, dict[str, float]]:

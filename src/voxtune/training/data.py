@@ -159,6 +159,7 @@ def open_source(config: TrainConfig, model: ModelConfig, warn: Warn, *, check: b
     if data.subjects is not None:
         return PackedSource(data.subjects, contract)
     from voxtune.data.dataset import CohortSource, PairedFolders
+    from voxtune.data.preflight import MODEL, NEW_MODEL
 
     if data.cohort is not None:
         cohort = CohortSource(contract, data.cohort_seed, data.cohort)
@@ -173,7 +174,8 @@ def open_source(config: TrainConfig, model: ModelConfig, warn: Warn, *, check: b
     labels = None if data.labels is None else LabelMap.of(data.labels)
     if data.label_map is not None:
         labels = parse_labels(data.label_map)
-    source = PairedFolders(contract, data.images, data.masks, mode=data.fit, labels=labels)
+    consumer = NEW_MODEL if config.model.init is None else MODEL
+    source = PairedFolders(contract, data.images, data.masks, mode=data.fit, labels=labels, consumer=consumer)
     if check:
         source.check().raise_or_warn(warn)
     return source

@@ -98,7 +98,8 @@ def train(
             source = open_source(config, model.config, warn, check=checkpoint is None)
         check_items(source, model.config)
         origin = f"{len(source)} subjects from Python" if from_python else describe_source(config, source)
-        facts = None if checkpoint is not None else _facts(model, source, origin)
+        new = config.model.init is None and not from_python
+        facts = None if checkpoint is not None else _facts(model, source, origin, new=new)
         if checkpoint is not None and config.steps < checkpoint.state.step:
             step = checkpoint.state.step
             raise InputError(f"{out}: already at step {step}; pass --steps {step} or more")
@@ -110,6 +111,8 @@ def train(
         card = partial(training_card, config, model, origin=origin, commands=_add_command(out, command))
         last = None if checkpoint is None else checkpoint.path
         run = Run(trainer, source, out, warn=warn, card=card, last=last, started=started)
+        for line in () if facts is None else facts.warnings:
+            warn(line)
         if facts is not None and report is not None:
             report(facts)
             progress = _timing(progress, facts, config, report)
@@ -125,7 +128,9 @@ def dry_run(config: TrainConfig, *, device: torch.device | str = "cpu", warn: Wa
         model = _starting_model(config, None, None)
         source = open_source(config, model.config, warn, check=True)
         check_items(source, model.config)
-        facts = _facts(model, source, describe_source(config, source))
+        facts = _facts(model, source, describe_source(config, source), new=config.model.init is None)
+        for line in facts.warnings:
+            warn(line)
         trainer = Trainer(config, model, len(source), device)
         loader = Loader(source, seed=config.seed, batch=config.batch, start=0, workers=0, pin=device.type == "cuda")
         batch, seconds = next(iter(loader)), 0.0
@@ -137,11 +142,11 @@ def dry_run(config: TrainConfig, *, device: torch.device | str = "cpu", warn: Wa
     return facts.with_time(seconds * config.accumulation, config.steps, config.minutes)
 
 
-def _facts(model: Model, source: Source, origin: str) -> Overview:
+def _facts(model: Model, source: Source, origin: str, *, new: bool) -> Overview:
     """The overview of a new run; the model gets the statistics of its training data."""
     held_out = source.held_out if isinstance(source, PackedSource) else None
     config = model.config
-    facts = overview(source, config.network, config.size, config.data, held_out=held_out, origin=origin)
+    facts = overview(source, config.network, config.size, config.data, held_out=held_out, origin=origin, new=new)
     model.config = replace(model.config, training_data=facts.statistics)
     return facts
 

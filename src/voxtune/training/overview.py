@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from voxtune.config import to_mapping
-from voxtune.data.contract import DataContract
+from voxtune.data.contract import BRAINS, DataContract, label_key, no_organ
 from voxtune.data.grid import Placement
 from voxtune.data.modality import MASK_ENDINGS, find_kind, same_kind, split_name
 from voxtune.data.subjects import Packed, Source, SourceRange
@@ -33,6 +33,8 @@ from voxtune.workloads.segment import SegmentConfig
 
 # Rows of each kind on the screen; the rest are counted.
 SHOWN_LABELS, SHOWN_GRIDS, SHOWN_REASONS, SHOWN_FILES = 6, 4, 3, 3
+# Human brains from newborns to adults, with a margin for atrophy and for segmentations with ventricles and meninges.
+PLAUSIBLE_BRAIN_ML = (400, 2500)
 WIDTH, INDENT = 100, 13
 # The steps that the time of a run is estimated from; the first one also initialises the libraries.
 TIMED_STEPS = 4
@@ -91,6 +93,7 @@ class Overview:
     memory_bytes: float | None = None
     seconds_per_step: float | None = None
     seconds: float | None = None
+    warnings: tuple[str, ...] = ()
 
     def with_time(self, seconds_per_step: float, steps: int, minutes: float | None) -> Overview:
         """With the time of a run of at most `steps` steps and `minutes` minutes."""
@@ -131,9 +134,14 @@ def overview(
     *,
     held_out: int | None = None,
     origin: str = "",
+    new: bool = True,
 ) -> Overview:
-    """The facts about the training subjects of a run; some of them are read and measured."""
+    """The facts about the training subjects of a run, of a `new` model or not; some of them are read and measured."""
     files = _unwrapped(source)
+    statistics = None if contract is None else measure_source(source, contract)
+    warnings = [no_organ(contract)] if new and contract is not None else []
+    if isinstance(files, FileSource) and contract is not None and statistics is not None:
+        warnings.append(_implausible_brain(contract, statistics))
     return Overview(
         network=network,
         size=size,
@@ -141,11 +149,25 @@ def overview(
         held_out=held_out,
         origin=origin,
         contract=contract,
-        statistics=None if contract is None else measure_source(source, contract),
+        statistics=statistics,
         grids=_grids(files.placements) if isinstance(files, FileSource) else (),
         unused=_unused(files.unused_files(), contract) if isinstance(files, FileSource) and contract else (),
         subject_bytes=_stored_bytes(source, contract),
+        warnings=tuple(line for line in warnings if line is not None),
     )
+
+
+def _implausible_brain(contract: DataContract, statistics: TrainingData) -> str | None:
+    """A line about a label of the brain with the volume of something else."""
+    for label in statistics.labels:
+        if label_key(label.name) in BRAINS and label.ml is not None:
+            low, high = PLAUSIBLE_BRAIN_ML
+            if not low <= label.ml.median <= high:
+                return (
+                    f"{_label_name(contract, label.name)} has a median of {three_digits(label.ml.median)} ml, a human brain "
+                    f"{low} to {high} ml; check the masks, their voxel size, and whether the images are skull-stripped"
+                )
+    return None
 
 
 def measure_source(source: Source, contract: DataContract) -> TrainingData | None:
