@@ -79,6 +79,11 @@ def check_output_path(file: Path, overwrite: bool) -> None:
         raise InputError(f"{file}: already exists; {overwrite_advice()} to replace it")
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun: 1 voxel, 2 voxels."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def one_line(error: BaseException) -> str:
     """The message of an error on one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__

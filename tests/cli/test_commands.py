@@ -86,7 +86,9 @@ def test_deprecated_spellings_still_work(capsys, tmp_path, monkeypatch):
     assert "--output" not in run(capsys, "report", "--help")[1]
     for command in ("sample", "usefulness"):
         code, _, err = run(capsys, command, "nowhere", "-o", "x", "--spacing", "karras")
-        assert code == 2 and err.startswith("warning: --spacing is deprecated; use --timestep-spacing\n")
+        assert code == 2 and err.startswith(
+            "warning: --spacing is deprecated; use --timestep-spacing (the spacing of the timesteps; "
+        )
         assert "unknown timestep spacing" in err
     code, _, err = run(capsys, "steps", "nowhere", "-o", "x", "--spacings=karras")
     assert code == 2 and err.startswith("warning: --spacings is deprecated; use --timestep-spacings\n")
@@ -204,7 +206,7 @@ def test_a_dry_run_says_what_sample_does_and_writes_nothing(capsys, model, tmp_p
     command = (*command, "--device", "cpu", "--count", "2", "--seed", "7", "--picture", "--plan", "baseline")
     code, out, err = run(capsys, *command, "--dry-run")
     assert code == 0, err
-    assert "would generate 4 volume(s) with ddpm, 2 steps, trailing timesteps, seed 7, noise by identity" in out
+    assert "would generate 4 volumes with ddpm, 2 steps, trailing timesteps, seed 7, noise by identity" in out
     assert f"would write {tmp_path}/out/sub-case12/anat/sub-case12_desc-synth02_T1w.nii.gz" in out
     code, out, err = run(capsys, *command, "--dry-run", "--json")
     planned = json.loads(out)
@@ -235,7 +237,7 @@ def test_a_dry_run_lists_the_files_that_are_not_replaced(capsys, model, tmp_path
     command = ("sample", model, "--mask", mask, "--count", "2", "-o", tmp_path / "out", "--flat", "--dry-run")
     code, out, err = run(capsys, *command)
     assert code == 0 and f"{there} exists already; sample would refuse without --overwrite" in out, err
-    assert out.count("exists already") == 1 and "would generate 2 volume(s)" in out
+    assert out.count("exists already") == 1 and "would generate 2 volumes" in out
     assert json.loads(run(capsys, *command, "--json")[1])["existing"] == [str(there)]
     assert json.loads(run(capsys, *command, "--json", "--overwrite")[1])["existing"] == []
     assert there.read_bytes() == b"a volume" and list(there.parent.iterdir()) == [there]

@@ -151,10 +151,10 @@ def test_an_image_that_a_label_was_taken_from_must_be_in_a_given_folder(tmp_path
     sidecar = tmp_path / "out" / "x_desc-synth01_T1w.json"
     sidecar.write_text(json.dumps(record))
     outside = find_cases(tmp_path / "out")
-    assert outside.cases[0].from_image.image is None
+    assert outside.cases[0].from_image.images == ()
     assert "brain was taken from the image and is not in the mask; pass --real DIR" in outside.warnings[0]
     inside = find_cases(tmp_path / "out", real=tmp_path / "data")
-    assert inside.cases[0].from_image.image == (tmp_path / "data" / "x_T1w.nii.gz").resolve()
+    assert inside.cases[0].from_image.images == ((tmp_path / "data" / "x_T1w.nii.gz").resolve(),)
     assert {v: label.name for v, label in inside.legend.items()} == {1: "tumour", 2: "brain"}
     assert not inside.warnings
     # With --labels, only its names are used; the brain has a value beside them.
@@ -162,4 +162,4 @@ def test_an_image_that_a_label_was_taken_from_must_be_in_a_given_folder(tmp_path
     assert {v: label.name for v, label in named.items()} == {7: "lesion", 8: "brain"}
     for source in ("../data/absent.nii.gz", "a\0.nii.gz", "a" * 5000 + ".nii.gz", 3):
         sidecar.write_text(json.dumps({**record, "Sources": [sources[0], source]}))
-        assert find_cases(tmp_path / "out", real=tmp_path / "data").cases[0].from_image.image is None
+        assert find_cases(tmp_path / "out", real=tmp_path / "data").cases[0].from_image.images == ()

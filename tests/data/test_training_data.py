@@ -135,7 +135,7 @@ def test_coarse_voxels_and_a_different_field_of_view():
 def test_one_line_for_any_number_of_subjects():
     assert unlike([("a", [])], "mask", "this model") is None
     assert unlike([("a", ["x"])], "mask", "this model") == (
-        "the mask is far outside the training data of this model, a: x; results may be invalid"
+        "a: the mask is far outside the training data of this model: x; results may be invalid"
     )
     rows = [("a", []), ("b", ["x", "y"]), ("c", ["z"])]
     assert unlike(rows, "mask", "this model").startswith("2 of 3 masks are far outside")
@@ -192,7 +192,8 @@ def test_whole_head_mask_in_the_skull_stripped_model(shipped):
         masks = [("sub-01_dseg.nii.gz", head(config.data, 3700), (1.0, 1.0, 1.0))]
         line = unlike_masks(config.training_data, config.data, masks)
         low, high = config.training_data.labelled_ml.low, config.training_data.labelled_ml.high
-        assert f"sub-01_dseg.nii.gz: labels of 3573 ml in total (training: {low:.0f} to {high:.0f} ml)" in line
+        assert line.startswith("sub-01_dseg.nii.gz: the mask is far outside")
+        assert f"labels of 3573 ml in total (training: {low:.0f} to {high:.0f} ml)" in line
         assert unlike_masks(config.training_data, config.data, [("a", head(config.data, 1500), (1, 1, 1))]) is None
 
 

@@ -135,8 +135,12 @@ def test_a_config_of_version_0_1_loads(folder):
 
 def test_the_former_name_of_a_keyword_is_deprecated(folder):
     model = voxtune.load(folder)
-    with pytest.warns(DeprecationWarning, match="timestep_spacing"):
+    with pytest.warns(DeprecationWarning, match="timestep_spacing") as caught:
         assert model.resolve(steps=2, spacing="leading") == model.resolve(steps=2, timestep_spacing="leading")
+        model.sample(model.example_mask(), steps=1, spacing="leading")
+        model.draw(model.example_labels(), steps=1, spacing="leading")
+    # Python shows deprecation warnings only at the line of the caller.
+    assert [warning.filename for warning in caught] == [__file__] * 3
 
 
 @pytest.mark.parametrize(

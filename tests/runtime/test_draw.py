@@ -109,7 +109,7 @@ def test_a_mask_unlike_the_training_data_is_logged(folder, mask, caplog):
     statistics = load(demo_model()).config.training_data
     model.config = replace(model.config, training_data=statistics)
     model.draw(mask)
-    assert caplog.text.count("the mask is far outside the training data of this model, sub-01_dseg.nii.gz") == 1
+    assert caplog.text.count("sub-01_dseg.nii.gz: the mask is far outside the training data of this model: ") == 1
     assert "labels of 72 mm in depth (training: 129 to" in caplog.text
 
 

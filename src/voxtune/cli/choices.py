@@ -177,6 +177,10 @@ def one_of(kind: str, *, word: str | None = None, old: Mapping[str, str] | None 
     return {"callback": check, "autocompletion": complete}
 
 
+# What a deprecated option means, where its name can be mistaken.
+MEANINGS = {"--spacing": "the spacing of the timesteps; the spacing of the voxels is the model's"}
+
+
 def warn_deprecated(old: str, new: str) -> None:
     print(f"warning: {old} is deprecated; use {new}", file=sys.stderr)
 
@@ -209,6 +213,7 @@ class Command(TyperCommand):
                 break
             name, equals, value = argument.partition("=")
             if name in renamed:
-                warn_deprecated(name, renamed[name])
+                meaning = f" ({MEANINGS[name]})" if name in MEANINGS else ""
+                warn_deprecated(name, renamed[name] + meaning)
                 current[i] = f"{renamed[name]}{equals}{value}"
         return current

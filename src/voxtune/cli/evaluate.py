@@ -18,7 +18,7 @@ from voxtune.cli.common import (
     choose_device,
     parse_labels,
 )
-from voxtune.files import check_output_path
+from voxtune.files import check_output_path, counted
 
 if TYPE_CHECKING:
     from voxtune.quality.result import Evaluation
@@ -76,7 +76,8 @@ def command(
     feature_network, segmenter_network = open_networks(features, segmenter, choose_device(device))
     images = f" of {listed(sets.kinds)} images" if len(sets.kinds) > 1 else ""
     output.say(
-        f"{len(sets.real)} reference volumes, {len(sets.synth)} synthetic volumes, {len(sets.pairs)} pairs{images}"
+        f"{counted(len(sets.real), 'reference volume')}, {counted(len(sets.synth), 'synthetic volume')}, "
+        f"{counted(len(sets.pairs), 'pair')}{images}"
     )
     started = time.perf_counter()
     total = len(sets.real) + len(sets.synth) + len(sets.training or []) + len(sets.pairs)

@@ -11,31 +11,49 @@ from voxtune.cli.common import JsonOption, Output, QuietOption, parse_size
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="Model folder, published .pt checkpoint, or name of a workload.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Model folder, published .pt checkpoint, demo (the included model), or a workload: {workload}."
+        ),
+    ],
     size: Annotated[str | None, typer.Option(help="Size as D,H,W (or H,W). Default: the model's.")] = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Show the parameters, FLOPs, sampling settings, input sizes and labels of a model."""
+    from voxtune.data.modality import kind_name
+    from voxtune.errors import InputError
     from voxtune.runtime.describe import describe
     from voxtune.runtime.model import workload_config
-    from voxtune.runtime.storage import load
+    from voxtune.runtime.storage import included, load
     from voxtune.workloads import WORKLOADS
 
-    config = workload_config(model) if model in WORKLOADS and not Path(model).exists() else load(model).config
-    facts = describe(config, parse_size(size) if size else None)
+    dimensions = parse_size(size) if size else None
+    if model in WORKLOADS and not Path(model).exists():
+        config = workload_config(model)
+        # Workloads can be of one family.
+        facts = {**describe(config, dimensions), "workload": model}
+    elif not included(Path(model)).exists():
+        names = ", ".join(WORKLOADS)
+        raise InputError(
+            f"{model}: no such model; give a model folder, a published .pt checkpoint, demo, or one of the workloads {names}"
+        )
+    else:
+        config = load(model).config
+        facts = describe(config, dimensions)
     output = Output(json=json, quiet=quiet)
     size_text = " x ".join(map(str, facts["size"]))
     rows = {
         "workload": facts["workload"],
         "parameters": f"{facts['parameters']:,} ({facts['weights_mib']} MiB in float32)",
-        "size": f"{size_text} (tensor order); dimensions must be multiples of {facts['divisor']}",
+        "size": f"{size_text} ({_order(len(facts['size']))}); dimensions must be multiples of {facts['divisor']}",
         "channels": f"{facts['in_channels']} in, {facts['out_channels']} out",
         "one step": f"{facts['flop_per_step'] / 1e12:.3f} TFLOP",
-        "diffusion": f"{facts['diffusion']['schedule']} schedule, {facts['diffusion']['steps']} steps",
+        "diffusion": _diffusion(facts["diffusion"]),
         "sampling": config.sampling.resolve(config.available_steps).describe(),
         "labels": facts["labels"] or "none (unconditional)",
-        "images": ", ".join(facts["images"]) if facts["images"] else None,
+        "images": ", ".join(map(kind_name, facts["images"])) if facts["images"] else None,
         "grid": _grid(facts),
     }
     if not json:
@@ -45,7 +63,19 @@ def command(
     output.result(facts)
 
 
+def _order(dimensions: int) -> str:
+    return "D x H x W" if dimensions == 3 else "H x W"
+
+
+def _diffusion(diffusion: dict[str, Any]) -> str:
+    text = f"{diffusion['schedule']} schedule, {diffusion['steps']} steps"
+    if diffusion["start"] is not None:
+        text += f", sampling starts at step {diffusion['start']} ({diffusion['available_steps']} steps available)"
+    return text
+
+
 def _grid(facts: dict[str, Any]) -> str | None:
     if not facts["images"]:
         return None
-    return f"{facts['orientation']}, {' x '.join(f'{s:g}' for s in facts['spacing_mm'])} mm"
+    spacing = " x ".join(f"{mm:g}" for mm in facts["spacing_mm"])
+    return f"spacing {spacing} mm ({_order(3)}), orientation {facts['orientation']}"

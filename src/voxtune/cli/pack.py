@@ -70,6 +70,7 @@ def command(
         modalities=None if image is None else parse_images(image),
         held_out=held_out,
         say=output.say,
+        warn=output.warn,
     )
     warning = no_organ(train.contract) if model is None else None
     if warning is not None:

@@ -27,6 +27,7 @@ from voxtune.cli.common import (
     sampler_options,
 )
 from voxtune.errors import InputError
+from voxtune.files import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -147,7 +148,7 @@ def command(
         "seed": seed,
         "batch": batch_size,
     }
-    line = f"{len(results)} {kind}(s) with {settings.describe()}, seed {seed}"
+    line = f"{_amount(jobs, results, kind)} with {settings.describe()}, seed {seed}"
     if dry_run:
         existing = _say_files(results, [] if overwrite else _replaced(jobs, out, count), output)
         output.say(
@@ -170,10 +171,16 @@ def command(
         else:
             results = _generate_volumes(loaded, requests, out, picture, {**of_masks, **options})
     seconds = time.perf_counter() - started
-    for result in results:
-        output.say("wrote " + ", ".join(result["files"]))
+    for file in (file for result in results for file in result["files"]):
+        output.say(f"wrote {file}")
     output.say(f"sampling took {seconds:.1f} s")
     output.result({f"{kind}s": results, **about, "seconds": round(seconds, 3)})
+
+
+def _amount(jobs: list[VolumeJob], results: list[dict[str, Any]], kind: str) -> str:
+    """The volumes or images of this command, and the number of image files if a volume has several."""
+    files = sum(len(job.names) for job in jobs)
+    return counted(len(results), kind) + (f" ({files} image files)" if files > len(results) else "")
 
 
 def _settings(model: Model, given: SamplerOptions, output: Output) -> SamplerSettings:
@@ -205,8 +212,8 @@ def _replaced(jobs: list[VolumeJob], out: Path, count: int) -> list[Path]:
 
 def _say_files(results: list[dict[str, Any]], refused: list[Path], output: Output) -> list[str]:
     """Prints the files of a dry run; returns those that are refused."""
-    for result in results:
-        output.say("would write " + ", ".join(result["files"]))
+    for file in (file for result in results for file in result["files"]):
+        output.say(f"would write {file}")
     for file in refused:
         output.say(f"{file} exists already; sample would refuse without --overwrite")
     return _texts(refused)

@@ -366,6 +366,7 @@ def _sources(settings: dict[str, Any], output: Output) -> tuple[Any, Any, str]:
         overlapping=bool(overlapping),
         modalities=images,
         say=output.say,
+        warn=output.warn,
     )
 
 

@@ -89,7 +89,7 @@ def command(
         overwrite=overwrite,
         device=choose_device(device),
     )
-    result = run(request, output.say)
+    result = run(request, output.say, output.warn)
     for note in result.notes:
         output.warn(note)
     output.say(f"wrote {request.result}, {request.result.with_suffix('.md')}")

@@ -9,7 +9,7 @@ import typer
 
 from voxtune.cli.common import JsonOption, Output, QuietOption
 from voxtune.errors import InputError
-from voxtune.files import check_output_path
+from voxtune.files import check_output_path, counted
 
 
 def command(
@@ -49,7 +49,7 @@ def command(
     page = view_page(folder, out, real=real, masks=masks, metrics=metrics, labels=labels, limit=limit)
     for warning in page.warnings:
         output.warn(warning)
-    output.say(f"{page.path}: {len(page.cases)} case(s), {page.size / 1e6:.1f} MB; open it in a browser")
+    output.say(f"{page.path}: {counted(len(page.cases), 'case')}, {page.size / 1e6:.1f} MB; open it in a browser")
     sheet_warnings: list[str] = []
     if sheet is not None:
         from voxtune.report.contact_sheet import case_sheet
@@ -58,7 +58,7 @@ def command(
         sheet_warnings = [warning for warning in contact_sheet.warnings if warning not in page.warnings]
         for warning in sheet_warnings:
             output.warn(warning)
-        output.say(f"{contact_sheet.path}: contact sheet of {len(contact_sheet.cases)} case(s)")
+        output.say(f"{contact_sheet.path}: contact sheet of {counted(len(contact_sheet.cases), 'case')}")
     output.result(
         {
             "page": str(page.path),

@@ -50,10 +50,10 @@ class CaseImage:
 
 @dataclass(frozen=True, kw_only=True)
 class FromImage:
-    """A label of a condition that was taken from the subject's image; `image` is None if the file is not available."""
+    """A label of a condition that was taken from the subject's images; `images` is empty if one of the files is not available."""
 
     name: str
-    image: Path | None
+    images: tuple[Path, ...]
 
     def fill(self, mask: Volume, legend: Legend) -> tuple[Volume, str]:
         """The mask with the label where it is 0 and the image is not, and a line about it."""
@@ -61,16 +61,19 @@ class FromImage:
         if np.isin(mask.array, values).any():
             return mask, ""
         missing = f"{self.name} was taken from the image and is not in this mask"
-        if self.image is None or not values:
-            return mask, missing
+        inside = np.zeros(mask.shape, bool)
         try:
-            image = read_volume(self.image, allow_nonfinite=True)
+            for path in self.images:
+                image = read_volume(path, allow_nonfinite=True)
+                check_pair(image, mask).raise_errors()
+                inside |= image.array != 0
         except InputError:
             return mask, missing
-        if not check_pair(image, mask).ok:
+        if not self.images or not values:
             return mask, missing
-        filled = np.where((mask.array == 0) & (image.array != 0), np.int64(values[0]), mask.array)
-        return replace(mask, array=filled), f"{self.name} was taken from {self.image.name}"
+        filled = np.where((mask.array == 0) & inside, np.int64(values[0]), mask.array)
+        names = ", ".join(path.name for path in self.images)
+        return replace(mask, array=filled), f"{self.name} was taken from {names}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,24 +265,33 @@ def _recorded_mask(path: Path, record: dict[str, Any]) -> Path | None:
 
 
 def _from_image(path: Path, record: dict[str, Any], roots: list[Path]) -> FromImage | None:
-    """The label that was taken from the image, with the image if it is in one of the folders `roots`."""
+    """The label that was taken from the image, with the images if they are in the folders `roots`."""
     name = record_image_label(record)
     if not name:
         return None
     sources = record.get("Sources")
+    images: list[Path] = []
     for source in sources[1:] if isinstance(sources, list) else []:
         # After the mask. The sidecar is not trusted: it must not name a file elsewhere.
-        if isinstance(source, str) and NIFTI_NAME.search(source):
-            # ValueError: a null character.
-            with suppress(OSError, ValueError):
-                image = (dataset_root(path) / source).resolve()
-                if image.is_file() and any(image.is_relative_to(root.resolve()) for root in roots):
-                    return FromImage(name=name, image=image)
-    return FromImage(name=name, image=None)
+        image = _inside(dataset_root(path), source, roots)
+        if image is None:
+            return FromImage(name=name, images=())
+        images.append(image)
+    return FromImage(name=name, images=tuple(images))
+
+
+def _inside(folder: Path, source: Any, roots: list[Path]) -> Path | None:
+    """The NIfTI file `source`, relative to `folder`, if it exists and is in one of the folders `roots`."""
+    if isinstance(source, str) and NIFTI_NAME.search(source):
+        # ValueError: a null character.
+        with suppress(OSError, ValueError):
+            file = (folder / source).resolve()
+            return file if file.is_file() and any(file.is_relative_to(root.resolve()) for root in roots) else None
+    return None
 
 
 def _images_absent(cases: list[Case]) -> list[str]:
-    absent = [case for case in cases if case.mask and case.from_image is not None and case.from_image.image is None]
+    absent = [case for case in cases if case.mask and case.from_image is not None and not case.from_image.images]
     if not absent:
         return []
     label = absent[0].from_image

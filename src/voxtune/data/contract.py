@@ -239,7 +239,12 @@ class DataContract:
     def describe_labels(self) -> str:
         """All labels on one line, including the background."""
         labels = sorted(self.labels, key=lambda label: (label.value, label.channel))
-        return ", ".join(["0 (background)", *(label.describe() for label in labels)])
+        return ", ".join(["0 (background)", *(_with_source(label) for label in labels)])
+
+
+def _with_source(label: Label) -> str:
+    text = label.describe()
+    return f"{text[:-1]}, from the image)" if label.from_image else text
 
 
 def no_organ(contract: DataContract) -> str | None:
@@ -291,7 +296,7 @@ def encode_mask(labels_DHW: np.ndarray, contract: DataContract) -> np.ndarray:
     unknown = unknown_labels(labels_DHW, contract)
     if unknown:
         raise InputError(
-            f"unknown label {', '.join(map(str, unknown[:8]))} in the mask; "
+            f"unknown label{'s' if len(unknown) > 1 else ''} {', '.join(map(str, unknown[:8]))} in the mask; "
             f"the model has {contract.describe_labels()}; map the mask's values to these"
         )
     outside, inside = (np.float32(value) for value in contract.mask_values)

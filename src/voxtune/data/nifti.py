@@ -18,7 +18,7 @@ from voxtune.data.formats import read_contents
 from voxtune.data.modality import image_kind
 from voxtune.data.orientation import axis_codes
 from voxtune.errors import InputError
-from voxtune.files import check_output_path, checked_path, write_atomic
+from voxtune.files import check_output_path, checked_path, counted, write_atomic
 
 # Deflate refers back 32 KiB at most, so independent pieces of this size compress almost as well.
 PIECE = 2**19
@@ -139,7 +139,9 @@ def read_volume(path: str | Path, *, allow_nonfinite: bool = False) -> Volume:
         array = np.ascontiguousarray(volume.array, dtype=np.float32)
     bad = array.size - int(np.isfinite(array).sum())
     if bad and not allow_nonfinite:
-        raise InputError(f"{path}: {bad} of {array.size} voxels are NaN or infinite; replace them before use")
+        raise InputError(
+            f"{path}: {bad} of {array.size} voxels {'is' if bad == 1 else 'are'} NaN or infinite; replace them before use"
+        )
     return replace(volume, array=array)
 
 
@@ -166,11 +168,10 @@ def _read(path: Path) -> Volume:
 def exact_labels(array: np.ndarray, name: str) -> np.ndarray:
     """Converts `array` to int32; raises InputError if that would change a value."""
     if not np.issubdtype(array.dtype, np.integer) and array.dtype != bool:
-        finite = np.isfinite(array)
-        if not finite.all():
-            raise InputError(
-                f"{name}: {int((~finite).sum())} voxels of the label map are NaN or infinite; set them to 0"
-            )
+        bad = int((~np.isfinite(array)).sum())
+        if bad:
+            verb = "is" if bad == 1 else "are"
+            raise InputError(f"{name}: {counted(bad, 'voxel')} of the label map {verb} NaN or infinite; set them to 0")
         # Scaling is applied in floating point: 3 may be read as 3.0000001.
         rounded = np.rint(array)
         fractional = np.abs(array - rounded) > 1e-4

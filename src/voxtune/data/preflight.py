@@ -162,7 +162,8 @@ def _check_labels(
         if consumer.new and not stated and set(values) <= {0, 1, 2, 3, 4} and not {3, 4} <= set(values):
             preset, release = ("brats2021", "up to 2021") if 4 in values else ("brats", "2023 and later")
             meaning = f"if these are the values of BraTS {release}, pass --labels {preset}; else {meaning}"
-        message = f"{name}: unknown label {_some(unknown)}; {both}; {advice(meaning, *consumer.label_cures)}"
+        shown = f"unknown label{'s' if len(unknown) > 1 else ''} {_some(unknown)}"
+        message = f"{name}: {shown}; {both}; {advice(meaning, *consumer.label_cures)}"
         return _report(error_finding("unknown-label", name, message))
     missing = [label for label in contract.ordered if not set(label.values) & set(values)]
     if not stated and is_brats_2021(values, contract):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from voxtune.data.labels import LabelMap
 from voxtune.data.modality import kind_name
 from voxtune.data.subjects import Packed, SourceRange, unpack
 from voxtune.errors import InputError
+
+log = logging.getLogger("voxtune")
 
 # One subject in this many is held out of folders by default.
 HELD_OUT_ONE_IN = 10
@@ -112,10 +115,16 @@ def held_out_cohort(contract: DataContract, count: int, seed: int = 0, *, skip: 
 
 
 def held_out_folders(
-    contract: DataContract, images: Path, masks: Path, *, skip: int = 0, labels: LabelMap | None = None
+    contract: DataContract,
+    images: Path,
+    masks: Path,
+    *,
+    skip: int = 0,
+    labels: LabelMap | None = None,
+    warn: Callable[[str], None] = log.warning,
 ) -> HeldOut:
     """A user's images and masks, paired by name; the first `skip` subjects are left out."""
-    source = _folders(contract, images, masks, labels)
+    source = _folders(contract, images, masks, labels, warn)
     rest = SourceRange(source, skip, max(0, len(source) - skip))
     return gather(rest, contract, f"{len(rest)} subjects of the folder {images.name}{_after(skip)}")
 
@@ -145,9 +154,10 @@ def split_folders(
     held_out: int | None = None,
     *,
     labels: LabelMap | None = None,
+    warn: Callable[[str], None] = log.warning,
 ) -> Split:
     """A user's images and masks, paired by name; the last are held out, by default one in ten."""
-    source = _folders(contract, images, masks, labels)
+    source = _folders(contract, images, masks, labels, warn)
     n_train = len(source) - (max(2, len(source) // HELD_OUT_ONE_IN) if held_out is None else held_out)
     if n_train < 2:
         raise InputError(f"{images}: {len(source)} subjects are too few to train on some and hold out others")
@@ -209,11 +219,13 @@ def gather(source: Any, contract: DataContract, origin: str) -> HeldOut:
     )
 
 
-def _folders(contract: DataContract, images: Path, masks: Path, labels: LabelMap | None) -> Any:
+def _folders(
+    contract: DataContract, images: Path, masks: Path, labels: LabelMap | None, warn: Callable[[str], None]
+) -> Any:
     from voxtune.data.dataset import PairedFolders
 
     source = PairedFolders(contract, images, masks, labels=labels)
-    source.check().raise_or_warn()
+    source.check().raise_or_warn(warn)
     return source
 
 

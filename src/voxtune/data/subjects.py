@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ from voxtune.data.modality import T1W
 from voxtune.data.pairing import folder_images
 from voxtune.errors import InputError
 from voxtune.files import one_line, write_atomic
+
+log = logging.getLogger("voxtune")
 
 COHORT_HELD_OUT = 24
 # The width of the grid of `head_contract`: 128 voxels of 1.5 mm.
@@ -125,13 +128,14 @@ def folder_sources(
     labels: LabelMap | None = None,
     *,
     new: bool = False,
+    warn: Callable[[str], None] = log.warning,
 ) -> tuple[VolumeSource, VolumeSource]:
     """A user's images and masks on the contract's grid, of a model or `new`; the last are held out, by default one in ten."""
     from voxtune.data.dataset import PairedFolders
     from voxtune.data.preflight import MODEL, NEW_HEAD
 
     source = PairedFolders(contract, images, masks, labels=labels, consumer=NEW_HEAD if new else MODEL)
-    source.check().raise_or_warn()
+    source.check().raise_or_warn(warn)
     if len(source) < 2:
         raise InputError(f"{images}: only one subject; at least two are required, since one in ten is held out")
     n_train = len(source) - (max(1, len(source) // 10) if held_out is None else held_out)
@@ -165,6 +169,7 @@ def open_sources(
     modalities: tuple[str, ...] | None = None,
     held_out: int | None = None,
     say: Callable[[str], None] = lambda text: None,
+    warn: Callable[[str], None] = log.warning,
 ) -> tuple[VolumeSource, VolumeSource, str]:
     """(training subjects, held-out subjects, description) of the simulated cohort or of a user's folders.
 
@@ -202,7 +207,7 @@ def open_sources(
             modalities = (kind,)
         named = None if labels is None else labels.labels(overlapping=overlapping)
         contract = head_contract(shape, named, modalities, overlapping=overlapping)
-    train, rest = folder_sources(images, masks, contract, held_out, labels, new=new)
+    train, rest = folder_sources(images, masks, contract, held_out, labels, new=new, warn=warn)
     return train, rest, f"{len(train)} subjects of the folder `{Path(images).name}`; {len(rest)} held out"
 
 

@@ -266,6 +266,9 @@ def unlike(rows: Sequence[tuple[str, list[str]]], kind: str, owner: str) -> str 
     if not outside:
         return None
     name, lines = outside[0]
-    count = f"{len(outside)} of {len(rows)} {kind}s are" if len(rows) > 1 else f"the {kind} is"
+    what = f"far outside the training data of {owner}"
+    if len(rows) == 1:
+        return f"{name}: the {kind} is {what}: {', '.join(lines[:3])}; results may be invalid"
+    count = f"{len(outside)} of {len(rows)} {kind}s {'is' if len(outside) == 1 else 'are'} {what}"
     first = f"such as {name}" if len(outside) > 1 else name
-    return f"{count} far outside the training data of {owner}, {first}: {', '.join(lines[:3])}; results may be invalid"
+    return f"{count}, {first}: {', '.join(lines[:3])}; results may be invalid"

@@ -87,6 +87,10 @@ def find_sets(
         sets += [] if training is None or training_files is None else [(training, training_files)]
         kinds, warnings = common_kinds(sets)
     real_volumes, synth_volumes = volumes_of(real, real_files, kinds), volumes_of(synth, synth_files, kinds)
+    pairs = pair_by_subject(real_volumes, synth_volumes)
+    if not pairs:
+        names = f"{synth_volumes[0].path.name} and {real_volumes[0].path.name}"
+        warnings.append(f"0 pairs: no synthetic volume matches a reference volume by name, such as {names}")
     mask_files = None if masks is None else find_masks(masks)
     if mask_files is not None and not any(f.subject in mask_files for f in synth_volumes):
         raise InputError(f"{masks}: no mask matches a synthetic volume by name, such as {synth_volumes[0].path.name}")
@@ -96,7 +100,7 @@ def find_sets(
         synth=synth_volumes,
         training=None if training is None or training_files is None else volumes_of(training, training_files, kinds),
         masks=mask_files,
-        pairs=pair_by_subject(real_volumes, synth_volumes),
+        pairs=pairs,
         warnings=tuple(warnings),
     )
 

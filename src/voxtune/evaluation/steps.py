@@ -194,8 +194,9 @@ def run(request: StepsRequest, say: Say, warn: Say | None = None) -> StepTable:
     earlier = None if request.confirm is None else read_earlier(request.confirm, model, about["model_sha256"])
     seen = 0 if earlier is None else earlier.seen
     skip = seen if request.skip is None else request.skip
-    subjects = _subjects(request, contract, skip)
-    _warn_of_unlike(subjects, {"the model": model.config, "the segmenter": segmenter.config}, warn or say)
+    warn = warn or say
+    subjects = _subjects(request, contract, skip, warn)
+    _warn_of_unlike(subjects, {"the model": model.config, "the segmenter": segmenter.config}, warn)
     about |= {"skip": skip} | ({} if earlier is None else {"confirms": earlier.to_json()})
 
     def complete(table: StepTable) -> StepTable:
@@ -312,11 +313,11 @@ def _segmenter(path: Path | None) -> Segmenter:
     return load_segmenter(chosen)
 
 
-def _subjects(request: StepsRequest, contract: DataContract, skip: int) -> HeldOut:
+def _subjects(request: StepsRequest, contract: DataContract, skip: int, warn: Say) -> HeldOut:
     if request.subjects is not None:
         return held_out_packed(contract, request.subjects, request.held_out, skip=skip)
     if request.real is not None and request.masks is not None:
-        return held_out_folders(contract, request.real, request.masks, skip=skip, labels=request.labels)
+        return held_out_folders(contract, request.real, request.masks, skip=skip, labels=request.labels, warn=warn)
     return held_out_cohort(contract, HELD_OUT if request.held_out is None else request.held_out, skip=skip)
 
 

@@ -236,17 +236,18 @@ class UsefulnessRequest:
         return SegmentTraining(steps=self.segment_steps, batch=self.segment_batch, seed=self.seed, autocast=autocast)
 
 
-def run(request: UsefulnessRequest, say: Say) -> UsefulnessTable:
+def run(request: UsefulnessRequest, say: Say, warn: Say | None = None) -> UsefulnessTable:
     """Generates volumes, then trains and measures every arm; the files are written after each seed."""
     bootstrap = Bootstrap(resamples=request.resamples, seed=request.seed)
     model = load(request.model, device=request.device)
     training = request.training()
     check_seed(request.seed)
-    settings = model.resolve(warn=say, **(request.sampling or {"steps": "auto"}))
+    warn = warn or say
+    settings = model.resolve(warn=warn, **(request.sampling or {"steps": "auto"}))
     unmeasured = model.config.sampling.unmeasured(settings)
     if unmeasured is not None:
-        say(unmeasured)
-    subjects = _checked(_split(request, model), request)
+        warn(unmeasured)
+    subjects = _checked(_split(request, model, warn), request)
     say(f"training subjects: {subjects.origin}; test subjects: {subjects.held_out.origin}")
     say(f"{request.volumes} volumes with {settings.describe()}, on {model.device}")
     model = by_plan(model, request.plan, say)
@@ -284,13 +285,13 @@ def write(result: UsefulnessTable, path: Path, title: str) -> None:
     write_atomic(path.with_suffix(".md"), result.markdown(f"{title}: usefulness").encode())
 
 
-def _split(request: UsefulnessRequest, model: Model) -> Split:
+def _split(request: UsefulnessRequest, model: Model, warn: Say) -> Split:
     contract = mask_model_contract(model.config.data)
     if request.subjects is not None:
         return split_packed(contract, request.subjects, request.volumes, request.held_out)
     if request.real is not None and request.masks is not None:
         folders = (request.real, request.masks)
-        return split_folders(contract, *folders, request.volumes, request.held_out, labels=request.labels)
+        return split_folders(contract, *folders, request.volumes, request.held_out, labels=request.labels, warn=warn)
     held_out = HELD_OUT if request.held_out is None else request.held_out
     return split_cohort(contract, request.volumes, held_out)
 

@@ -122,7 +122,7 @@ def finite(volume: Volume) -> tuple[np.ndarray, list[str]]:
     if not bad:
         return volume.array, []
     low = volume.array[good].min() if good.any() else 0.0
-    message = f"{volume.name}: {bad} of {good.size} voxels are NaN or infinite; shown as the minimum"
+    message = f"{volume.name}: {bad} of {good.size} voxels {'is' if bad == 1 else 'are'} NaN or infinite; shown as the minimum"
     return np.where(good, volume.array, low), [message]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from voxtune.data.cases import Case, Cases, Origin, find_cases
 from voxtune.errors import InputError
-from voxtune.files import write_atomic
+from voxtune.files import counted, write_atomic
 from voxtune.report.embedding import Embedding, TooLargeError
 from voxtune.report.html import asset, embed, policy
 from voxtune.report.metrics import MetricRow, Metrics, read_metrics
@@ -164,7 +164,7 @@ def _subtitle(folder: Path, cases: Cases) -> str:
     origins = {case.reference_origin for case in paired}
     noun = NOUNS.get(origins.pop(), "reference") if len(origins) == 1 else "reference"
     beside = f", {len(paired)} with a {noun} for comparison" if paired else ""
-    return f"{folder.resolve().name}: {number} {'case' if number == 1 else 'cases'}{beside}"
+    return f"{folder.resolve().name}: {counted(number, 'case')}{beside}"
 
 
 def _render(title: str, subtitle: str, data: dict[str, Any], measured: Metrics, volumes: Embedding) -> str:

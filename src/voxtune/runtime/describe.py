@@ -52,7 +52,12 @@ def describe(config: ModelConfig, size: tuple[int, ...] | None = None) -> dict[s
         "in_channels": network.in_channels,
         "out_channels": network.out_channels,
         "flop_per_step": forward_flops(network, dimensions),
-        "diffusion": {"schedule": config.diffusion.schedule, "steps": config.diffusion.steps},
+        "diffusion": {
+            "schedule": config.diffusion.schedule,
+            "steps": config.diffusion.steps,
+            "start": config.sampling.start,
+            "available_steps": config.available_steps,
+        },
         "sampling": config.sampling.resolve(config.available_steps).record(),
         "labels": None if data is None else data.describe_labels(),
         "images": None if data is None else list(data.images),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import string
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -201,7 +202,7 @@ class SamplingConfig:
         if isinstance(steps, str) and steps != "auto":
             raise InputError(f"steps {steps!r}: expected a whole number or 'auto'")
         if spacing is not None:
-            warnings.warn("spacing is now timestep_spacing", DeprecationWarning, stacklevel=3)
+            warnings.warn("spacing is now timestep_spacing", DeprecationWarning, stacklevel=_caller_level())
             timestep_spacing = timestep_spacing or spacing
         options: dict[str, Any] = {
             "sampler": sampler,
@@ -242,3 +243,11 @@ class SamplingConfig:
         if settings.to_json() == self.auto.to_json():
             return None
         return f"the stored evidence is for {SamplerSettings.describe(self.auto)}; it does not apply to {settings.describe()}"
+
+
+def _caller_level() -> int:
+    """The `stacklevel` of the nearest caller outside this package and torch, whose decorators are frames too."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("voxtune", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -71,6 +71,7 @@ class Unused:
 
     reason: str
     files: tuple[str, ...]
+    other_kind: bool = False  # images of a kind that the model does not have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +117,10 @@ class Overview:
         elif len(self.size) == 2:
             rows.append(("grid", f"{_by(self.size[::-1])} pixels"))
         rows += _listed("files", [grid.text() for grid in self.grids], SHOWN_GRIDS, "other sizes")
-        rows += _listed("not used", [_unused_text(u) for u in self.unused], SHOWN_REASONS, "other reasons")
+        # A warning of the data's check names the other kinds.
+        rows += _listed(
+            "not used", [_unused_text(u) for u in self.unused if not u.other_kind], SHOWN_REASONS, "other reasons"
+        )
         if self.seconds is not None and self.seconds_per_step is not None:
             step = f"{self.seconds_per_step:.3g} s per step"
             rows.append(("time", f"about {duration(self.seconds)} (estimated, {step})"))
@@ -225,18 +229,21 @@ def _change(placement: Placement) -> GridChange:
 
 
 def _unused(files: Sequence[Path], contract: DataContract) -> tuple[Unused, ...]:
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[tuple[str, bool], list[str]] = {}
     for path in files:
         ending = split_name(path, contract.images)[1]
         kind = find_kind(ending)
+        other = kind is not None and not any(same_kind(ending, name) for name in contract.images)
         if ending in MASK_ENDINGS:
             reason = "masks of no image"
-        elif kind is not None and not any(same_kind(ending, name) for name in contract.images):
+        elif kind is not None and other:
             reason = f"{kind.name} images"
         else:
             reason = "unpaired files"
-        reasons.setdefault(reason, []).append(path.name)
-    return tuple(Unused(reason=reason, files=tuple(names)) for reason, names in reasons.items())
+        reasons.setdefault((reason, other), []).append(path.name)
+    return tuple(
+        Unused(reason=reason, files=tuple(names), other_kind=other) for (reason, other), names in reasons.items()
+    )
 
 
 def _stored_bytes(source: Source, contract: DataContract | None) -> int:
