@@ -169,6 +169,16 @@ def test_info_of_a_published_workload(capsys):
     assert 5.5e12 < facts["flop_per_step"] < 5.6e12
 
 
+def test_info_names_the_start_the_axes_and_the_images(capsys):
+    _, out, _ = run(capsys, "info", "demo")
+    assert "250 steps, sampling starts at step 235 (236 steps available)" in out
+    assert "64 x 64 x 64 (D x H x W)" in out and "spacing 3 x 3 x 3 mm (D x H x W), orientation RAS" in out
+    _, out, _ = run(capsys, "info", "med-ddpm-brats")
+    assert "workload    med-ddpm-brats" in out and "T1w, T1ce, T2w, FLAIR" in out
+    code, _, err = run(capsys, "info", "segment")
+    assert code == 2 and "med-ddpm, med-ddpm-brats, convnext" in err
+
+
 def test_info_shows_the_default_settings_of_sample(capsys):
     demo = Path(voxtune.__file__).parent / "models" / "demo"
     settings = voxtune.load(demo).resolve()

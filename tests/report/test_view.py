@@ -188,7 +188,7 @@ def test_nan_is_shown_as_the_minimum_with_a_warning(tmp_path):
     array[1, 1, 1] = np.nan
     write_array(tmp_path / "in" / "x.nii", array)
     warnings = view_page(tmp_path / "in", tmp_path / "v.html").warnings
-    assert any("1 of 27 voxels are NaN" in w for w in warnings)
+    assert any("1 of 27 voxels is NaN" in w for w in warnings)
 
 
 def test_invalid_metrics_are_ignored(tmp_path):
