@@ -65,6 +65,7 @@ def trained(data, tmp_path_factory):
     result = voxtune.train(
         images=data,
         masks=data,
+        image=["t1"],
         out=tmp_path_factory.mktemp("runs") / "mine",
         steps=np.int64(3),
         seed=1,
@@ -160,7 +161,13 @@ REFUSED = [
         {"out": "run", "images": ".", "masks": ".", "overlapping_labels": 1},
         "overlapping_labels: expected bool",
     ),
-    ("train", {"out": "run", "cohort": 2, "image": 3}, "image: expected str"),
+    (
+        "train",
+        {"out": "run", "cohort": 2, "image": 3},
+        "image: expected text such as 't1,t2' or a list of names, got int",
+    ),
+    ("train", {"out": "run", "cohort": 2, "image": ["t1", "T1w"]}, "T1w is given twice"),
+    ("train", {"out": "run", "images": ".", "masks": ".", "image": ["t1", 2]}, "image: expected text"),
     ("train", {"out": "run", "cohort": 2, "image": "t1,t1w"}, "T1w is given twice"),
     ("train", {"out": "run", "cohort": 2, "size": 64}, "size: expected a list, got 64"),
     ("train", {"out": "run", "cohort": 2, "loss": "l3"}, "loss: 'l3' is not one of"),
@@ -279,7 +286,7 @@ again = model.draw(volume.array.astype(np.int32), volume.affine, sampler="ddim",
 path = volume.save("out.nii.gz")
 for name, image in model.draw_images(path).items():
     print(name.upper(), image.spacing[0] + 1.0)
-result = voxtune.train(images="data", masks="data", out="runs/mine", steps=10, size=(32, 32, 32), loss="l1")
+result = voxtune.train(images="data", masks="data", image=["t1"], out="runs/mine", steps=10, size=(32, 32, 32), loss="l1")
 print(result.model.name, result.step + 1)
 evaluation = voxtune.evaluate("data", "out", masks="data", resamples=100)
 print(evaluation["psnr"].value + 1.0, evaluation.counts)

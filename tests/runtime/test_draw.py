@@ -86,6 +86,11 @@ def test_a_file_a_volume_and_an_array_give_the_same(model, mask):
             model.draw(Volume(array=array, affine=volume.affine, path=mask), seed=1).array, from_file.array
         )
     in_memory = model.draw(volume.array, volume.affine, seed=1)
+    for other in (torch.from_numpy(volume.array), torch.from_numpy(volume.array).to(torch.bfloat16)):
+        np.testing.assert_array_equal(model.draw(other, volume.affine, seed=1).array, in_memory.array)
+    of_nibabel = model.draw(nib.load(mask), seed=1)
+    np.testing.assert_array_equal(of_nibabel.array, in_memory.array)
+    assert of_nibabel.header is not None
     assert in_memory.shape == from_file.shape and in_memory.header is None
     np.testing.assert_array_equal(in_memory.affine, from_file.affine)
     np.testing.assert_array_equal(in_memory.array, model.draw(volume.array, volume.affine, seed=1).array)
@@ -177,16 +182,24 @@ ARRAY, AFFINE = np.ones((8, 8, 8), np.uint8), np.diag([20.0, 20.0, 20.0, 1.0])
         ({"mask": "no-such-file.nii.gz"}, "no such file"),
         ({"mask": "mask.txt"}, "file name must end in"),
         ({"mask": ""}, "not a path"),
-        ({"mask": 5}, "expected a NIfTI file, a Volume or an array, got int"),
+        (
+            {"mask": 5},
+            "expected a NIfTI file, a Volume, an image of nibabel, or an array or a tensor with its affine, got int",
+        ),
         ({"mask": None}, "got NoneType"),
-        ({"mask": torch.ones(8, 8, 8)}, "got Tensor"),
+        ({"mask": torch.ones(8, 8, 8)}, "missing affine"),
+        ({"mask": [[[1]]], "affine": AFFINE}, "mask: expected .* got list"),
+        ({"mask": torch.ones(8, 8, 8).to_sparse(), "affine": AFFINE}, "cannot be a mask"),
+        ({"image": ARRAY}, "image: expected a NIfTI file, a Volume or an image of nibabel.* got ndarray"),
+        ({"image": Volume(array=ARRAY, affine=np.eye(3))}, r"shape \(3, 3\), expected \(4, 4\)"),
+        ({"mask": nib.Nifti1Image(ARRAY, AFFINE), "affine": AFFINE}, "omit it"),
         ({"mask": ARRAY}, "missing affine"),
         ({"mask": ARRAY, "affine": "RAS"}, "affine"),
-        ({"mask": ARRAY, "affine": np.eye(3)}, "affine"),
+        ({"mask": ARRAY, "affine": np.eye(3)}, r"the affine has shape \(3, 3\), expected \(4, 4\)"),
         ({"mask": ARRAY, "affine": np.zeros((4, 4))}, "affine is singular"),
-        ({"mask": ARRAY[0], "affine": AFFINE}, "not a 3D mask"),
-        ({"mask": np.zeros((0, 8, 8)), "affine": AFFINE}, "not a 3D mask"),
-        ({"mask": ARRAY.astype("U1"), "affine": AFFINE}, "not a 3D mask"),
+        ({"mask": ARRAY[0], "affine": AFFINE}, "not a 3D volume of numbers"),
+        ({"mask": np.zeros((0, 8, 8)), "affine": AFFINE}, "not a 3D volume of numbers"),
+        ({"mask": ARRAY.astype("U1"), "affine": AFFINE}, "not a 3D volume of numbers"),
         ({"mask": ARRAY * 0.5, "affine": AFFINE}, "must contain integers"),
         ({"mask": ARRAY * 0, "affine": AFFINE}, "empty"),
         ({"mask": ARRAY * 7, "affine": AFFINE}, "unknown label 7"),
@@ -273,6 +286,8 @@ def test_labels_and_the_image_of_the_brain(capsys, brats, tmp_path):
     expected = read_volume(file).array
     np.testing.assert_array_equal(model.draw(mask, labels="brats2021", image=image).array, expected)
     np.testing.assert_array_equal(model.draw(mask, labels="brats2021", image=read_volume(image)).array, expected)
+    in_nibabel = model.draw(read_labels(mask), labels="brats2021", image=nib.load(image))
+    np.testing.assert_array_equal(in_nibabel.array, expected)
     loaded = read_labels(mask)
     np.testing.assert_array_equal(model.draw(loaded, labels="brats2021", image=image).array, expected)
     with pytest.raises(InputError, match="labels"):

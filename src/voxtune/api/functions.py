@@ -42,7 +42,7 @@ def train(
     masks: PathLike | None = None,
     labels: str | None = None,
     overlapping_labels: bool = False,
-    image: str | None = None,
+    image: str | Sequence[str] | None = None,
     subjects: PathLike | None = None,
     cohort: int | None = None,
     workload: str | None = None,
@@ -72,14 +72,17 @@ def train(
     """Trains a model into the run folder `out`, as `voxtune train` does with the options of these names.
 
     `labels` says what the values of the masks mean, such as "tumour=1,4; oedema=2; brain=image" or "brats2021". `image` names
-    the kinds of the images, such as "T2w" or "t1,t1ce,t2,flair". `settings` are further settings by name, such as
+    the kinds of the images, such as "T2w", "t1,t1ce,t2,flair" or ["t1", "t2"]. `settings` are further settings by name, such as
     `{"ema_decay": 0.999}` (`--set`). `config` is a YAML or JSON file; keywords override it. `resume` is the folder of a
     run to continue, in place of `out`. `progress(step, steps, loss)` is called after every step; the run ends early, with a
     checkpoint, once `stop()` returns True. Warnings are logged. Load the model with `voxtune.load(result.model)`.
+
+    There is no dry run in Python: `voxtune train --dry-run` prints what would be trained and writes nothing. Here the same
+    lines are logged before the first step.
     """
     if workload == "segment":
         raise InputError("workload 'segment': train segmenters with the command voxtune train --workload segment")
-    check_values(train, image=image, overlapping_labels=overlapping_labels)
+    check_values(train, overlapping_labels=overlapping_labels)
     for name, function in {"progress": progress, "stop": stop}.items():
         if function is not None and not callable(function):
             raise InputError(f"{name}: expected a function, got {type(function).__name__}")

@@ -130,8 +130,12 @@ def _last_part(stem: str, known: frozenset[str] | set[str]) -> tuple[str, str, s
     return head, separator, tail
 
 
-def parse_images(text: str) -> tuple[str, ...]:
-    """Image kinds from text such as T2w or t1,t1ce,t2,flair, by their canonical names."""
+def parse_images(text: str | Sequence[str]) -> tuple[str, ...]:
+    """Image kinds from text such as T2w or t1,t1ce,t2,flair, or from a sequence of names, by their canonical names."""
+    if not isinstance(text, str):
+        if not isinstance(text, list | tuple) or not all(isinstance(name, str) for name in text):
+            raise InputError(f"image: expected text such as 't1,t2' or a list of names, got {type(text).__name__}")
+        text = ",".join(text)
     names = tuple(kind_name(part.strip()) for part in text.split(","))
     wrong = next((name for name in names if not IMAGE_NAME.fullmatch(name)), None)
     if wrong is not None:

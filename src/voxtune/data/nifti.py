@@ -18,7 +18,7 @@ from voxtune.data.formats import read_contents
 from voxtune.data.modality import image_kind
 from voxtune.data.orientation import axis_codes
 from voxtune.errors import InputError
-from voxtune.files import check_output_path, checked_path, counted, write_atomic
+from voxtune.files import check_output_path, checked_path, counted, one_line, write_atomic
 
 # Deflate refers back 32 KiB at most, so independent pieces of this size compress almost as well.
 PIECE = 2**19
@@ -165,6 +165,38 @@ def _read(path: Path) -> Volume:
     )
 
 
+def given_volume(value: object, name: str, expected: str) -> Volume | Path:
+    """A volume or its file, as a caller gave it: a path, a Volume, or an image of nibabel. `name` is the argument."""
+    if isinstance(value, Volume):
+        return checked_volume(value)
+    if isinstance(value, str | os.PathLike):
+        return checked_path(value, name)
+    if not all(hasattr(value, attribute) for attribute in ("dataobj", "get_fdata", "affine", "header")):
+        raise InputError(f"{name}: expected {expected}, got {type(value).__name__}")
+    import nibabel as nib
+
+    image: Any = value
+    header = image.header.copy() if isinstance(image.header, nib.Nifti1Header) else None
+    if image.affine is None:
+        raise InputError(f"{name}: the nibabel image has no affine")
+    try:
+        array = np.asanyarray(image.dataobj)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise InputError(f"{name}: the nibabel image cannot be read ({one_line(error)})") from None
+    return checked_volume(Volume(array=array, affine=np.asarray(image.affine), header=header))
+
+
+def checked_volume(volume: Volume) -> Volume:
+    """`volume` if it is a 3D volume of numbers with a valid affine."""
+    array, affine = np.asarray(volume.array), np.asarray(volume.affine)
+    if array.ndim != 3 or not array.size or array.dtype.kind not in "iufb":
+        raise InputError(f"{volume.name}: shape {array.shape} of {array.dtype} is not a 3D volume of numbers")
+    if affine.dtype.kind not in "iuf":
+        raise InputError(f"{volume.name}: the affine must be a 4 x 4 matrix of numbers")
+    check_affine(affine, volume.name)
+    return replace(volume, array=array, affine=affine)
+
+
 def exact_labels(array: np.ndarray, name: str) -> np.ndarray:
     """Converts `array` to int32; raises InputError if that would change a value."""
     if not np.issubdtype(array.dtype, np.integer) and array.dtype != bool:
@@ -209,7 +241,9 @@ def volume_bytes(array: np.ndarray, like: Volume, dtype: Any = None, *, compress
 
 def check_affine(affine: np.ndarray, name: str) -> None:
     """Raises InputError for an affine that is not 4 x 4, not finite, singular, or not in millimetres."""
-    if affine.shape != (4, 4) or not np.isfinite(affine).all():
+    if affine.shape != (4, 4):
+        raise InputError(f"{name}: the affine has shape {affine.shape}, expected (4, 4)")
+    if not np.isfinite(affine).all():
         raise InputError(f"{name}: the affine is not finite; repair the header's sform or qform")
     lengths = np.sqrt((affine[:3, :3] ** 2).sum(axis=0))
     if lengths.min() < 1e-6 or lengths.max() > 1e6 or abs(np.linalg.det(affine[:3, :3] / lengths)) < 1e-3:

@@ -21,18 +21,21 @@ from voxtune.data.grid import Mode, Placement, fit
 from voxtune.data.labels import Images, LabelMap, MaskReader
 from voxtune.data.legend import contract_legend, first_voxel
 from voxtune.data.modality import kind_name
-from voxtune.data.nifti import Volume, check_affine, exact_labels, read_labels
+from voxtune.data.nifti import Volume, exact_labels, given_volume, read_labels
 from voxtune.data.pixels import check_png, png, to_pixels
 from voxtune.data.preflight import check_lost_labels
 from voxtune.data.training_data import unlike_masks
 from voxtune.diffusion.noise import NoiseRule, check_seed, identity_index
 from voxtune.errors import FileProblems, InputError, advice, overwrite_advice
-from voxtune.files import checked_path, write_atomic
+from voxtune.files import write_atomic
 from voxtune.runtime.batching import BatchChoice, choose_batch, pads_last_batch
 from voxtune.runtime.model import Model, check_size
 from voxtune.runtime.sampling import SamplerSettings
 
 log = logging.getLogger("voxtune")
+
+# What `Model.draw` accepts.
+MASKS = "a NIfTI file, a Volume, an image of nibabel, or an array or a tensor with its affine"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +115,10 @@ def mask_contract(model: Model) -> DataContract:
     return model.config.data
 
 
-def read_mask(mask: Volume | np.ndarray | str | Path, affine: np.ndarray | None = None) -> Volume:
+def read_mask(mask: object, affine: np.ndarray | None = None) -> Volume:
     """A mask for `draw_images`: read from its file, or checked in memory."""
+    if isinstance(mask, torch.Tensor):
+        mask = _array(mask)
     if isinstance(mask, np.ndarray):
         if affine is None:
             raise InputError("missing affine: pass the 4 x 4 matrix from voxels to millimetres with the array")
@@ -121,19 +126,20 @@ def read_mask(mask: Volume | np.ndarray | str | Path, affine: np.ndarray | None 
             mask = Volume(array=mask, affine=np.array(affine, dtype=np.float64))
         except (TypeError, ValueError):
             raise InputError(f"affine: expected a 4 x 4 matrix of numbers, got {type(affine).__name__}") from None
-    elif affine is not None:
-        raise InputError("affine applies to a mask given as an array; omit it")
-    if not isinstance(mask, Volume):
-        if not isinstance(mask, str | os.PathLike):
-            raise InputError(f"mask: expected a NIfTI file, a Volume or an array, got {type(mask).__name__}")
-        return read_labels(checked_path(mask, "mask"))
-    array, matrix = np.asarray(mask.array), np.asarray(mask.affine)
-    if array.ndim != 3 or not array.size or array.dtype.kind not in "iufb":
-        raise InputError(f"{mask.name}: shape {array.shape} of {array.dtype} is not a 3D mask of whole numbers")
-    if matrix.dtype.kind not in "iuf":
-        raise InputError(f"{mask.name}: the affine must be a 4 x 4 matrix of numbers")
-    check_affine(matrix, mask.name)
-    return replace(mask, array=exact_labels(array, mask.name), affine=matrix)
+        affine = None
+    given = given_volume(mask, "mask", MASKS)
+    if affine is not None:
+        raise InputError("affine applies to a mask given as an array or a tensor; omit it")
+    if isinstance(given, Path):
+        return read_labels(given)
+    return replace(given, array=exact_labels(given.array, given.name))
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    try:
+        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().cpu().numpy()
+    except (TypeError, RuntimeError):
+        raise InputError(f"mask: a tensor of {tensor.dtype}, {tensor.layout} cannot be a mask") from None
 
 
 def prepare_mask(mask: Volume, reader: MaskReader, mode: Mode = "auto", size: Shape | None = None) -> MaskRequest:

@@ -29,11 +29,13 @@ from voxtune.diffusion import (
 from voxtune.diffusion.noise import check_seed
 from voxtune.diffusion.samplers import Denoise
 from voxtune.errors import InputError
-from voxtune.files import checked_path, one_line
+from voxtune.files import one_line
 from voxtune.runtime.sampling import SamplerOptions, SamplerSettings, SamplingConfig
 from voxtune.workloads import FAMILIES, NetworkConfig, Workload, build, split, workload
 
 if TYPE_CHECKING:
+    from nibabel.spatialimages import SpatialImage
+
     from voxtune.data.grid import Mode
     from voxtune.data.labels import Images
     from voxtune.data.nifti import Volume
@@ -202,20 +204,21 @@ class Model:
 
     def draw(
         self,
-        mask: Volume | np.ndarray | str | Path,
+        mask: Volume | np.ndarray | Tensor | SpatialImage | str | Path,
         affine: np.ndarray | None = None,
         *,
         seed: int = 0,
         fit: Mode = "auto",
         size: Sequence[int] | None = None,
         labels: str | None = None,
-        image: Images | None = None,
+        image: Images | SpatialImage | None = None,
         progress: Progress | None = None,
         **options: Unpack[SamplerOptions],
     ) -> Volume:
         """The volume that the model generates for a mask, on the mask's own grid, with intensities in [0, 1].
 
-        `mask` is a NIfTI file, a Volume, or an array (X, Y, Z) of whole numbers with its `affine`. `fit`, `size`, `seed` and
+        `mask` is a NIfTI file, a Volume, an image of nibabel, or an array or tensor (X, Y, Z) of whole numbers with its
+        `affine`. `fit`, `size`, `seed` and
         `labels` are as on the command line; `image` is the subject's image, or several, for a label that is taken from them
         (labels="brats"). `options` are as in `sample`: `steps`, `sampler` and others. The volume is that of the file that
         `voxtune sample` writes with the same options: on a CPU with `--batch 1 --plan baseline` voxel for voxel, otherwise
@@ -230,18 +233,30 @@ class Model:
 
     def draw_images(
         self,
-        mask: Volume | np.ndarray | str | Path,
+        mask: Volume | np.ndarray | Tensor | SpatialImage | str | Path,
         affine: np.ndarray | None = None,
         *,
         seed: int = 0,
         fit: Mode = "auto",
         size: Sequence[int] | None = None,
         labels: str | None = None,
-        image: Images | None = None,
+        image: Images | SpatialImage | None = None,
         progress: Progress | None = None,
         **options: Unpack[SamplerOptions],
     ) -> dict[str, Volume]:
-        """As `draw`, for a model of one or several images: the volumes by the name of the image, such as "FLAIR"."""
+        """The volumes that the model generates for a mask, one for each of its images, by the name of the image.
+
+        The names are those of the model (`config.data.images`): T1w, T1ce, T2w, FLAIR and so on. Other spellings, such as
+        "flair", are accepted in options but are not keys of the result. The volumes are on the mask's own grid, with
+        intensities in [0, 1].
+
+        `mask` and `affine` are as in `draw`. `fit` and `size` place the mask on the model's grid (`--fit`, `--size`); `seed`
+        is the random seed of the noise. `labels` is what the values of the mask mean (`--labels`), such as
+        "tumour=1,4; brain=image" or "brats". `image` is the subject's image, or several, from which a label of `labels` is
+        taken (brain=image): a NIfTI file, a Volume or an image of nibabel on the grid of the mask. `progress(done, total)` is
+        called after every step. `options` are `sampler`, `steps`, `timestep_spacing`, `clip` and `cache`, by default the
+        model's settings.
+        """
         from voxtune.data.labels import parse_labels
         from voxtune.runtime.generate import draw_images, read_mask
 
@@ -456,10 +471,12 @@ def check_progress(progress: Any) -> None:
 
 def _images(given: Any) -> tuple[Volume | Path, ...]:
     """The argument `image`: one image, or a list or tuple of them."""
-    from voxtune.data.nifti import Volume
+    from voxtune.data.nifti import given_volume
 
     images = tuple(given) if isinstance(given, list | tuple) else (given,)
-    return tuple(image if isinstance(image, Volume) else checked_path(image, "image") for image in images)
+    return tuple(
+        given_volume(image, "image", "a NIfTI file, a Volume or an image of nibabel, or several") for image in images
+    )
 
 
 def _whole(name: str, values: Any) -> tuple[int, ...]:
