@@ -225,7 +225,9 @@ def test_save_replaces_and_reads_back(tmp_path):
     image = Volume(array=np.random.default_rng(0).random((4, 5, 6), dtype=np.float32), affine=np.diag([1.0, 2, 3, 1]))
     for path in (tmp_path / "a" / "image.nii.gz", str(tmp_path / "image.nii")):
         assert image.save(path) == Path(path)
-        again = read_volume(image.save(path))
+        with pytest.raises(InputError, match="already exists; pass overwrite=True"):
+            image.save(path)
+        again = read_volume(image.save(path, overwrite=True))
         np.testing.assert_array_equal(again.array, image.array)
         np.testing.assert_array_equal(again.affine, image.affine)
     labels = replace(image, array=np.arange(120).reshape(4, 5, 6))
