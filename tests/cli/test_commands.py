@@ -254,7 +254,7 @@ def test_a_dry_run_lists_the_files_that_are_not_replaced(capsys, model, tmp_path
 
 
 def test_sample_chooses_the_batch(capsys, model, tmp_path):
-    for i in range(5):
+    for i in range(7):
         write_mask(tmp_path / f"sub-{i}_dseg.nii.gz")
     command = ("sample", model, "--mask", tmp_path, "--steps", "10", "--device", "cpu", "--plan", "baseline")
     volumes = {}
