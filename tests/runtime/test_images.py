@@ -60,7 +60,7 @@ def test_another_size_and_grey_images(tmp_path):
 
 def test_existing_images_are_not_replaced(model, tmp_path):
     list(generate_images(model, tmp_path))
-    with pytest.raises(InputError, match=r"image-000000.png already exists; .*--overwrite"):
+    with pytest.raises(InputError, match=r"image-000000.png already exists; .*overwrite=True"):
         list(generate_images(model, tmp_path, count=2))
     assert len(list(generate_images(model, tmp_path, count=2, overwrite=True))) == 2
 
