@@ -43,7 +43,7 @@ LIBRARIES: dict[str, set[str]] = {
     "plan": {"torch", "triton"},
     "ladder": {"torch", "triton", "numpy"},
 }
-LEAVES = {"config", "errors", "files", "precision", "versions"}
+LEAVES = {"config", "errors", "files", "marks", "precision", "reading", "versions"}
 # Modules of fewer lines than this belong in their importer, if they have only one.
 SMALL = 60
 LARGE = 600

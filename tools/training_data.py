@@ -11,7 +11,7 @@ from pathlib import Path
 from voxtune.config import to_mapping
 from voxtune.data.dataset import CohortSource
 from voxtune.data.training_data import TrainingData, measure, measured_numbers, summarise
-from voxtune.files import write_atomic
+from voxtune.files import write_file
 from voxtune.runtime.storage import demo_model, load, read_json
 from voxtune.segmentation.segmenter import load_segmenter, shipped_segmenter
 
@@ -36,7 +36,7 @@ def main() -> None:
     for folder, subjects in SUBJECTS.items():
         file = folder / "config.json"
         data = {**read_json(file), "training_data": to_mapping(statistics(folder, subjects))}
-        write_atomic(file, (json.dumps(data, indent=2) + "\n").encode())
+        write_file(file, (json.dumps(data, indent=2) + "\n").encode(), state=True)
         print(f"wrote {file}")
 
 

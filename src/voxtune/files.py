@@ -1,35 +1,97 @@
-"""Atomic writes, checks of output paths, and operating system errors as InputError."""
+"""The writer of this project: atomic files, append-only logs, locks, and the rules on which files may be replaced.
+
+- A whole file is written to a temporary file beside its target, flushed to disk, then moved there. It never goes through a
+  symbolic link.
+- A file that exists is not replaced, unless the caller passes `overwrite`, and then only if Voxtune wrote it.
+- `check_outputs` applies the same rules to all outputs of a command before any work starts.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
+import logging
 import os
+import re
+import shlex
+import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
-from voxtune.errors import InputError, overwrite_advice
+from voxtune.errors import FileProblems, InputError, overwrite_advice
+
+log = logging.getLogger("voxtune")
+
+# Temporary files of this module, which a killed process leaves behind; version 0.1 wrote .NAME.random.part.
+PART = re.compile(r"\.voxtune-[a-z0-9_]{8}\.part")
+LOCK = ".voxtune.lock"
+# The limit of Linux file systems, in bytes.
+MAX_NAME_BYTES = 255
+NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK}
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary file beside `path`, which replaces it durably if the block ends without an error."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    os.close(handle)
-    part = Path(name)
-    try:
-        yield part
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        part.chmod(0o666 & ~_umask())
-        part.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
+def writing(path: Path, *, overwrite: bool = False, state: bool = False) -> Iterator[Path]:
+    """Yields a temporary file beside `path`, which appears there durably if the block ends without an error.
+
+    `overwrite` allows replacing a file that Voxtune wrote. `state`: the file belongs to a folder that only this process
+    writes, so it is replaced without a check of its content.
+    """
+    with reporting_os_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _check_existing(path, overwrite=overwrite, state=state)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".voxtune-", suffix=".part")
+        os.close(handle)
+        part = Path(name)
         try:
-            os.fsync(folder)
+            yield part
+            _flush(part, os.O_RDWR)
+            part.chmod(0o666 & ~_umask())
+            _publish(part, path, replace=overwrite or state)
+            _flush(path.parent, os.O_RDONLY)
         finally:
-            os.close(folder)
+            part.unlink(missing_ok=True)
+
+
+def write_file(path: Path, data: bytes | str, *, overwrite: bool = False, state: bool = False) -> Path:
+    """Writes `data` to `path`, creating its folder; the rules are those of `writing`."""
+    with writing(path, overwrite=overwrite, state=state) as part:
+        part.write_bytes(data.encode() if isinstance(data, str) else data)
+    return path
+
+
+def write_json(path: Path, data: Any, *, overwrite: bool = False, state: bool = False) -> Path:
+    """Writes `data` as an indented JSON file; the rules are those of `writing`."""
+    text = json.dumps(data, indent=2, default=str, allow_nan=False)
+    return write_file(path, text + "\n", overwrite=overwrite, state=state)
+
+
+def _flush(path: Path, flags: int) -> None:
+    handle = os.open(path, flags)
+    try:
+        os.fsync(handle)
     finally:
-        part.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _publish(part: Path, path: Path, *, replace: bool) -> None:
+    """Moves a complete temporary file to its target; without `replace`, fails if the target exists by now."""
+    if not replace:
+        try:
+            os.link(part, path)  # unlike a rename, never replaces
+            return
+        except FileExistsError:
+            raise _exists(path) from None
+        except OSError as error:
+            if error.errno not in NO_HARD_LINKS:
+                raise
+            _check_existing(path, overwrite=False, state=False)
+    part.replace(path)
 
 
 def _umask() -> int:
@@ -39,12 +101,241 @@ def _umask() -> int:
     return mask
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Writes `data` to `path`, creating its folder; an existing file is replaced only once the new one is complete."""
+def _exists(path: Path) -> InputError:
+    return InputError(f"{path}: already exists; choose another path, or {overwrite_advice()} to replace it")
+
+
+def _check_existing(path: Path, *, overwrite: bool, state: bool) -> None:
+    """Raises InputError if `path` exists and must not be replaced."""
+    try:
+        mode = path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if stat.S_ISLNK(mode):
+        raise InputError(f"{path}: is a symbolic link, which is not replaced; remove it or choose another path")
+    if stat.S_ISDIR(mode):
+        raise InputError(f"{path}: is a folder; give a file name")
+    if not stat.S_ISREG(mode):
+        raise InputError(f"{path}: is not a regular file; choose another path")
+    if state:
+        return
+    if not overwrite:
+        raise _exists(path)
+    from voxtune.marks import written_by_voxtune
+
+    if not written_by_voxtune(path):
+        raise InputError(f"{path}: was not written by Voxtune, so it is not replaced; move it or choose another path")
+
+
+def check_outputs(files: Iterable[Path], *, overwrite: bool = False, folder: Path | None = None) -> None:
+    """Raises one FilesError with every file that cannot or must not be written; call it before the work starts.
+
+    With `folder`, all files must be inside it, also after symbolic links are resolved.
+    """
+    problems = FileProblems()
+    for file in files:
+        try:
+            _check_output(file, overwrite=overwrite, folder=folder)
+        except InputError as error:
+            problems.add(file, error)
+    problems.raise_all()
+
+
+def _check_output(file: Path, *, overwrite: bool, folder: Path | None) -> None:
+    long = next((part for part in file.parts if len(os.fsencode(part)) > MAX_NAME_BYTES), None)
+    if long is not None:
+        raise InputError(
+            f"{file.parent}: the output name {long[:40]}... is longer than {MAX_NAME_BYTES} bytes; shorten it"
+        )
+    with reporting_os_errors(file):
+        parent = next(path for path in file.absolute().parents if path.exists() or path.is_symlink())
+        if not parent.is_dir():
+            raise InputError(f"{parent}: is not a folder; choose another output path")
+        if folder is not None and not file.parent.resolve().is_relative_to(folder.resolve()):
+            raise InputError(f"{file}: is outside the output folder {folder}; rename what it is named after")
+        _check_existing(file, overwrite=overwrite, state=False)
+
+
+def check_output_path(file: Path, overwrite: bool) -> None:
+    """`check_outputs` for one file."""
+    _check_output(file, overwrite=overwrite, folder=None)
+
+
+def slug(name: str, *, default: str = "unnamed") -> str:
+    """The part of a file name for a name that comes from a file: letters, digits and ._+- without a leading dot or dash.
+
+    "ce T1/w" becomes "ce-T1-w". Names of the user's own files need no slug.
+    """
+    text = re.sub(r"[^A-Za-z0-9._+-]+", "-", name).strip("-.")
+    return re.sub(r"\.{2,}", ".", text)[:80].rstrip("-.") or default
+
+
+_RECORD_PATHS: ContextVar[bool] = ContextVar("record_paths", default=False)
+
+
+@contextmanager
+def recording_paths(allowed: bool = True) -> Iterator[None]:
+    """Within the block, records keep whole paths and command lines (--record-paths); by default they hold file names only."""
+    token = _RECORD_PATHS.set(allowed)
+    try:
+        yield
+    finally:
+        _RECORD_PATHS.reset(token)
+
+
+def paths_are_recorded() -> bool:
+    return _RECORD_PATHS.get()
+
+
+def recorded_path(path: str | os.PathLike[str], inside: Path | None = None) -> str:
+    """How a record names a file or a folder: its last name, or its path relative to the folder `inside` that contains it.
+
+    Within `recording_paths`, the absolute path if it is not inside.
+    """
+    given, full = Path(path), Path(path).resolve()
+    if inside is not None and full.is_relative_to(inside.resolve()):
+        return full.relative_to(inside.resolve()).as_posix()
+    if _RECORD_PATHS.get():
+        return full.as_posix()
+    return full.name if given.name in ("", "..") else given.name
+
+
+def recorded_command(arguments: Iterable[str]) -> str:
+    """A command line for a record: paths among its arguments as `recorded_path` names them, quoted for the shell."""
+    words = []
+    for word in arguments:
+        option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+        # "tumour=1,4; brain=2" or 1e-4/2 are no paths; a relative path within the current folder names nothing private.
+        if ("/" in value or os.sep in value) and (Path(value).is_absolute() or ".." in Path(value).parts):
+            value = recorded_path(value)
+        words.append(shlex.quote(f"{option}{equals}{value}"))
+    return " ".join(words)
+
+
+class AppendLog:
+    """A file to which whole lines are appended. A torn last line, of a kill or a full disk, is removed on opening."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        with reporting_os_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+            self._handle: int | None = os.open(path, flags, 0o666)
+            self._size = _complete_size(self._handle)
+            os.ftruncate(self._handle, self._size)
+
+    def write(self, line: str) -> None:
+        """Appends one line; if that fails, the file is as before."""
+        assert self._handle is not None, "the log is closed"
+        data = line.encode() + b"\n"
+        with reporting_os_errors(self.path):
+            try:
+                written = os.write(self._handle, data)
+                if written != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._handle, self._size)
+                raise
+        self._size += len(data)
+
+    def sync(self) -> None:
+        """Flushes to disk."""
+        assert self._handle is not None, "the log is closed"
+        with reporting_os_errors(self.path):
+            os.fsync(self._handle)
+
+    def close(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+def _complete_size(handle: int) -> int:
+    """The number of bytes up to the end of the last complete line."""
+    end = os.fstat(handle).st_size
+    while end:
+        start = max(0, end - 2**16)
+        place = os.pread(handle, end - start, start).rfind(b"\n")
+        if place >= 0:
+            return start + place + 1
+        end = start
+    return 0
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Creates an output folder, locks it for this process, and deletes temporary files of killed ones.
+
+    Folders that were created for an output of which nothing was written are removed.
+    """
+    missing = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
+    with reporting_os_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with _lock(folder / LOCK, folder):
+            for path in folder.rglob(".*.part"):
+                if PART.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
+            yield
+    finally:
+        with contextlib.suppress(OSError):  # not empty
+            for path in missing:
+                path.rmdir()
+
+
+@contextmanager
+def locked_file(file: Path) -> Iterator[None]:
+    """Locks an output file for this process, by a hidden file beside it."""
+    with reporting_os_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    # The name of the file may be as long as a name can be.
+    stem = os.fsencode(file.name)[: MAX_NAME_BYTES - 20].decode(errors="ignore")
+    with _lock(file.with_name(f".{stem}.voxtune.lock"), file):
+        yield
+
+
+@contextmanager
+def _lock(path: Path, output: Path) -> Iterator[None]:
     with reporting_os_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as part:
-            part.write_bytes(data)
+        handle = _locked_handle(path, output)
+    try:
+        yield
+    finally:
+        # Deleted while it is locked: a process that opened it meanwhile sees that it is gone, and starts again.
+        path.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _locked_handle(path: Path, output: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+    while True:
+        handle = os.open(path, flags, 0o666)
+        try:
+            import fcntl
+
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.read(handle, 20).decode(errors="replace").strip()
+            os.close(handle)
+            process = f" (PID {pid})" if pid.isdigit() else ""
+            raise InputError(
+                f"{output}: in use by another Voxtune process{process}; wait for it or choose another output"
+            ) from None
+        except (ImportError, OSError) as error:
+            # Windows and some cluster file systems have no flock.
+            log.warning("%s cannot be locked (%s): do not start another command on it", output, one_line(error))
+            return handle
+        try:
+            current = path.lstat()
+        except FileNotFoundError:
+            current = None
+        opened = os.fstat(handle)
+        if current is not None and (current.st_dev, current.st_ino) == (opened.st_dev, opened.st_ino):
+            os.ftruncate(handle, 0)
+            os.write(handle, f"{os.getpid()}\n".encode())
+            return handle
+        os.close(handle)
 
 
 @contextmanager
@@ -68,17 +359,6 @@ def checked_path(value: str | os.PathLike[str], name: str = "path") -> Path:
     return Path(text)
 
 
-def check_output_path(file: Path, overwrite: bool) -> None:
-    """Raises InputError if `file` cannot be written, or exists without `overwrite`; call it before the work starts."""
-    parent = next(path for path in file.absolute().parents if path.exists())
-    if not parent.is_dir():
-        raise InputError(f"{parent}: is a file, not a folder; choose another output path")
-    if file.is_dir():
-        raise InputError(f"{file}: is a folder; give a file name")
-    if file.exists() and not overwrite:
-        raise InputError(f"{file}: already exists; {overwrite_advice()} to replace it")
-
-
 def counted(count: int, noun: str) -> str:
     """A number with its noun: 1 voxel, 2 voxels."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
@@ -89,7 +369,19 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def printable(text: str) -> str:
-    """The text on one line with control characters escaped: file names may contain terminal commands."""
-    escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))
-    return "".join(escaped)
+def printable(text: str, limit: int | None = None) -> str:
+    """The text on one line with control characters escaped: file names may contain terminal commands.
+
+    A text of more than `limit` characters is shortened in its middle, because the end of a message is its advice.
+    """
+    words = " ".join((text if limit is None else _shortened(text, 4 * limit)).split())
+    escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+    return escaped if limit is None else _shortened(escaped, limit)
+
+
+def _shortened(text: str, limit: int) -> str:
+    gap = " ... "
+    if len(text) <= limit:
+        return text
+    head = (limit - len(gap)) * 2 // 3
+    return text[:head] + gap + text[head + len(gap) - limit :]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 __version__ = "0.2.0"
@@ -13,6 +12,8 @@ def commit() -> str:
     """VOXTUNE_COMMIT if set, else the commit of the checkout (with "+changes" if modified), else the version."""
     if os.environ.get("VOXTUNE_COMMIT"):
         return os.environ["VOXTUNE_COMMIT"]
+    import subprocess
+
     root = Path(__file__).resolve().parents[2]
     try:
         if not (root / ".git").exists():
@@ -24,6 +25,8 @@ def commit() -> str:
 
 
 def _git(root: Path, *arguments: str) -> str:
+    import subprocess
+
     command = ["git", "-C", str(root), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 

@@ -421,9 +421,9 @@ def test_ctrl_c_exits_with_130(tmp_path):
     arguments = ["cohort", "500", "-o", str(tmp_path / "c"), "--size", "64,64,64"]
     # The shell that started the tests may ignore the signal.
     start = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    code = f"{start}; from voxtune.cli.main import run; run({arguments!r})"
+    code = f"{start}; import sys; sys.argv[1:] = {arguments!r}; from voxtune.__main__ import run; run()"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
-    while not (tmp_path / "c").is_dir():
+    while not (tmp_path / "c").is_dir() and process.poll() is None:
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     assert "interrupted" in process.communicate(timeout=60)[1] and process.returncode == 130

@@ -143,7 +143,9 @@ def test_invalid_options_are_errors(folders, tmp_path, capsys):
 
 
 def start(arguments: list[str]) -> subprocess.Popen:
-    program = "import sys, torch; torch.set_num_threads(1); from voxtune.cli.main import run; run(sys.argv[1:])"
+    program = (
+        "import sys, torch; torch.set_num_threads(1); from voxtune.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
     return subprocess.Popen(
         [sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

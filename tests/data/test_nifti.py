@@ -28,7 +28,7 @@ from tests.factories.nifti import (
 from voxtune.data import nifti
 from voxtune.data.nifti import Volume, read_labels, read_volume, write_volume
 from voxtune.errors import InputError
-from voxtune.files import write_atomic
+from voxtune.files import write_file
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +210,7 @@ def test_full_disk_keeps_the_old_file(folder, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(InputError, match=r"kept\.nii.*No space left"):
-        write_atomic(path, b"new")
+        write_file(path, b"new", state=True)
     assert path.read_bytes() == b"old" and not list(folder.glob(".kept*"))
 
 

@@ -15,7 +15,7 @@ import voxtune
 from tests.factories import GOLDENS
 from tests.factories.contracts import WHOLE_HEAD
 from voxtune.errors import InputError
-from voxtune.files import replacing
+from voxtune.files import writing
 from voxtune.runtime import published, storage
 from voxtune.workloads import WORKLOADS, ConvNeXtConfig, build
 
@@ -164,7 +164,7 @@ def test_missing_files(tmp_path):
 def test_a_failed_write_keeps_the_old_file(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
-    with pytest.raises(RuntimeError), replacing(path) as part:
+    with pytest.raises(RuntimeError), writing(path, state=True) as part:
         part.write_text("half of the n")
         raise RuntimeError
     assert path.read_text() == "old"
@@ -206,7 +206,7 @@ def test_size_needs_every_dimension():
 def test_private_umask_stays_private(tmp_path):
     before = os.umask(0o077)
     try:
-        with replacing(tmp_path / "secret") as part:
+        with writing(tmp_path / "secret", state=True) as part:
             part.write_text("x")
     finally:
         os.umask(before)

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand
 
 from voxtune.errors import command_options
+from voxtune.files import recording_paths
 
 # Deprecated option -> its name today. Accepted with a warning, and left out of the help.
 OLD_OPTIONS = {
@@ -192,7 +193,9 @@ class Command(TyperCommand):
         return super().parse_args(ctx, self._with_current_options(args))
 
     def invoke(self, ctx: Any) -> Any:
-        with command_options(name for param in self.params for name in param.opts):
+        # --record-paths applies to everything that the command writes, so it is handled here and not passed on.
+        allowed = ctx.params.pop("record_paths", False)
+        with command_options(name for param in self.params for name in param.opts), recording_paths(allowed):
             return super().invoke(ctx)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

@@ -8,6 +8,7 @@ Every command exits with one of EXIT_CODES. Some codes have a more specific mean
 | check | 3 | the spread of the timings is too large to decide |
 | doctor | 3 | a problem was found |
 | profile | 3 | a configuration could not be recorded, or the self-check failed |
+| sample | 3 | some volumes were skipped (--on-error skip) |
 | train | 128 + N | stopped by signal N after writing a checkpoint (130 Ctrl-C, 143 SIGTERM) |
 """
 
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 import typer
 
 from voxtune.cli.choices import one_of, warn_deprecated
+from voxtune.files import printable
 
 if TYPE_CHECKING:
     from voxtune.data.labels import LabelMap
@@ -36,7 +38,8 @@ EXIT_CODES = {
     EXIT_OK: "done",
     EXIT_INTERNAL: "internal error (check: slower than allowed)",
     EXIT_INPUT: "wrong input or usage (one line on standard error; a table if several files have errors)",
-    EXIT_NEGATIVE: "negative result (doctor: a problem was found, profile: not everything was recorded, check: undecided)",
+    EXIT_NEGATIVE: "negative result (doctor: a problem was found, profile: not everything was recorded, "
+    "sample: volumes were skipped, check: undecided)",
     EXIT_INTERRUPTED: "interrupted by Ctrl-C",
 }
 
@@ -85,6 +88,19 @@ OverlappingOption = Annotated[
 ]
 ResamplesOption = Annotated[int, typer.Option(help="Bootstrap resamples of each confidence interval.")]
 
+OverwriteOption = Annotated[
+    bool, typer.Option("--overwrite", help="Replace existing files that Voxtune wrote; never other files.")
+]
+# Handled by `Command`: a command declares the option and does not read it.
+RecordPathsOption = Annotated[
+    bool,
+    typer.Option(
+        "--record-paths", help="Keep absolute paths and whole command lines in records; by default, file names only."
+    ),
+]
+
+# Characters of a warning: names and values in files can have any length.
+MAX_WARNING = 1000
 # Seconds between two progress lines in a log file.
 LOG_SECONDS = 10.0
 
@@ -116,10 +132,10 @@ class Output:
     def say(self, text: str) -> None:
         """Prints a line; with --json to standard error, so that standard output stays one JSON object."""
         if not self.quiet:
-            print(text, file=sys.stderr if self.json else sys.stdout, flush=True)
+            print(_visible(text), file=sys.stderr if self.json else sys.stdout, flush=True)
 
     def warn(self, text: str) -> None:
-        print(f"warning: {text}", file=sys.stderr)
+        print(f"warning: {printable(text, MAX_WARNING)}", file=sys.stderr)
 
     def result(self, data: dict[str, Any]) -> None:
         if self.json:
@@ -163,6 +179,11 @@ class Output:
                     _line(description, done, total, note, bar.tasks[0].time_remaining)
 
             yield update
+
+
+def _visible(text: str) -> str:
+    """The text with control characters other than line breaks escaped, because names come from files."""
+    return "\n".join(line if line.isprintable() else printable(line) for line in text.split("\n"))
 
 
 def _lines(description: str, total: int) -> Update:

@@ -87,7 +87,7 @@ def write(tables: dict[str, Any], folder: Path) -> list[Path]:
     """Writes the tables, the page and the chart."""
     import json
 
-    from voxtune.files import reporting_os_errors, write_atomic
+    from voxtune.files import reporting_os_errors, write_file
     from voxtune.report.html import render_html
     from voxtune.report.ladder import ladder_document, ladder_picture
     from voxtune.report.svg import render_svg
@@ -100,5 +100,5 @@ def write(tables: dict[str, Any], folder: Path) -> list[Path]:
     with reporting_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            write_atomic(folder / name, text.encode())
+            write_file(folder / name, text.encode(), state=True)
     return [folder / name for name in files]

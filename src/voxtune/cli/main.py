@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 import tempfile
+import threading
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -41,6 +46,8 @@ COMMANDS = (
 
 # Rows of a table of files with errors; a text file has all of them.
 SHOWN_ROWS = 20
+# Characters of a message: names and values in files can have any length.
+MAX_MESSAGE = 500
 
 app = typer.Typer(
     help="Fast 3D diffusion U-Nets for brain MRI: sample, train, profile and check them.",
@@ -65,7 +72,20 @@ def _main(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
+    read_limit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory that reading one file may need, such as 4GB. Default: 1GiB, or 16 times the size of the file if that "
+            "is more.",
+        ),
+    ] = None,
 ) -> None:
+    if read_limit is not None:
+        from voxtune.reading import LIMIT_VARIABLE, parse_bytes
+
+        parse_bytes(read_limit, "--read-limit")
+        os.environ[LIMIT_VARIABLE] = read_limit  # also for the processes that the command starts
     if context.invoked_subcommand is None:
         print(context.get_help())
 
@@ -79,13 +99,36 @@ def _register() -> None:
 _register()
 
 
-def run(arguments: list[str] | None = None) -> None:
-    """The console script."""
-    sys.exit(main(arguments))
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command and returns its exit code, one of `voxtune.cli.common.EXIT_CODES`."""
+    with _interrupts() as was_pressed:
+        return _run(arguments, was_pressed)
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Within the block, Ctrl-C raises KeyboardInterrupt; the function tells whether it was pressed."""
+    pressed: list[int] = []
+
+    def press(number: int, _frame: FrameType | None) -> None:
+        pressed.append(number)
+        raise KeyboardInterrupt
+
+    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    if ignored or threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before, hook = signal.signal(signal.SIGINT, press), sys.unraisablehook
+    # An interruption within a destructor or a callback cannot be raised; Python would print a traceback.
+    sys.unraisablehook = lambda event: None if pressed else hook(event)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        sys.unraisablehook = hook
+
+
+def _run(arguments: list[str] | None, was_pressed: Callable[[], bool]) -> int:
     try:
         # The name is fixed so that shell completion also works with `python -m voxtune`.
         code = app(arguments, prog_name="voxtune", standalone_mode=False) or EXIT_OK
@@ -99,16 +142,20 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_OK
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted()
-    except InputError as error:
+    except Exception as error:
+        # Libraries turn the interruption of an import or a callback into errors of their own.
+        return _interrupted() if was_pressed() else _report(error, arguments)
+
+
+def _report(error: Exception, arguments: list[str] | None) -> int:
+    """Prints an error and returns its exit code."""
+    if isinstance(error, InputError):
         one_line = "--json" in (sys.argv[1:] if arguments is None else arguments)
         return _fail_files(error, one_line=one_line) if isinstance(error, FilesError) else _fail(str(error))
-    except Exception as error:
-        usage = getattr(error, "format_message", None)  # wrong usage, reported by the parser
-        return _fail(usage() or "missing command; see voxtune --help") if usage else _internal_error()
-
-
-def _internal_error() -> int:
-    traceback.print_exc()
+    usage = getattr(error, "format_message", None)  # wrong usage, reported by the parser
+    if usage:
+        return _fail(usage() or "missing command; see voxtune --help")
+    traceback.print_exception(error)
     return _fail("internal error; please report it with the traceback above", code=EXIT_INTERNAL)
 
 
@@ -117,13 +164,13 @@ def _interrupted() -> int:
 
 
 def _fail(message: str, code: int = EXIT_INPUT) -> int:
-    print(f"voxtune: error: {printable(message)}", file=sys.stderr)
+    print(f"voxtune: error: {printable(message, MAX_MESSAGE)}", file=sys.stderr)
     return code
 
 
 def _fail_files(error: FilesError, *, one_line: bool) -> int:
     """Prints the problems of several files as a table, or on `one_line`; many also go to a text file."""
-    rows = [(printable(file), printable(problem)) for file, problem in error.rows]
+    rows = [(printable(file, MAX_MESSAGE), printable(problem, MAX_MESSAGE)) for file, problem in error.rows]
     if len(rows) == 1:
         return _fail(str(error))
     complete = f"; all of them: {_list_file(rows)}" if one_line or len(rows) > SHOWN_ROWS else ""

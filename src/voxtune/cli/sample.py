@@ -400,7 +400,7 @@ def _sheet(images: list[GeneratedImage], path: Path) -> Path:
     import numpy as np
 
     from voxtune.data.pixels import png, sheet
-    from voxtune.files import write_atomic
+    from voxtune.files import write_file
 
-    write_atomic(path, png(sheet(np.stack([image.pixels_HWC for image in images]))))
+    write_file(path, png(sheet(np.stack([image.pixels_HWC for image in images]))), state=True)
     return path

@@ -22,7 +22,7 @@ from voxtune.data.derivative import DESCRIPTION, dataset_root, read_json, sideca
 from voxtune.data.nifti import write_volume
 from voxtune.data.pairing import Pair
 from voxtune.errors import InputError, overwrite_advice
-from voxtune.files import write_atomic
+from voxtune.files import write_file
 from voxtune.versions import __version__
 
 MASKS = Path("derivatives", "masks")
@@ -139,4 +139,4 @@ def mark_simulated(path: Path) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
-    write_atomic(path, text.encode())
+    write_file(path, text.encode(), state=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 from voxtune.data.modality import NIFTI_NAME, SYNTHETIC, bids_stem, split_name
 from voxtune.errors import InputError
-from voxtune.files import write_atomic
+from voxtune.files import write_file
 from voxtune.versions import __version__
 
 DESCRIPTION = "dataset_description.json"
@@ -119,7 +119,7 @@ def describe_dataset(folder: Path) -> None:
         "GeneratedBy": [{"Name": "voxtune", "Version": __version__}],
     }
     if not (folder / DESCRIPTION).exists():
-        write_atomic(folder / DESCRIPTION, (json.dumps(description, indent=2) + "\n").encode())
+        write_file(folder / DESCRIPTION, (json.dumps(description, indent=2) + "\n").encode(), state=True)
 
 
 def dataset_root(path: Path) -> Path:

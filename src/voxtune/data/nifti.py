@@ -18,7 +18,7 @@ from voxtune.data.formats import read_contents
 from voxtune.data.modality import image_kind
 from voxtune.data.orientation import axis_codes
 from voxtune.errors import InputError
-from voxtune.files import check_output_path, checked_path, counted, one_line, write_atomic
+from voxtune.files import check_output_path, checked_path, counted, one_line, write_file
 
 # Deflate refers back 32 KiB at most, so independent pieces of this size compress almost as well.
 PIECE = 2**19
@@ -71,7 +71,7 @@ class Volume:
     affine_assumed: bool = False
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Writes the volume to a .nii or .nii.gz file and returns its path; `overwrite` allows replacing an existing file."""
+        """Writes the volume to a .nii or .nii.gz file and returns its path; `overwrite` allows writing an existing file."""
         file = checked_path(path)
         check_output_path(file, overwrite)
         return write_volume(file, self.array, self)
@@ -228,7 +228,7 @@ def write_volume(path: str | Path, array: np.ndarray, like: Volume, dtype: Any =
     name = path.name.lower()
     if not name.endswith((".nii", ".nii.gz")):
         raise InputError(f"{path}: the name of a file to write must end in .nii or .nii.gz")
-    write_atomic(path, volume_bytes(array, like, dtype, compressed=name.endswith(".gz")))
+    write_file(path, volume_bytes(array, like, dtype, compressed=name.endswith(".gz")), state=True)
     return path
 
 

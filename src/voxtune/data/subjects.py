@@ -24,7 +24,7 @@ from voxtune.data.labels import LabelMap
 from voxtune.data.modality import T1W
 from voxtune.data.pairing import folder_images
 from voxtune.errors import InputError
-from voxtune.files import one_line, write_atomic
+from voxtune.files import one_line, write_file
 
 log = logging.getLogger("voxtune")
 
@@ -241,7 +241,7 @@ def pack(
     np.savez_compressed(
         buffer, images=np.stack(images), labels=values[np.stack(labels)].astype(np.uint8), header=json.dumps(header)
     )
-    write_atomic(Path(path), buffer.getvalue())
+    write_file(Path(path), buffer.getvalue(), state=True)
     return Path(path)
 
 

@@ -18,7 +18,7 @@ from voxtune.data.labels import LabelMap
 from voxtune.data.modality import kind_name, listed
 from voxtune.evaluation.describe import EvaluationSets, Progress, Reader, SetReadings, grid_of, kinds_read
 from voxtune.evaluation.judge import other_labels, other_names, weak_segmenter
-from voxtune.files import write_atomic
+from voxtune.files import write_file
 from voxtune.quality.bootstrap import Bootstrap, metric_value
 from voxtune.quality.metrics import (
     LABEL_MEASUREMENTS,
@@ -322,6 +322,6 @@ def write_result(result: Evaluation, folder: Path, title: str, **about: Any) -> 
     """Writes metrics.json and metrics.md to `folder`; `about`: further entries, such as folders and options."""
     files = folder / "metrics.json", folder / "metrics.md"
     data = json.dumps(result.to_json(**about), indent=2, allow_nan=False) + "\n"
-    write_atomic(files[0], data.encode())
-    write_atomic(files[1], result.markdown(title).encode())
+    write_file(files[0], data.encode(), state=True)
+    write_file(files[1], result.markdown(title).encode(), state=True)
     return files

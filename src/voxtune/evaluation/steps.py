@@ -26,7 +26,7 @@ from voxtune.data.splits import (
 from voxtune.data.training_data import measure, unlike_subjects
 from voxtune.errors import InputError
 from voxtune.evaluation.step_search import TableOptions, confirm_table, numerics_table, step_table
-from voxtune.files import check_output_path, write_atomic
+from voxtune.files import check_output_path, write_file
 from voxtune.quality.bootstrap import Bootstrap
 from voxtune.quality.step_table import FORMAT, NON_INFERIOR, StepTable
 from voxtune.runtime.model import Model, ModelConfig
@@ -242,8 +242,8 @@ def run(request: StepsRequest, say: Say, warn: Say | None = None) -> StepTable:
 def write(table: StepTable, path: Path, title: str) -> str:
     """Writes the table as JSON to `path` and as Markdown next to it; returns the hash of the JSON."""
     data = (json.dumps(table.to_json(), indent=2, allow_nan=False) + "\n").encode()
-    write_atomic(path, data)
-    write_atomic(path.with_suffix(".md"), table.markdown(f"{title}: {table.about['table']}").encode())
+    write_file(path, data, state=True)
+    write_file(path.with_suffix(".md"), table.markdown(f"{title}: {table.about['table']}").encode(), state=True)
     return hashlib.sha256(data).hexdigest()
 
 

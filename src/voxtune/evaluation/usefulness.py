@@ -26,7 +26,7 @@ from voxtune.data.splits import (
 from voxtune.diffusion.noise import check_seed
 from voxtune.errors import InputError
 from voxtune.evaluation.bench import units
-from voxtune.files import check_output_path, write_atomic
+from voxtune.files import check_output_path, write_file
 from voxtune.precision import tf32_allowed
 from voxtune.quality.bootstrap import Bootstrap
 from voxtune.quality.per_volume import dice_by_label
@@ -281,8 +281,8 @@ def run(request: UsefulnessRequest, say: Say, warn: Say | None = None) -> Useful
 
 def write(result: UsefulnessTable, path: Path, title: str) -> None:
     """Writes the result as JSON to `path` and as Markdown next to it."""
-    write_atomic(path, (json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n").encode())
-    write_atomic(path.with_suffix(".md"), result.markdown(f"{title}: usefulness").encode())
+    write_file(path, (json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n").encode(), state=True)
+    write_file(path.with_suffix(".md"), result.markdown(f"{title}: usefulness").encode(), state=True)
 
 
 def _split(request: UsefulnessRequest, model: Model, warn: Say) -> Split:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from voxtune.errors import InputError
-from voxtune.files import write_atomic
+from voxtune.files import write_file
 
 FORMAT = "voxtune-plan/1"
 
@@ -72,7 +72,7 @@ class Plan:
             raise InputError(f"{where}: {error}") from None
 
     def save(self, path: Path) -> None:
-        write_atomic(path, (json.dumps(self.to_json(), indent=2) + "\n").encode())
+        write_file(path, (json.dumps(self.to_json(), indent=2) + "\n").encode(), state=True)
 
     @classmethod
     def load(cls, path: Path) -> Plan:

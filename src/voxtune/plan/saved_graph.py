@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.utils import _pytree as pytree
 
-from voxtune.files import one_line, replacing
+from voxtune.files import one_line, writing
 from voxtune.plan.graph import module_of
 from voxtune.plan.passes.base import register_operators
 
@@ -57,7 +57,7 @@ def save_graph(path: Path, module: nn.Module, notes: dict[str, str], device: tor
         description, tensors = _describe(module, device)
         text = json.dumps({"source": sources_hash(), "notes": notes, **description})
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as part:
+        with writing(path, state=True) as part:
             torch.save({"graph": text, "tensors": tensors}, part)
         for old in sorted(path.parent.glob("*.graph"), key=lambda p: p.stat().st_mtime)[:-MAX_FILES]:
             old.unlink(missing_ok=True)

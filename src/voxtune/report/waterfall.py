@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from voxtune.errors import InputError
-from voxtune.files import one_line, write_atomic
+from voxtune.files import one_line, write_file
 from voxtune.report.figure import Waterfall, WaterfallRow
 from voxtune.report.numbers import cudnn_version
 from voxtune.report.svg import render_svg
@@ -29,7 +29,7 @@ COMPARED = {
 
 
 def write_waterfall(results: Path, target: Path) -> None:
-    write_atomic(target, render_svg(waterfall(read_results(results))).encode())
+    write_file(target, render_svg(waterfall(read_results(results))).encode(), state=True)
 
 
 def read_results(path: Path) -> dict[str, Any]:

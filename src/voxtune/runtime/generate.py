@@ -27,7 +27,7 @@ from voxtune.data.preflight import check_lost_labels
 from voxtune.data.training_data import unlike_masks
 from voxtune.diffusion.noise import NoiseRule, check_seed, identity_index
 from voxtune.errors import FileProblems, InputError, advice, overwrite_advice
-from voxtune.files import write_atomic
+from voxtune.files import write_file
 from voxtune.runtime.batching import BatchChoice, choose_batch, pads_last_batch
 from voxtune.runtime.model import Model, check_size
 from voxtune.runtime.sampling import SamplerSettings
@@ -357,7 +357,7 @@ def _write(volumes: list[Volume], out: Path, names: tuple[str, ...], record: dic
     for volume, name in zip(volumes, names, strict=True):
         files.append(volume.save(out / name, overwrite=True))
         sidecar = {**record, "Image": kind_name(volume.kind or "")}
-        write_atomic(sidecar_path(files[-1]), (json.dumps(sidecar, indent=2, default=str) + "\n").encode())
+        write_file(sidecar_path(files[-1]), (json.dumps(sidecar, indent=2, default=str) + "\n").encode(), state=True)
     return tuple(files)
 
 
@@ -434,6 +434,8 @@ def generate_images(
                 "passes": list(getattr(model.network, "passes", ())),
             }
             pixels_HWC, file = to_pixels(image_CHW), image_path(out, i)
-            write_atomic(file, png(pixels_HWC))
-            write_atomic(file.with_suffix(".json"), (json.dumps(record, indent=2, default=str) + "\n").encode())
+            write_file(file, png(pixels_HWC), state=True)
+            write_file(
+                file.with_suffix(".json"), (json.dumps(record, indent=2, default=str) + "\n").encode(), state=True
+            )
             yield GeneratedImage(index=i, pixels_HWC=pixels_HWC, file=file)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from voxtune.errors import InputError, overwrite_advice
-from voxtune.files import checked_path, one_line, replacing, reporting_os_errors, write_atomic
+from voxtune.files import checked_path, one_line, reporting_os_errors, write_file, writing
 from voxtune.runtime.model import Model, ModelConfig, checked_device
 from voxtune.runtime.sampling import AutoSampling
 from voxtune.workloads import NetworkConfig, build
@@ -87,9 +87,9 @@ def save(model: Model, folder: str | Path, *, card: str, overwrite: bool = False
         folder.mkdir(parents=True, exist_ok=True)
         state = {k: v.detach().to("cpu", dtype).contiguous() for k, v in model.network.state_dict().items()}
         write_safetensors(folder / WEIGHTS, state, {"format": "pt"})
-        with replacing(folder / CONFIG) as part:
+        with writing(folder / CONFIG, state=True) as part:
             part.write_text(json.dumps(model.config.to_json(), indent=2) + "\n")
-        with replacing(folder / CARD) as part:
+        with writing(folder / CARD, state=True) as part:
             part.write_text(card)
     return folder
 
@@ -151,7 +151,7 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    with replacing(path) as part:
+    with writing(path, state=True) as part:
         try:
             save_file(tensors, part, metadata=metadata)
         except SafetensorError as error:
@@ -195,5 +195,5 @@ def store_auto(path: str | Path, auto: AutoSampling) -> Path:
     file = config_file(path)
     config = ModelConfig.from_json(read_json(file), str(file))
     changed = replace(config, sampling=replace(config.sampling, auto=auto))
-    write_atomic(file, (json.dumps(changed.to_json(), indent=2) + "\n").encode())
+    write_file(file, (json.dumps(changed.to_json(), indent=2) + "\n").encode(), state=True)
     return file

@@ -17,7 +17,7 @@ from voxtune.data.contract import DataContract, Label
 from voxtune.data.splits import contract_difference
 from voxtune.data.training_data import TrainingData
 from voxtune.errors import InputError
-from voxtune.files import reporting_os_errors, write_atomic
+from voxtune.files import reporting_os_errors, write_file
 from voxtune.runtime.storage import CARD, CONFIG, WEIGHTS, check_state, read_json, read_safetensors, write_safetensors
 from voxtune.workloads.segment import SegmentConfig, SegmentUNet
 
@@ -155,8 +155,8 @@ def save_segmenter(segmenter: Segmenter, folder: str | Path, *, card: str) -> Pa
         folder.mkdir(parents=True, exist_ok=True)
         state = {k: v.detach().cpu().contiguous() for k, v in segmenter.network.state_dict().items()}
         write_safetensors(folder / WEIGHTS, state, {"format": "pt"})
-    write_atomic(folder / CONFIG, (json.dumps(segmenter.config.to_json(), indent=2) + "\n").encode())
-    write_atomic(folder / CARD, card.encode())
+    write_file(folder / CONFIG, (json.dumps(segmenter.config.to_json(), indent=2) + "\n").encode(), state=True)
+    write_file(folder / CARD, card.encode(), state=True)
     return folder
 
 

@@ -16,7 +16,7 @@ from voxtune.data.contract import DataContract
 from voxtune.data.orientation import flipped, reorder
 from voxtune.data.pixels import sheet, to_pixels
 from voxtune.errors import install_command
-from voxtune.files import replacing
+from voxtune.files import writing
 
 METRICS, TENSORBOARD, SAMPLES = "metrics.jsonl", "tensorboard", "samples"
 CELL_PIXELS = 128
@@ -58,7 +58,7 @@ class TrainLog:
         from PIL import Image
 
         (self.folder / SAMPLES).mkdir(exist_ok=True)
-        with replacing(self.folder / SAMPLES / f"step-{step:08d}.png") as part:
+        with writing(self.folder / SAMPLES / f"step-{step:08d}.png", state=True) as part:
             Image.fromarray(pixels_HW3).save(part, format="PNG")
 
     def sync(self) -> None:
@@ -108,7 +108,7 @@ def truncate_metrics(path: Path, step: int) -> None:
     if not path.exists():
         return
     rows = [row for row in read_metrics(path) if row["step"] <= step]
-    with replacing(path) as part:
+    with writing(path, state=True) as part:
         part.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

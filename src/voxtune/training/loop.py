@@ -16,7 +16,7 @@ import torch
 from voxtune.config import to_mapping
 from voxtune.data.subjects import Source
 from voxtune.errors import InputError
-from voxtune.files import replacing, reporting_os_errors
+from voxtune.files import reporting_os_errors, writing
 from voxtune.runtime.card import model_card
 from voxtune.runtime.model import Model, ModelConfig
 from voxtune.runtime.storage import load, save
@@ -106,7 +106,7 @@ def train(
         trainer = Trainer(config, model, len(source), device)
         if checkpoint is not None:
             trainer.restore(checkpoint)
-        with replacing(out / CONFIG) as part:
+        with writing(out / CONFIG, state=True) as part:
             part.write_text(json.dumps(to_mapping(config), indent=2) + "\n")
         card = partial(training_card, config, model, origin=origin, commands=_add_command(out, command))
         last = None if checkpoint is None else checkpoint.path
@@ -438,7 +438,7 @@ def _add_command(out: Path, command: str | None) -> list[str]:
     commands = [line for line in stored if isinstance(line, str)] if isinstance(stored, list) else []
     if command is None or commands[-1:] == [command]:
         return commands
-    with replacing(path) as part:
+    with writing(path, state=True) as part:
         part.write_text(json.dumps([*commands, command], indent=2) + "\n")
     return [*commands, command]
 

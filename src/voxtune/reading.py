@@ -1,0 +1,192 @@
+"""Reading files of strangers: regular files only, sizes checked before anything is allocated, errors on one line.
+
+Every reader of a user's file runs inside `reading`, which turns whatever goes wrong into an InputError that names the file.
+What a file claims about its size is compared with the bytes present by `check_memory`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from voxtune.errors import InputError
+from voxtune.files import one_line
+
+# Memory that reading one file may need: this much, or MEMORY_RATIO times the size of the file if that is more.
+DEFAULT_LIMIT = 2**30
+MEMORY_RATIO = 16
+LIMIT_VARIABLE = "VOXTUNE_READ_LIMIT"
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+# Configurations and records of Voxtune are far smaller.
+MAX_JSON_BYTES = 16 * 2**20
+MAX_DEPTH = 100
+MAX_DIGITS = 400
+MAX_FIELD = 2**16
+
+
+@contextmanager
+def reading(path: object, what: str = "file", *, fix: str = "") -> Iterator[None]:
+    """Turns any failure within the block into an InputError of one line: PATH: damaged WHAT (REASON); FIX.
+
+    Damaged bytes make libraries raise almost any exception, so every one of them is caught here, and nowhere else.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except OSError as error:
+        if error.errno is None:
+            raise _damaged(path, what, error, fix) from None
+        raise InputError(f"{path}: {error.strerror or one_line(error)}") from None
+    except MemoryError:
+        raise InputError(f"{path}: not enough memory to read this {what}") from None
+    except Exception as error:
+        raise _damaged(path, what, error, fix) from None
+
+
+def _damaged(path: object, what: str, error: Exception, fix: str) -> InputError:
+    reason = one_line(error)
+    named = reason if reason == type(error).__name__ else f"{type(error).__name__}: {reason}"
+    return InputError(f"{path}: damaged {what} ({named[:200]}){f'; {fix}' if fix else ''}")
+
+
+def open_regular(path: Path) -> int:
+    """A handle to read a regular file; a pipe, a device or a socket is refused, and opening never blocks."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    except OSError as error:
+        reason = "is a folder" if error.errno == errno.EISDIR else (error.strerror or one_line(error))
+        raise InputError(f"{path}: {reason[:1].lower()}{reason[1:]}") from None
+    except ValueError as error:  # a NUL in the name
+        raise InputError(f"{path}: {one_line(error)}") from None
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        raise InputError(f"{path}: is {'a folder' if stat.S_ISDIR(mode) else 'not a regular file'}")
+    return handle
+
+
+def read_file(path: Path, *, limit: int | None = None, what: str = "file") -> bytes:
+    """The bytes of a regular file of at most `limit` bytes."""
+    with os.fdopen(open_regular(path), "rb") as file, reading(path, what):
+        size = os.fstat(file.fileno()).st_size
+        if limit is not None and size > limit:
+            raise InputError(f"{path}: {size} bytes are more than a {what} can have ({limit})")
+        data = file.read() if limit is None else file.read(limit + 1)
+        if limit is not None and len(data) > limit:
+            raise InputError(f"{path}: more than {limit} bytes, too large for a {what}")
+        return data
+
+
+def read_head(path: Path, size: int) -> bytes:
+    """At most `size` bytes from the beginning of a regular file."""
+    with os.fdopen(open_regular(path), "rb") as file, reading(path):
+        return file.read(size)
+
+
+def read_text(path: Path, *, limit: int = MAX_JSON_BYTES, what: str = "text file") -> str:
+    """The text of a small UTF-8 file, with or without a byte order mark."""
+    data = read_file(path, limit=limit, what=what)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from None
+
+
+def read_json(path: Path, *, limit: int = MAX_JSON_BYTES) -> Any:
+    """The document in a JSON file."""
+    return parse_json(read_file(path, limit=limit, what="JSON file"), path)
+
+
+def parse_json(data: bytes | str, where: object) -> Any:
+    """A JSON document of bounded depth and bounded numbers; NaN and infinity are errors."""
+    try:
+        text = data if isinstance(data, str) else data.decode("utf-8-sig")
+        if _depth(text) > MAX_DEPTH:
+            raise InputError(f"{where}: not valid JSON (nested more than {MAX_DEPTH} deep)")
+        return json.loads(text, parse_int=_int, parse_float=_float, parse_constant=_constant)
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: not valid JSON ({one_line(error)})") from None
+
+
+def _depth(text: str) -> int:
+    """The deepest nesting of brackets outside of strings, without recursion."""
+    deepest = depth = 0
+    for token in re.finditer(r'"(?:[^"\\]+|\\.)*+(?:"|\Z)|[\[{]|[\]}]', text, re.DOTALL):
+        first = token[0][0]
+        if first in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif first in "]}":
+            depth -= 1
+    return deepest
+
+
+def _int(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"the number {text[:20]} is out of range")
+    return value
+
+
+def _constant(text: str) -> float:
+    raise ValueError(f"{text} is not a number in JSON")
+
+
+def tsv_rows(text: str, where: object) -> list[dict[str, str]]:
+    """The rows of a tab-separated table with a header line; missing cells are empty, more cells than columns an error."""
+    lines = text.splitlines()
+    if not lines:
+        return []
+    names = lines[0].split("\t")
+    rows = []
+    for number, line in enumerate(lines[1:], start=2):
+        if not line.strip():
+            continue
+        cells = line.split("\t")
+        if len(cells) > len(names) or max(map(len, cells)) > MAX_FIELD:
+            raise InputError(
+                f"{where}: line {number} has more cells than the header or a cell of over {MAX_FIELD} characters"
+            )
+        rows.append(dict(zip(names, [*cells, *[""] * (len(names) - len(cells))], strict=True)))
+    return rows
+
+
+def read_limit() -> int:
+    """The memory that reading one small file may need, in bytes: $VOXTUNE_READ_LIMIT, set by voxtune --read-limit, or 1 GiB."""
+    text = os.environ.get(LIMIT_VARIABLE)
+    return DEFAULT_LIMIT if not text else parse_bytes(text, LIMIT_VARIABLE)
+
+
+def parse_bytes(text: str, name: str) -> int:
+    """The number of bytes in text such as 8GB, 512MiB or 1000000."""
+    match = re.fullmatch(r"\s*(\d{1,6}(?:\.\d{1,3})?|\d{1,18})\s*([KMG]I?B|)\s*", text.upper())
+    if match is None or float(match[1]) <= 0:
+        raise InputError(f"{name} {text[:40]!r}: expected a size such as 4GB or 512MiB")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def check_memory(path: object, needed: int, file_bytes: int) -> None:
+    """Raises InputError if a file of `file_bytes` bytes says that it needs too much memory."""
+    allowed = max(read_limit(), MEMORY_RATIO * file_bytes)
+    if needed > allowed:
+        raise InputError(
+            f"{path}: {file_bytes} bytes that need {needed / 2**30:.3g} GiB of memory, over the limit of "
+            f"{allowed / 2**30:.3g} GiB; if you trust the file, raise it: voxtune --read-limit {needed / 2**30 + 1:.0f}GiB ..., "
+            f"or {LIMIT_VARIABLE} in the environment"
+        )
