@@ -55,9 +55,17 @@ class FileProblems:
             if problem not in problems:
                 problems.append(problem)
 
+    def __bool__(self) -> bool:
+        return bool(self._problems)
+
+    @property
+    def rows(self) -> tuple[tuple[str, str], ...]:
+        """(file, problem) of each file."""
+        return tuple((name, "; ".join(problems)) for name, problems in self._problems.items())
+
     def raise_all(self) -> None:
         if self._problems:
-            raise FilesError((name, "; ".join(problems)) for name, problems in self._problems.items())
+            raise FilesError(self.rows)
 
 
 # The options of the command that runs; none when Voxtune is used from Python.

@@ -91,7 +91,9 @@ def test_sample_draws_png(place, tmp_path, capsys):
     assert Image.open(files[0]).size == (32, 32)
     assert Image.open(files[3]).size == (130, 130)
     assert (drawn["steps"], drawn["sampler"]) == (6, "ddpm")
-    assert "already exists; choose another folder, or pass --overwrite" in refused(capsys, *arguments)
+    existing = refused(capsys, *arguments)
+    assert "image-000000.png: already exists, and 5 more files; choose another folder, pass --resume" in existing
+    assert existing.endswith("or pass --overwrite to replace it")
     assert main([*arguments, "--overwrite", "--size", "16,24", "--sampler", "ddim", "--steps", "2", "--quiet"]) == 0
     assert Image.open(files[0]).size == (24, 16)
 

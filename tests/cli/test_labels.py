@@ -482,11 +482,12 @@ def test_view_shows_the_brain_that_was_taken_from_the_image(capsys, small, tmp_p
     out, data = tmp_path / "out", small / "data"
     options = ["--labels", REAL, "--images", data / "images"]
     assert sample(capsys, small / "model", data, out, *options)[0] == 0
-    code, _, err = run(capsys, "view", out, "-o", tmp_path / "a.html")
+    masks = ["--masks", data / "masks"]
+    code, _, err = run(capsys, "view", out, *masks, "-o", tmp_path / "a.html")
     assert code == 0 and "brain was taken from the image" in err and "--real DIR" in err
     case = page_data(tmp_path / "a.html")["cases"][0]
     assert ["note", "brain was taken from the image and is not in this mask"] in case["details"]
-    arguments = ["--real", data / "images", "-o", tmp_path / "b.html", "--sheet", tmp_path / "b.png"]
+    arguments = [*masks, "--real", data / "images", "-o", tmp_path / "b.html", "--sheet", tmp_path / "b.png"]
     code, _, err = run(capsys, "view", out, *arguments)
     assert code == 0 and "brain" not in err
     page = page_data(tmp_path / "b.html")

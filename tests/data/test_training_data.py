@@ -14,6 +14,7 @@ from voxtune.data.cohort import HELD_OUT, cohort_contract
 from voxtune.data.contract import encode_mask
 from voxtune.data.dataset import CohortSource
 from voxtune.data.training_data import (
+    MaskComparison,
     Quantiles,
     TrainingData,
     differences,
@@ -21,7 +22,6 @@ from voxtune.data.training_data import (
     measured_numbers,
     summarise,
     unlike,
-    unlike_masks,
     unlike_subjects,
 )
 from voxtune.errors import InputError
@@ -140,6 +140,13 @@ def test_one_line_for_any_number_of_subjects():
     rows = [("a", []), ("b", ["x", "y"]), ("c", ["z"])]
     assert unlike(rows, "mask", "this model").startswith("2 of 3 masks are far outside")
     assert "such as b: x, y;" in unlike(rows, "mask", "this model")
+
+
+def unlike_masks(training, contract, masks):
+    comparison = MaskComparison(training, contract)
+    for mask in masks:
+        comparison.add(*mask)
+    return comparison.line()
 
 
 def test_no_statistics_no_check():

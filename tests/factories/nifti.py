@@ -97,4 +97,5 @@ def write_mask(path, shape=(14, 17, 11), affine=None, values=(0, 1, 2)):
 
 def write_array(path: Path, array: np.ndarray, affine: np.ndarray | None = None) -> Path:
     """Writes a volume with voxels of 2 x 2 x 3 mm unless `affine` is given."""
-    return write_volume(path, array, Volume(array=array, affine=np.diag([2.0, 2, 3, 1]) if affine is None else affine))
+    volume = Volume(array=array, affine=np.diag([2.0, 2, 3, 1]) if affine is None else affine)
+    return write_volume(path, array, volume, overwrite=True)

@@ -19,7 +19,8 @@ from voxtune.data.pixels import PALETTE, label_colour
 from voxtune.errors import InputError
 from voxtune.report.contact_sheet import MAX_COLUMNS, case_sheet
 from voxtune.report.picture import CAPTION, GAP, SlicePanel, slice_picture
-from voxtune.runtime.generate import GeneratedVolume, MaskRequest
+from voxtune.runtime.generate import GeneratedVolume, picture_name
+from voxtune.runtime.masks import MaskRequest
 
 SIDE, STEP = 150, 150 + GAP
 GRID = np.diag([2.0, 2, 3, 1])
@@ -51,14 +52,11 @@ def sampled(folder, orientation):
     placed = placement.apply(labels, label=True)
     request = MaskRequest(path=folder / "m.nii.gz", grid=mask, labels_DHW=placed, placement=placement, warnings=())
     file = folder / f"{orientation}.nii.gz"
-    return np.asarray(
-        Image.open(
-            _picture(
-                GeneratedVolume(request=request, replicate=1, index=0, images_CDHW=placed[None] / 2, files=(file,)),
-                contract,
-            )
-        )
+    volume = GeneratedVolume(
+        request=request, replicate=1, index=0, images_CDHW=placed[None] / 2, files=(file,), contract=contract
     )
+    _picture(volume, file.with_suffix(".png"), False)
+    return np.asarray(Image.open(file.with_suffix(".png")))
 
 
 @pytest.mark.parametrize(
@@ -234,8 +232,9 @@ def test_the_picture_of_a_sample_has_a_column_for_each_kind(tmp_path):
     request = MaskRequest(path=tmp_path / "m.nii.gz", grid=mask, labels_DHW=placed, placement=placement, warnings=())
     files = tuple(tmp_path / f"m_desc-synth01_{kind}.nii.gz" for kind in contract.images)
     images = np.stack([placed == 1, placed == 2]).astype(np.float32)
-    volume = GeneratedVolume(request=request, replicate=1, index=0, images_CDHW=images, files=files)
-    path = _picture(volume, contract)
+    volume = GeneratedVolume(request=request, replicate=1, index=0, images_CDHW=images, files=files, contract=contract)
+    path = tmp_path / picture_name([file.name for file in files])
+    _picture(volume, path, False)
     picture = np.asarray(Image.open(path))
     assert path.name == "m_desc-synth01.png"
     assert picture.shape == (CAPTION + 3 * (256 + GAP), 3 * (256 + GAP) + GAP, 3)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import gc
+import hashlib
 import itertools
 import json
+import os
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import nibabel as nib
@@ -11,15 +17,19 @@ import numpy as np
 import pytest
 import torch
 
+import voxtune
 from tests.factories.nifti import write_mask
 from voxtune.data.cases import find_cases
 from voxtune.data.cohort import cohort_contract
 from voxtune.data.contract import encode_mask, unscale_image
+from voxtune.data.labels import parse_labels
 from voxtune.data.pairing import pair_folders
 from voxtune.data.volumeset import find_images, find_masks, masks_of, pair_by_subject
 from voxtune.diffusion.noise import identity_index
 from voxtune.errors import FilesError, InputError
-from voxtune.runtime.generate import generate, prepare
+from voxtune.plan import Plan
+from voxtune.runtime.generate import VolumeJob, generate
+from voxtune.runtime.masks import prepare
 from voxtune.runtime.model import Model, ModelConfig, SamplingConfig
 from voxtune.runtime.sampling import SamplerSettings
 from voxtune.workloads import MedDDPMConfig
@@ -62,8 +72,8 @@ def test_volume_has_the_grid_of_its_mask(model, tmp_path, flips):
     record = json.loads((folder / "sub-1_desc-synth01_T1w.json").read_text())
     assert record["steps"] == 2
     assert record["sampler"] == "ddim"
-    # The viewer needs the mask and the names of its labels.
-    assert (tmp_path / "out" / record["Sources"][0]).samefile(tmp_path / record["mask"])
+    assert record["mask"] == record["Sources"][0] == path.name
+    assert record["sources_sha256"] == [hashlib.sha256(path.read_bytes()).hexdigest()]
     assert set(record["labels"].values()) == {label.name for label in model.config.data.labels}
 
 
@@ -219,7 +229,7 @@ def test_volumes_with_new_names_are_matched_with_the_files_of_their_mask(tmp_pat
     nib.save(nib.load(mask), tmp_path / "real" / "case_12_t1.nii.gz")
     [generated] = generate(model, prepare(model, [mask]), tmp_path / "out")
     assert generated.files[0] == tmp_path / "out/sub-case12/anat/sub-case12_desc-synth01_T1w.nii.gz"
-    [case] = find_cases(tmp_path / "out", real=tmp_path / "real").cases
+    [case] = find_cases(tmp_path / "out", real=tmp_path / "real", masks=masks).cases
     assert case.subject == "case_12" and case.mask.samefile(mask)
     assert [image.reference.name for image in case.images] == ["case_12_t1.nii.gz"]
     [pair] = pair_folders(tmp_path / "out", masks).pairs
@@ -227,3 +237,163 @@ def test_volumes_with_new_names_are_matched_with_the_files_of_their_mask(tmp_pat
     volumes = find_images(tmp_path / "out", synthetic=True)
     assert masks_of(volumes, find_masks(masks)) == [mask]
     assert len(pair_by_subject(find_images(tmp_path / "real"), volumes)) == 1
+
+
+def remove_one(out, name):
+    [file] = out.rglob(name)
+    file.unlink()
+
+
+def test_resume_draws_what_is_missing_and_nothing_else(tmp_path):
+    model, masks = small_model(), small_masks(tmp_path / "masks", 5)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    list(generate(model, prepare(model, masks), whole, batch=2, seed=3))
+    expected = contents(whole)
+    # An interruption after three volumes, in the second of three batches.
+    job = VolumeJob(model, prepare(model, masks), out, seed=3)
+    for number, _ in enumerate(job.generate(2)):
+        if number == 2:
+            break
+    # A volume without its sidecar, which is written last, is not complete.
+    remove_one(out, "sub-case0001_desc-synth01_T1w.json")
+    before = {file: file.stat().st_ino for file in out.rglob("*.nii.gz")}
+    resumed = VolumeJob(model, prepare(model, masks), out, seed=3, resume=True)
+    drawn = list(resumed.generate(2))
+    assert [volume.request.path.name[:9] for volume in drawn] == ["case_0001", "case_0003", "case_0004"]
+    assert (resumed.finished.batch, resumed.finished.incomplete, resumed.remaining) == (2, 1, 3)
+    assert contents(out) == expected, "the same bytes as without the interruption"
+    kept = {file: file.stat().st_ino for file in before if "case0001" not in file.name}
+    assert kept.items() <= before.items(), "finished volumes are not written again"
+    assert list(VolumeJob(model, prepare(model, masks), out, seed=3, resume=True).generate(2)) == []
+
+
+def test_resume_into_a_new_folder_is_a_start(tmp_path):
+    model, masks = small_model(), small_masks(tmp_path / "masks", 1)
+    assert len(list(generate(model, prepare(model, masks), tmp_path / "out", resume=True))) == 1
+
+
+@pytest.mark.parametrize("change", ["seed", "settings", "model", "mask", "labels"])
+def test_resume_with_other_options_is_refused(tmp_path, change):
+    model, masks = small_model(), small_masks(tmp_path / "masks", 2)
+    provenance = {"model": "a", "model_sha256": "1" * 64}
+    [first, _] = generate(model, prepare(model, masks), tmp_path / "out", provenance=provenance)
+    remove_one(tmp_path / "out", "sub-case0001*.json")
+    before = contents(tmp_path / "out")
+    options = {"provenance": provenance}
+    labels = None
+    if change == "seed":
+        options["seed"] = 1
+    elif change == "settings":
+        options["settings"] = SamplerSettings(sampler="ddim", steps=2)
+    elif change == "model":
+        options["provenance"] = {"model": "a", "model_sha256": "2" * 64}
+    elif change == "mask":
+        write_mask(masks[0], (8, 8, 8), np.diag([24.0, 24.0, 24.0, 1.0]), values=(0, 1, 1))
+    else:
+        labels = parse_labels("brain=1; tumour=2")
+    masks_now = prepare(model, masks, labels=labels)
+    with pytest.raises(FilesError, match=r"T1w\.json: was drawn with .*, not .*; resume with the same options"):
+        list(generate(model, masks_now, tmp_path / "out", resume=True, **options))
+    assert contents(tmp_path / "out") == before and first.files[0].is_file()
+
+
+def test_resume_with_another_plan_is_refused(tmp_path):
+    model, masks = small_model(), small_masks(tmp_path / "masks", 2)
+    list(generate(model, prepare(model, masks), tmp_path / "out"))
+    remove_one(tmp_path / "out", "sub-case0001*.json")
+    fast = voxtune.optimize(model, plan=Plan.of("channels_last"))
+    with pytest.raises(InputError, match=r"passes none \(baseline\); now they would be channels_last"):
+        list(generate(fast, prepare(model, masks), tmp_path / "out", resume=True))
+
+
+def test_resume_never_replaces_a_file_of_the_user(tmp_path):
+    model, masks = small_model(), small_masks(tmp_path / "masks", 2)
+    mine = tmp_path / "out/sub-case0001/anat/sub-case0001_desc-synth01_T1w.nii.gz"
+    mine.parent.mkdir(parents=True)
+    mine.write_bytes(masks[0].read_bytes())
+    for options in ({"resume": True}, {"overwrite": True}):
+        with pytest.raises(InputError, match="was not written by Voxtune"):
+            list(generate(model, prepare(model, masks), tmp_path / "out", **options))
+    assert mine.read_bytes() == masks[0].read_bytes()
+    assert [file for file in (tmp_path / "out").rglob("*") if file.is_file()] == [mine]
+
+
+def test_errors_can_be_skipped(tmp_path, monkeypatch):
+    model, masks = small_model(), small_masks(tmp_path / "masks", 4)
+    masks[1].write_bytes(b"damaged")
+    checked = prepare(model, masks, on_error="skip")
+    assert [Path(file).name for file, _ in checked.problems.rows] == ["case_0001_dseg.nii.gz"]
+    # One more mask changes after the check; one volume is NaN.
+    write_mask(masks[2], (8, 8, 8), np.diag([24.0, 24.0, 24.0, 1.0]), values=(0, 1, 1))
+    original, bad = type(model).sample, identity_index("case_0003", 1)
+
+    def sample(self, cond, *, indices, **others):
+        drawn = original(self, cond, indices=indices, **others).clone()
+        drawn[[index == bad for index in indices]] = float("nan")
+        return drawn
+
+    monkeypatch.setattr(type(model), "sample", sample)
+    job = VolumeJob(model, checked, tmp_path / "out", on_error="skip")
+    assert [volume.request.path.name for volume in job.generate(2)] == ["case_0000_dseg.nii.gz"]
+    problems = {Path(file).name: problem for file, problem in job.problems.rows}
+    assert list(problems) == ["case_0001_dseg.nii.gz", "case_0002_dseg.nii.gz", "case_0003_dseg.nii.gz"]
+    assert "changed while the job was running" in problems["case_0002_dseg.nii.gz"]
+    assert "contains NaN" in problems["case_0003_dseg.nii.gz"]
+    with pytest.raises(InputError, match="changed while the job"):
+        list(generate(model, prepare_then_change(model, masks), tmp_path / "other"))
+
+
+def prepare_then_change(model, masks):
+    checked = prepare(model, [masks[0], masks[3]])
+    write_mask(masks[3], (8, 8, 8), np.diag([24.0, 24.0, 24.0, 1.0]), values=(0, 1, 1))
+    return checked
+
+
+def test_a_full_disk_is_not_skipped(tmp_path, monkeypatch):
+    model, masks = small_model(), small_masks(tmp_path / "masks", 3)
+    job = VolumeJob(model, prepare(model, masks), tmp_path / "out", on_error="skip")
+    drawn = job.generate()
+    next(drawn)
+
+    def full(_handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(InputError, match="No space left on device"):
+        list(drawn)
+    assert len(list((tmp_path / "out").rglob("*.nii.gz"))) == 1
+
+
+def test_names_in_a_model_never_become_paths(tmp_path):
+    """A config.json from a stranger names its images; the files stay inside the output folder."""
+    contract = cohort_contract((8, 8, 8))
+    with pytest.raises(InputError, match="must not contain"):
+        replace(contract, images=("x/../../../../elsewhere/y",))
+    model, masks = small_model(), small_masks(tmp_path / "masks", 1)
+    model.config = replace(model.config, data=replace(model.config.data, images=("..",)))
+    for flat in (False, True):
+        [volume] = generate(model, prepare(model, masks), tmp_path / f"out{flat}", flat=flat)
+        assert volume.files[0].resolve().is_relative_to(tmp_path / f"out{flat}")
+        assert ".." not in volume.files[0].name
+
+
+def test_the_output_folder_may_not_lead_elsewhere(tmp_path):
+    model, masks = small_model(), small_masks(tmp_path / "masks", 1)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "sub-case0000").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match="outside the output folder"):
+        list(generate(model, prepare(model, masks), tmp_path / "out"))
+    assert not any((tmp_path / "elsewhere").iterdir())
+
+
+def test_masks_are_not_held_in_memory(tmp_path):
+    model, masks = small_model(), small_masks(tmp_path / "masks", 30)
+    tracemalloc.start()
+    prepare(model, masks[:1])
+    few, _ = tracemalloc.get_traced_memory()
+    checked = prepare(model, masks)
+    gc.collect()
+    many, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(checked) == 30 and (many - few) / 30 < 3000, "bytes of a checked mask"

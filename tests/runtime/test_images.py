@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from PIL import Image
 
 from tests.factories import GOLDENS
 from voxtune.errors import InputError
-from voxtune.runtime.generate import generate_images
+from voxtune.runtime.images import GeneratedImage, ImageJob
 from voxtune.runtime.model import Model, ModelConfig, SamplingConfig
 from voxtune.runtime.sampling import SamplerSettings
 from voxtune.runtime.storage import load
@@ -24,13 +25,17 @@ def make_model(channels: int = 3) -> Model:
     return Model(ModelConfig(network=network, size=(8, 8), sampling=SamplingConfig(sampler="ddim", steps=2)))
 
 
+def generate_images(model: Model, out: Path, *, batch: int = 1, progress=None, **options) -> list[GeneratedImage]:
+    return list(ImageJob(model, out, **options).generate(batch, progress))
+
+
 @pytest.fixture(scope="module")
 def model():
     return make_model()
 
 
 def test_files_contain_the_samples(model, tmp_path):
-    generated = list(generate_images(model, tmp_path / "out", count=3, seed=4, provenance={"model": "m"}))
+    generated = generate_images(model, tmp_path / "out", count=3, seed=4, provenance={"model": "m"})
     assert [g.file.name for g in generated] == ["image-000000.png", "image-000001.png", "image-000002.png"]
     expected = model.sample(indices=range(3), seed=4).numpy()
     for i, image in enumerate(generated):
@@ -45,7 +50,7 @@ def test_files_contain_the_samples(model, tmp_path):
 
 def test_batch_does_not_change_the_images(model, tmp_path):
     done = []
-    one = list(generate_images(model, tmp_path / "a", count=3))
+    one = generate_images(model, tmp_path / "a", count=3)
     two = list(generate_images(model, tmp_path / "b", count=3, batch=2, progress=lambda d, n: done.append((d, n))))
     for a, b in zip(one, two, strict=True):
         assert np.abs(a.pixels_HWC.astype(int) - b.pixels_HWC).max() <= 1
@@ -59,10 +64,10 @@ def test_another_size_and_grey_images(tmp_path):
 
 
 def test_existing_images_are_not_replaced(model, tmp_path):
-    list(generate_images(model, tmp_path))
-    with pytest.raises(InputError, match=r"image-000000.png already exists; .*overwrite=True"):
-        list(generate_images(model, tmp_path, count=2))
-    assert len(list(generate_images(model, tmp_path, count=2, overwrite=True))) == 2
+    generate_images(model, tmp_path)
+    with pytest.raises(InputError, match=r"image-000000.png: already exists; .*overwrite=True"):
+        generate_images(model, tmp_path, count=2)
+    assert len(generate_images(model, tmp_path, count=2, overwrite=True)) == 2
 
 
 @pytest.mark.parametrize(
@@ -77,12 +82,12 @@ def test_existing_images_are_not_replaced(model, tmp_path):
 )
 def test_invalid_options_write_nothing(model, tmp_path, options, message):
     with pytest.raises(InputError, match=message):
-        list(generate_images(model, tmp_path / "out", **options()))
+        generate_images(model, tmp_path / "out", **options())
     assert not (tmp_path / "out").exists()
 
 
 def test_models_that_cannot_generate_images(tmp_path):
     with pytest.raises(InputError, match="4 channels"):
-        list(generate_images(make_model(channels=4), tmp_path))
+        generate_images(make_model(channels=4), tmp_path)
     with pytest.raises(InputError, match="volumes from masks"):
-        list(generate_images(load(GOLDENS / "med_ddpm_tiny.pt"), tmp_path))
+        generate_images(load(GOLDENS / "med_ddpm_tiny.pt"), tmp_path)

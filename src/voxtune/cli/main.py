@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import typer
 
 from voxtune.cli.choices import Command
 from voxtune.cli.common import EXIT_CODES, EXIT_INPUT, EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK
+from voxtune.cli.problems import MAX_MESSAGE, print_problems
 from voxtune.errors import FilesError, InputError
 from voxtune.files import printable
 
@@ -43,11 +43,6 @@ COMMANDS = (
     "estimate",
     "doctor",
 )
-
-# Rows of a table of files with errors; a text file has all of them.
-SHOWN_ROWS = 20
-# Characters of a message: names and values in files can have any length.
-MAX_MESSAGE = 500
 
 app = typer.Typer(
     help="Fast 3D diffusion U-Nets for brain MRI: sample, train, profile and check them.",
@@ -169,45 +164,9 @@ def _fail(message: str, code: int = EXIT_INPUT) -> int:
 
 
 def _fail_files(error: FilesError, *, one_line: bool) -> int:
-    """Prints the problems of several files as a table, or on `one_line`; many also go to a text file."""
-    rows = [(printable(file, MAX_MESSAGE), printable(problem, MAX_MESSAGE)) for file, problem in error.rows]
-    if len(rows) == 1:
+    """Prints the problems of several files as a table, or on `one_line`."""
+    if len(error.rows) == 1:
         return _fail(str(error))
-    complete = f"; all of them: {_list_file(rows)}" if one_line or len(rows) > SHOWN_ROWS else ""
-    if one_line:
-        return _fail(f"{error}{complete}")
-    _fail(f"{len(rows)} files cannot be used:")
-    _print_rows(rows[:SHOWN_ROWS])
-    if len(rows) > SHOWN_ROWS:
-        print(f"{len(rows) - SHOWN_ROWS} more{complete}", file=sys.stderr)
+    headline = f"voxtune: error: {error}" if one_line else f"voxtune: error: {len(error.rows)} files cannot be used:"
+    print_problems(error.rows, headline, one_line=one_line)
     return EXIT_INPUT
-
-
-def _print_rows(rows: list[tuple[str, str]]) -> None:
-    """A table that fits a terminal; elsewhere, or without rich, a line for each row."""
-    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
-        width = max(len(file) for file, _ in rows)
-        for file, problem in rows:
-            print(f"  {file:{width}}  {problem}", file=sys.stderr)
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("file", overflow="fold", ratio=2)
-    table.add_column("problem", overflow="fold", ratio=3)
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    Console(stderr=True).print(table)
-
-
-def _list_file(rows: list[tuple[str, str]]) -> str:
-    """Writes all rows to a text file in the system's temporary folder, and returns its path."""
-    try:
-        handle, name = tempfile.mkstemp(prefix="voxtune-errors-", suffix=".txt")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.writelines(f"{name}\t{problem}\n" for name, problem in rows)
-    except OSError as error:
-        return f"not written, {error.strerror or error}"
-    return name

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from voxtune.cli.choices import one_of
 from voxtune.cli.common import (
+    EXIT_NEGATIVE,
     ClipOption,
     DeviceOption,
     JsonOption,
     LabelsOption,
     ModelArgument,
     Output,
+    OverwriteOption,
     PlanOption,
     QuietOption,
+    RecordPathsOption,
     SamplerOption,
     TimestepSpacingOption,
     choose_device,
@@ -26,21 +33,32 @@ from voxtune.cli.common import (
     parse_size,
     sampler_options,
 )
+from voxtune.cli.problems import print_problems
 from voxtune.errors import InputError
-from voxtune.files import counted
+from voxtune.files import check_outputs, counted, locked_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from voxtune.data.contract import DataContract
-    from voxtune.data.labels import LabelMap
-    from voxtune.runtime.generate import GeneratedImage, GeneratedVolume, MaskRequest, VolumeJob
+    from voxtune.runtime.generate import GeneratedVolume
+    from voxtune.runtime.images import GeneratedImage
+    from voxtune.runtime.job import Job
+    from voxtune.runtime.masks import Masks
     from voxtune.runtime.model import Model
     from voxtune.runtime.sampling import SamplerOptions, SamplerSettings
+
+    SampleJob = Job[Any, Any]
 
 # Images in the contact sheet of --picture.
 MAX_PICTURE_IMAGES = 64
 SHEET = "picture.png"
+# Lines of one kind, such as files or warnings, that are printed; of more, only the number.
+SHOWN = 20
+
+
+class OnErrorChoice(StrEnum):
+    stop = "stop"
+    skip = "skip"
 
 
 def command(
@@ -105,82 +123,174 @@ def command(
     flat: Annotated[
         bool, typer.Option("--flat", help="Write all files directly into the output folder, not in BIDS folders.")
     ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Keep the finished samples in the output folder and draw the others; refused if these have another seed, "
+            "model or settings.",
+        ),
+    ] = False,
+    on_error: Annotated[
+        OnErrorChoice,
+        typer.Option(help="After a mask or a volume with an error: stop, or skip it and exit with code 3."),
+    ] = OnErrorChoice.stop,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print masks, placement, settings and files; write nothing.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
+    overwrite: OverwriteOption = False,
+    record_paths: RecordPathsOption = False,
     device: DeviceOption = "auto",
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Generate MRI volumes from masks, on the grid of each mask; or images, with a model that takes no mask."""
+    """Generate MRI volumes from masks, on the grid of each mask; or images, with a model that takes no mask.
+
+    All masks are checked before the first volume is drawn, then read again one by one.
+    """
     from voxtune.diffusion.noise import check_seed
-    from voxtune.runtime.generate import check_image_request
+    from voxtune.runtime.generate import VolumeJob
+    from voxtune.runtime.images import ImageJob
     from voxtune.runtime.planned import optimize
     from voxtune.runtime.storage import load, provenance
 
     output = Output(json=json, quiet=quiet)
     loaded = load(model, device=choose_device(device))
-    planar = loaded.config.network.dimensions == 2
     grid, batch_size = _grid_size(size, loaded), parse_batch(batch)
     check_seed(seed)
     given = sampler_options(sampler=sampler, steps=steps, timestep_spacing=timestep_spacing, clip=clip, cache=cache)
-    settings = _settings(loaded, given, output)
-    options: dict[str, Any] = {"settings": settings, "count": count, "seed": seed, "overwrite": overwrite}
-    of_masks: dict[str, Any] = {"noise": noise, "flat": flat}
-    requests = [] if planar else _requests(loaded, mask, fit, grid, output, parse_labels(labels), images)
-    if planar:
+    options: dict[str, Any] = {
+        "settings": _settings(loaded, given, output),
+        "count": count,
+        "seed": seed,
+        "overwrite": overwrite,
+        "resume": resume,
+        "on_error": on_error.value,
+        "provenance": provenance(model, loaded),
+    }
+    planned = loaded
+    if plan != "baseline" and not dry_run:
+        planned = optimize(loaded, plan=plan, search=False, say=_once(output.say))
+    job: SampleJob
+    if loaded.config.network.dimensions == 2:
         used: dict[str, Any] = {"--mask": mask, "--labels": labels, "--images": images, "--flat": flat}
         used |= {"--fit": fit != "auto", "--noise": noise != "identity"}
         if any(used.values()):
             raise InputError(f"{model} takes no mask; omit {next(name for name in used if used[name])} and set --count")
-        check_image_request(loaded, out, count, grid, overwrite=overwrite or dry_run)
-        jobs, results = [], _planned_images(out, count, picture)
+        job = ImageJob(planned, out, size=grid, **options)
     else:
-        jobs = _jobs(loaded, requests, out, {**options, "overwrite": overwrite or dry_run}, of_masks)
-        results = _planned_volumes(jobs, out, picture)
-    kind = "image" if planar else "volume"
-    about = {
+        masks = _read_masks(
+            loaded, mask, fit=fit, size=grid, labels=labels, images=images, on_error=on_error, output=output
+        )
+        options |= {"noise": noise, "flat": flat, "picture": _picture if picture else None}
+        job = VolumeJob(planned, masks, out, **options)
+    if dry_run:
+        _dry_run(job, picture=picture, batch=batch, plan=plan, overwrite=overwrite, output=output)
+        return
+    with locked_folder(out):
+        _run(job, batch_size, picture=picture, output=output)
+    if job.problems:
+        raise typer.Exit(EXIT_NEGATIVE)
+
+
+def _dry_run(job: SampleJob, *, picture: bool, batch: str, plan: str, overwrite: bool, output: Output) -> None:
+    """Prints what the job would write, and which files it would refuse to replace."""
+    from voxtune.runtime.generate import VolumeJob
+
+    if job.resume:
+        job.find_finished()
+    results = [] if output.quiet and not output.json else _planned(job, picture)
+    existing = [] if overwrite or job.resume else job.existing()
+    _say_some(output, [f"would write {file}" for result in results for file in result["files"]], "files")
+    refused = [f"{file} exists already; sample would refuse without --overwrite or --resume" for file in existing]
+    _say_some(output, refused, "files exist already")
+    noise = f", noise by {job.noise}" if isinstance(job, VolumeJob) else ""
+    output.say(f"would generate {_describe(job)}{noise}, batch {batch}, plan {plan}, on {job.model.device}")
+    planned = {"dry_run": True, f"{_kind(job)}s": results, "existing": [str(file) for file in existing]}
+    output.result({**planned, **_facts(job), "batch": batch, "plan": plan, "device": str(job.model.device)})
+
+
+def _run(job: SampleJob, batch_size: int | Literal["auto"], *, picture: bool, output: Output) -> None:
+    job.check()
+    sheet = job.out / SHEET if picture and _is_planar(job) else None
+    if sheet is not None:
+        check_outputs([sheet], overwrite=job.replaces, folder=job.out)
+    finished = len(job.finished.numbers)
+    if job.resume:
+        again = f"; {counted(job.finished.incomplete, 'incomplete one')} drawn again" if job.finished.incomplete else ""
+        output.say(f"{finished} of {counted(len(job.items), _kind(job))} finished{again}")
+    if job.remaining and batch_size == "auto":
+        batch_size = job.finished.batch or _choose_batch(job, output)
+    batch = 1 if batch_size == "auto" else batch_size
+    results: list[dict[str, Any]] = []
+    written: list[str] = []
+    shown: list[GeneratedImage] = []
+    started, count = time.perf_counter(), 0
+    if job.remaining:
+        output.say(f"generating {_describe(job)}, on {job.model.device}")
+        with output.progress("sampling", job.remaining * job.settings.steps) as update, _resume_hint(job, output):
+            for sample in job.run(batch, lambda done, _total: update(done)):
+                count += 1
+                result = _result(sample, job, picture)
+                if output.json:
+                    results.append(result)
+                written += [f"wrote {file}" for file in result["files"]][: SHOWN + 1 - len(written)]
+                if sheet is not None and len(shown) < MAX_PICTURE_IMAGES:
+                    shown.append(sample)
+    if sheet is not None and shown:
+        _sheet(shown, sheet, overwrite=job.replaces)
+        written.append(f"wrote {sheet}")
+        if results:
+            results[len(shown) - 1]["files"].append(str(sheet))
+    seconds = time.perf_counter() - started
+    for line in written[:SHOWN]:
+        output.say(line)
+    if count and len(written) > SHOWN:
+        output.say(f"and more: {counted(count, _kind(job))} in {job.out}")
+    output.say(f"sampling took {seconds:.1f} s")
+    if job.problems:
+        print_problems(
+            job.problems.rows, f"warning: {counted(len(job.problems.rows), 'file')} skipped:", one_line=output.json
+        )
+    about = {**_facts(job), "batch": batch, "finished_before": finished, "seconds": round(seconds, 3)}
+    skipped = [{"file": file, "problem": problem} for file, problem in job.problems.rows]
+    output.result({f"{_kind(job)}s": results, **about, "skipped": skipped})
+
+
+@contextmanager
+def _resume_hint(job: SampleJob, output: Output) -> Iterator[None]:
+    """After an interruption, says how to go on."""
+    try:
+        yield
+    except (KeyboardInterrupt, InputError):
+        output.warn(f"finished {_kind(job)}s are complete; the same command with --resume draws the others")
+        raise
+
+
+def _is_planar(job: SampleJob) -> bool:
+    return job.model.config.network.dimensions == 2
+
+
+def _kind(job: SampleJob) -> str:
+    return "image" if _is_planar(job) else "volume"
+
+
+def _facts(job: SampleJob) -> dict[str, Any]:
+    settings = job.settings
+    return {
         "sampler": settings.sampler,
         "steps": settings.steps,
         "cache": settings.cache and str(settings.cache),
         "settings": settings.record(),
-        "seed": seed,
-        "batch": batch_size,
+        "seed": job.seed,
     }
-    line = f"{_amount(jobs, results, kind)} with {settings.describe()}, seed {seed}"
-    if dry_run:
-        existing = _say_files(results, [] if overwrite else _replaced(jobs, out, count), output)
-        output.say(
-            f"would generate {line}{'' if planar else f', noise by {noise}'}, batch {batch}, plan {plan}, on {loaded.device}"
-        )
-        planned = {"dry_run": True, f"{kind}s": results, "existing": existing, **about}
-        output.result({**planned, "plan": plan, "device": str(loaded.device)})
-        return
-    options["provenance"] = provenance(model, loaded)
-    if plan != "baseline":
-        loaded = optimize(loaded, plan=plan, search=False, say=_once(output.say))
-    if batch_size == "auto":
-        batch_size = about["batch"] = _choose_batch(loaded, jobs, count, grid, settings, output)
-    output.say(f"generating {line}, on {loaded.device}")
-    started = time.perf_counter()
-    with output.progress("sampling", len(results) * settings.steps) as update:
-        options |= {"batch": batch_size, "progress": lambda done, _total: update(done)}
-        if planar:
-            results = _generate_images(loaded, out, picture, {"size": grid, **options})
-        else:
-            results = _generate_volumes(loaded, requests, out, picture, {**of_masks, **options})
-    seconds = time.perf_counter() - started
-    for file in (file for result in results for file in result["files"]):
-        output.say(f"wrote {file}")
-    output.say(f"sampling took {seconds:.1f} s")
-    output.result({f"{kind}s": results, **about, "seconds": round(seconds, 3)})
 
 
-def _amount(jobs: list[VolumeJob], results: list[dict[str, Any]], kind: str) -> str:
-    """The volumes or images of this command, and the number of image files if a volume has several."""
-    files = sum(len(job.names) for job in jobs)
-    return counted(len(results), kind) + (f" ({files} image files)" if files > len(results) else "")
+def _describe(job: SampleJob) -> str:
+    """The samples to draw, and the number of image files if a volume has several."""
+    files = sum(len(item.names) for number, item in enumerate(job.items) if number not in job.finished.numbers)
+    amount = counted(job.remaining, _kind(job)) + (f" ({files} image files)" if files > job.remaining else "")
+    return f"{amount} with {job.settings.describe()}, seed {job.seed}"
 
 
 def _settings(model: Model, given: SamplerOptions, output: Output) -> SamplerSettings:
@@ -191,53 +301,17 @@ def _settings(model: Model, given: SamplerOptions, output: Output) -> SamplerSet
     return settings
 
 
-def _jobs(
-    model: Model, requests: list[MaskRequest], out: Path, options: dict[str, Any], of_masks: dict[str, Any]
-) -> list[VolumeJob]:
-    from voxtune.runtime.generate import check_new, jobs_of, mask_contract
-
-    jobs = jobs_of(requests, options["count"], mask_contract(model), **of_masks)
-    if not options["overwrite"]:
-        check_new(out / name for job in jobs for name in job.names)
-    return jobs
-
-
-def _replaced(jobs: list[VolumeJob], out: Path, count: int) -> list[Path]:
-    """The volumes or images that `sample` would replace, which requires --overwrite."""
-    from voxtune.runtime.generate import image_path
-
-    files = [out / name for job in jobs for name in job.names] or [image_path(out, i) for i in range(count)]
-    return [file for file in files if file.exists()]
-
-
-def _say_files(results: list[dict[str, Any]], refused: list[Path], output: Output) -> list[str]:
-    """Prints the files of a dry run; returns those that are refused."""
-    for file in (file for result in results for file in result["files"]):
-        output.say(f"would write {file}")
-    for file in refused:
-        output.say(f"{file} exists already; sample would refuse without --overwrite")
-    return _texts(refused)
-
-
-def _choose_batch(
-    model: Model,
-    jobs: list[VolumeJob],
-    count: int,
-    size: tuple[int, ...] | None,
-    settings: SamplerSettings,
-    output: Output,
-) -> int:
-    from voxtune.runtime.batching import choose_batch
-    from voxtune.runtime.generate import choose_volume_batch
-
-    if jobs:
-        choice = choose_volume_batch(model, jobs, settings)
-    else:
-        choice = choose_batch(
-            model, lambda _batch: None, size or model.config.size, volumes=count, steps=settings.steps
-        )
+def _choose_batch(job: SampleJob, output: Output) -> int:
+    choice = job.choose_batch()
     output.say(choice.describe())
     return choice.batch
+
+
+def _say_some(output: Output, lines: list[str], noun: str) -> None:
+    for line in lines[:SHOWN]:
+        output.say(line)
+    if len(lines) > SHOWN:
+        output.say(f"and {len(lines) - SHOWN} more {noun}")
 
 
 def _once(say: Callable[[str], None]) -> Callable[[str], None]:
@@ -261,23 +335,26 @@ def _grid_size(size: str | None, model: Model) -> tuple[int, ...] | None:
     return values
 
 
-def _requests(
+def _read_masks(
     model: Model,
     masks: list[Path] | None,
+    *,
     fit: str,
     size: tuple[int, ...] | None,
-    output: Output,
-    labels: LabelMap | None,
+    labels: str | None,
     images: Path | None,
-) -> list[MaskRequest]:
+    on_error: OnErrorChoice,
+    output: Output,
+) -> Masks:
+    """Checks all masks and prints how they are placed."""
     from voxtune.data.labels import MaskReader
     from voxtune.data.pairing import images_of_masks
-    from voxtune.runtime.generate import common_warnings, mask_contract, prepare
+    from voxtune.runtime.masks import mask_contract, prepare
 
-    contract = mask_contract(model)
+    contract, label_map = mask_contract(model), parse_labels(labels)
     if not masks:
         raise InputError("this model requires --mask: a NIfTI file or a folder of them")
-    if images is not None and MaskReader(contract=contract, labels=labels).from_image is None:
+    if images is not None and MaskReader(contract=contract, labels=label_map).from_image is None:
         raise InputError(
             "--images applies to a label that is taken from the image, such as --labels brain=image; omit it"
         )
@@ -287,14 +364,37 @@ def _requests(
         partners, other_kinds = images_of_masks(files, images, contract.images)
         if other_kinds is not None:
             output.warn(other_kinds)
-    requests = prepare(model, files, mode=fit, size=size, labels=labels, images=partners)  # type: ignore[arg-type]
-    for request in requests:
-        output.say(f"{request.path.name}: {request.placement.describe()}")
-        for warning in request.warnings:
-            output.warn(warning)
-    for warning in common_warnings(model, requests):
+    with output.progress("checking masks", len(files)) if len(files) > SHOWN else nullcontext() as update:
+        checked = prepare(
+            model,
+            files,
+            mode=fit,  # type: ignore[arg-type]
+            size=size,  # type: ignore[arg-type]
+            labels=label_map,
+            images=partners,
+            on_error=on_error.value,
+            progress=update,
+        )
+    _say_placements(checked, output)
+    for warning in checked.warnings[:SHOWN]:
         output.warn(warning)
-    return requests
+    if len(checked.warnings) > SHOWN:
+        output.warn(f"and {len(checked.warnings) - SHOWN} more warnings about masks")
+    for warning in checked.common_warnings:
+        output.warn(warning)
+    return checked
+
+
+def _say_placements(masks: Masks, output: Output) -> None:
+    """How each mask is placed on the model's grid; of many masks, how many are placed in which way."""
+    if len(masks) <= SHOWN:
+        for mask in masks.checked:
+            output.say(f"{mask.path.name}: {mask.placement}")
+        return
+    counts = Counter(mask.placement for mask in masks.checked)
+    _say_some(
+        output, [f"{counted(count, 'mask')}: {placement}" for placement, count in counts.most_common()], "placements"
+    )
 
 
 def _mask_files(paths: list[Path]) -> list[Path]:
@@ -314,68 +414,45 @@ def _mask_files(paths: list[Path]) -> list[Path]:
     return files
 
 
-def _planned_volumes(jobs: list[VolumeJob], out: Path, picture: bool) -> list[dict[str, Any]]:
-    """The results that the jobs will have."""
-    results = []
-    for job in jobs:
-        files = [out / name for name in job.names]
-        if picture:
-            files.append(_picture_path(files))
-        results.append({**_identity(job), "placement": job.request.placement.describe(), "files": _texts(files)})
-    return results
-
-
-def _planned_images(out: Path, count: int, picture: bool) -> list[dict[str, Any]]:
-    from voxtune.runtime.generate import image_path
-
-    results: list[dict[str, Any]] = [{"index": i, "files": _texts([image_path(out, i)])} for i in range(count)]
-    if picture:
-        results[min(count, MAX_PICTURE_IMAGES) - 1]["files"] += _texts([out / SHEET])
-    return results
-
-
-def _identity(volume: VolumeJob | GeneratedVolume) -> dict[str, Any]:
-    return {"mask": str(volume.request.path), "index": volume.index, "replicate": volume.replicate}
-
-
-def _texts(files: Sequence[Path]) -> list[str]:
-    return [str(file) for file in files]
-
-
-def _generate_volumes(
-    model: Model, requests: list[MaskRequest], out: Path, picture: bool, options: dict[str, Any]
-) -> list[dict[str, Any]]:
-    from voxtune.runtime.generate import generate, mask_contract
-
-    results, contract = [], mask_contract(model)
-    for volume in generate(model, requests, out, **options):
-        files = list(volume.files)
-        if picture:
-            files.append(_picture(volume, contract))
-        results.append({**_identity(volume), "files": _texts(files)})
-    return results
-
-
-def _generate_images(model: Model, out: Path, picture: bool, options: dict[str, Any]) -> list[dict[str, Any]]:
-    from voxtune.runtime.generate import generate_images
+def _planned(job: SampleJob, picture: bool) -> list[dict[str, Any]]:
+    """The results that the job will have."""
+    from voxtune.runtime.generate import VolumeJob
 
     results: list[dict[str, Any]] = []
-    shown: list[GeneratedImage] = []
-    for image in generate_images(model, out, **options):
-        results.append({"index": image.index, "files": _texts([image.file])})
-        if picture and len(shown) < MAX_PICTURE_IMAGES:
-            shown.append(image)
-    if shown:
-        results[len(shown) - 1]["files"] += _texts([_sheet(shown, out / SHEET)])
+    for number, item in enumerate(job.items):
+        if number in job.finished.numbers:
+            continue
+        files = [str(job.out / name) for name in item.names]
+        if isinstance(job, VolumeJob):
+            mask = job.masks.checked[item.mask]
+            files += [] if item.picture is None else [str(job.out / item.picture)]
+            identity = {"mask": str(mask.path), "index": item.index, "replicate": item.replicate}
+            results.append({**identity, "placement": mask.placement, "files": files})
+        else:
+            results.append({"index": item.index, "files": files})
+    if picture and results and _is_planar(job):
+        results[min(len(results), MAX_PICTURE_IMAGES) - 1]["files"].append(str(job.out / SHEET))
     return results
 
 
-def _picture(volume: GeneratedVolume, contract: DataContract) -> Path:
+def _result(sample: GeneratedVolume | GeneratedImage, job: SampleJob, picture: bool) -> dict[str, Any]:
+    from voxtune.runtime.generate import GeneratedVolume, picture_name
+
+    if not isinstance(sample, GeneratedVolume):
+        return {"index": sample.index, "files": [str(sample.file)]}
+    files = [str(file) for file in sample.files]
+    if picture:
+        files.append(str(sample.files[0].with_name(picture_name([file.name for file in sample.files]))))
+    identity = {"mask": str(sample.request.path), "index": sample.index, "replicate": sample.replicate}
+    return {**identity, "files": files}
+
+
+def _picture(volume: GeneratedVolume, path: Path, overwrite: bool) -> None:
     from voxtune.data.legend import contract_legend
     from voxtune.report.picture import SlicePanel, slice_picture
 
     # Pictures are in RAS orientation, whatever the orientation of the model's grid.
-    to_ras = volume.request.placement.ras_array
+    to_ras, contract = volume.request.placement.ras_array, volume.contract
     labels, spacing = to_ras(volume.request.labels_DHW)
     panels = [SlicePanel(title="mask", volume_DHW=labels, labels=True, spacing_DHW=spacing)]
     titles = contract.images if len(contract.images) > 1 else (volume.files[0].name,)
@@ -383,24 +460,13 @@ def _picture(volume: GeneratedVolume, contract: DataContract) -> Path:
         SlicePanel(title=title, volume_DHW=to_ras(image_DHW)[0], spacing_DHW=spacing)
         for title, image_DHW in zip(titles, volume.images_CDHW, strict=True)
     ]
-    path = _picture_path(volume.files)
-    return slice_picture(panels, path, around=labels, legend=contract_legend(contract))
+    slice_picture(panels, path, around=labels, legend=contract_legend(contract), overwrite=overwrite)
 
 
-def _picture_path(files: Sequence[Path]) -> Path:
-    from voxtune.data.modality import SYNTHETIC
-
-    # A picture of several images has no kind in its name: sub-1_desc-synth01.png.
-    first = files[0]
-    mark = SYNTHETIC.search(first.name) if len(files) > 1 else None
-    return first.with_name((first.name[: mark.end()] if mark else first.name.removesuffix(".nii.gz")) + ".png")
-
-
-def _sheet(images: list[GeneratedImage], path: Path) -> Path:
+def _sheet(images: list[Any], path: Path, *, overwrite: bool) -> None:
     import numpy as np
 
     from voxtune.data.pixels import png, sheet
     from voxtune.files import write_file
 
-    write_file(path, png(sheet(np.stack([image.pixels_HWC for image in images]))), state=True)
-    return path
+    write_file(path, png(sheet(np.stack([image.pixels_HWC for image in images]))), overwrite=overwrite)

@@ -16,7 +16,7 @@ from typing import Any
 
 from voxtune.data.modality import NIFTI_NAME, SYNTHETIC, bids_stem, split_name
 from voxtune.errors import InputError
-from voxtune.files import write_file
+from voxtune.files import slug, write_json
 from voxtune.versions import __version__
 
 DESCRIPTION = "dataset_description.json"
@@ -70,7 +70,7 @@ def output_names(
 
 
 def _flat_name(mask: Path, image: str, description: str) -> str:
-    return f"{mask_stem(mask)}_desc-{description}_{image}.nii.gz"
+    return f"{mask_stem(mask)}_desc-{description}_{slug(image, default='image')}.nii.gz"
 
 
 def _bids_name(mask: Path, image: str, description: str) -> str:
@@ -119,7 +119,7 @@ def describe_dataset(folder: Path) -> None:
         "GeneratedBy": [{"Name": "voxtune", "Version": __version__}],
     }
     if not (folder / DESCRIPTION).exists():
-        write_file(folder / DESCRIPTION, (json.dumps(description, indent=2) + "\n").encode(), state=True)
+        write_json(folder / DESCRIPTION, description)
 
 
 def dataset_root(path: Path) -> Path:

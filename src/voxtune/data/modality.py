@@ -55,6 +55,9 @@ AFTER_CE = re.compile(
 )
 IMAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+ -]{0,39}")
 
+# Characters of the suffix of an image kind that is not in KINDS, and so of a part of file names.
+MAX_SUFFIX = 60
+
 
 def find_kind(spelling: str) -> ImageKind | None:
     """The image kind of a name or an ending such as T1w, t1n or FLAIR."""
@@ -80,7 +83,7 @@ def bids_name(image: str) -> tuple[str, str]:
     kind = find_kind(image)
     if kind is not None:
         return kind.entities, kind.suffix
-    return "", re.sub(r"[^A-Za-z0-9]+", "", image) or "image"
+    return "", re.sub(r"[^A-Za-z0-9]+", "", image)[:MAX_SUFFIX] or "image"
 
 
 def bids_stem(stem: str, image: str, desc: str) -> str:

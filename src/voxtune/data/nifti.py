@@ -19,6 +19,7 @@ from voxtune.data.modality import image_kind
 from voxtune.data.orientation import axis_codes
 from voxtune.errors import InputError
 from voxtune.files import check_output_path, checked_path, counted, one_line, write_file
+from voxtune.marks import NIFTI_DESCRIPTION
 
 # Deflate refers back 32 KiB at most, so independent pieces of this size compress almost as well.
 PIECE = 2**19
@@ -71,10 +72,10 @@ class Volume:
     affine_assumed: bool = False
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Writes the volume to a .nii or .nii.gz file and returns its path; `overwrite` allows writing an existing file."""
+        """Writes the volume to a .nii or .nii.gz file and returns its path; `overwrite` replaces a file of Voxtune."""
         file = checked_path(path)
         check_output_path(file, overwrite)
-        return write_volume(file, self.array, self)
+        return write_volume(file, self.array, self, overwrite=overwrite)
 
     def __repr__(self) -> str:
         array = np.asarray(self.array)
@@ -218,18 +219,19 @@ def exact_labels(array: np.ndarray, name: str) -> np.ndarray:
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
-def write_volume(path: str | Path, array: np.ndarray, like: Volume, dtype: Any = None) -> Path:
+def write_volume(
+    path: str | Path, array: np.ndarray, like: Volume, dtype: Any = None, *, overwrite: bool = False
+) -> Path:
     """Writes `array` (X, Y, Z) with the affine, qform, sform, codes and units of `like`. The write is atomic.
 
-    `dtype` None: float32 for floats, the smallest of uint8, int16, int32 for integers. An integer `dtype` for a float
-    array stores scaled integers.
+    `overwrite` allows replacing a file that Voxtune wrote. `dtype` None: float32 for floats, the smallest of uint8, int16,
+    int32 for integers. An integer `dtype` for a float array stores scaled integers.
     """
     path = Path(path)
     name = path.name.lower()
     if not name.endswith((".nii", ".nii.gz")):
         raise InputError(f"{path}: the name of a file to write must end in .nii or .nii.gz")
-    write_file(path, volume_bytes(array, like, dtype, compressed=name.endswith(".gz")), state=True)
-    return path
+    return write_file(path, volume_bytes(array, like, dtype, compressed=name.endswith(".gz")), overwrite=overwrite)
 
 
 def volume_bytes(array: np.ndarray, like: Volume, dtype: Any = None, *, compressed: bool = True) -> bytes:
@@ -273,6 +275,7 @@ def _image_bytes(array: np.ndarray, like: Volume, dtype: np.dtype) -> bytes:
     image_class = nib.Nifti2Image if isinstance(source, nib.Nifti2Header) else nib.Nifti1Image
     # A new header: descriptions and extensions of the mask do not describe this volume and may contain the patient's name.
     header = image_class.header_class()
+    header["descrip"] = NIFTI_DESCRIPTION
     header.set_data_shape(array.shape)
     header.set_data_dtype(dtype)
     if source is None:

@@ -6,7 +6,7 @@ Legend: C images or labels; D H W are the Z, Y, X axes of the contract's orienta
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -235,19 +235,24 @@ def _label_differences(training: TrainingData, subject: Measurement) -> list[str
     return lines
 
 
-def unlike_masks(
-    training: TrainingData | None,
-    contract: DataContract | None,
-    masks: Iterable[tuple[str, np.ndarray, Sequence[float]]],
-) -> str | None:
-    """One line about masks (name, labels on the model's grid, voxel size of the file) that are unlike the training data."""
-    if training is None or contract is None:
-        return None
-    rows = []
-    for name, labels_DHW, spacing in masks:
-        cond = encode_mask(labels_DHW, contract)
-        rows.append((name, differences(training, contract, measure(contract, cond_CDHW=cond, spacing_mm=max(spacing)))))
-    return unlike(rows, "mask", "this model")
+class MaskComparison:
+    """Compares masks on the model's grid with the training data, one after the other."""
+
+    def __init__(self, training: TrainingData | None, contract: DataContract | None) -> None:
+        self._training, self._contract = training, contract
+        self._rows: list[tuple[str, list[str]]] = []
+
+    def add(self, name: str, labels_DHW: np.ndarray, spacing: Sequence[float]) -> None:
+        """Adds a mask; `spacing` is the voxel size of its file."""
+        if self._training is None or self._contract is None:
+            return
+        cond = encode_mask(labels_DHW, self._contract)
+        measured = measure(self._contract, cond_CDHW=cond, spacing_mm=max(spacing))
+        self._rows.append((name, differences(self._training, self._contract, measured)))
+
+    def line(self) -> str | None:
+        """One line about the masks that are unlike the training data, if there are any."""
+        return unlike(self._rows, "mask", "this model")
 
 
 def unlike_subjects(

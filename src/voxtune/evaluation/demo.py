@@ -20,7 +20,8 @@ from voxtune.evaluation.evaluate import evaluate, write_result
 from voxtune.quality.result import Evaluation
 from voxtune.report.picture import SlicePanel, slice_picture
 from voxtune.report.view import view_page
-from voxtune.runtime.generate import GeneratedVolume, generate, mask_contract, prepare
+from voxtune.runtime.generate import GeneratedVolume, generate
+from voxtune.runtime.masks import mask_contract, prepare
 from voxtune.runtime.model import Model
 from voxtune.runtime.planned import example_inputs, optimize, tune_model
 from voxtune.runtime.sampling import SamplerSettings
@@ -171,12 +172,12 @@ def _generate(
     seed: int,
     made_by: dict[str, Any],
 ) -> GeneratedVolume:
-    [request] = prepare(model, [result.files["mask"]])
+    masks = prepare(model, [result.files["mask"]])
     output.say(f"sampling {settings.describe()}, seed {seed}, on {model.device}")
     with output.progress("sampling", settings.steps) as update:
         [volume] = generate(
             model,
-            [request],
+            masks,
             folder,
             settings=settings,
             seed=seed,

@@ -37,7 +37,13 @@ class SheetColumn:
 
 
 def slice_picture(
-    panels: Sequence[SlicePanel], path: Path, *, around: np.ndarray, legend: Legend, side: int = 256
+    panels: Sequence[SlicePanel],
+    path: Path,
+    *,
+    around: np.ndarray,
+    legend: Legend,
+    side: int = 256,
+    overwrite: bool = False,
 ) -> Path:
     """Writes a PNG with a column for each panel: axial, coronal and sagittal slices, superior and anterior at the top.
 

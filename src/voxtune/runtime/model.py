@@ -258,7 +258,8 @@ class Model:
         model's settings.
         """
         from voxtune.data.labels import parse_labels
-        from voxtune.runtime.generate import draw_images, read_mask
+        from voxtune.runtime.generate import draw_images
+        from voxtune.runtime.masks import read_mask
 
         settings = self.check_request(seed=seed, **options)
         unmeasured = self.config.sampling.unmeasured(settings)

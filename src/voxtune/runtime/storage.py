@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from voxtune.errors import InputError, overwrite_advice
-from voxtune.files import checked_path, one_line, reporting_os_errors, write_file, writing
+from voxtune.files import checked_path, one_line, recorded_path, reporting_os_errors, write_file, writing
 from voxtune.runtime.model import Model, ModelConfig, checked_device
 from voxtune.runtime.sampling import AutoSampling
 from voxtune.workloads import NetworkConfig, build
@@ -174,7 +174,7 @@ def provenance(path: Path, model: Model) -> dict[str, Any]:
     from voxtune.versions import __version__
 
     return {
-        "model": str(path),
+        "model": recorded_path(included(path)),
         "model_sha256": weights_sha256(path),
         "voxtune": __version__,
         "torch": torch.__version__,
