@@ -16,8 +16,9 @@ import stat
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from voxtune.errors import FilesError, InputError
 from voxtune.files import one_line
@@ -82,7 +83,7 @@ def open_regular(path: Path) -> int:
 
 
 @contextmanager
-def opening(path: Path, what: str = "file", *, fix: str = "") -> Iterator[IO[bytes]]:
+def opening(path: Path, what: str = "file", *, fix: str = "") -> Iterator[BufferedReader]:
     """A regular file, open for reading within the guard `reading`."""
     with os.fdopen(open_regular(path), "rb") as file, reading(path, what, fix=fix):
         yield file
@@ -110,7 +111,7 @@ def gunzip(path: Path, what: str = "file", *, fix: str = "") -> bytes:
         return b"".join(parts)
 
 
-def file_size(file: IO[bytes]) -> int:
+def file_size(file: BufferedReader) -> int:
     return os.fstat(file.fileno()).st_size
 
 
@@ -161,9 +162,7 @@ def parse_json(data: bytes | str, where: object, *, pairs: Callable[[list[tuple[
         text = data if isinstance(data, str) else data.decode("utf-8-sig")
         if _depth(text) > MAX_DEPTH:
             raise InputError(f"{where}: not valid JSON (nested more than {MAX_DEPTH} deep)")
-        return json.loads(
-            text, parse_int=_int, parse_float=_float, parse_constant=_constant, object_pairs_hook=pairs
-        )
+        return json.loads(text, parse_int=_int, parse_float=_float, parse_constant=_constant, object_pairs_hook=pairs)
     except InputError:
         raise
     except (ValueError, RecursionError) as error:

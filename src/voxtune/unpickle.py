@@ -16,6 +16,8 @@ from voxtune.errors import InputError
 MAX_OPCODES = 2**20
 # Longer whole numbers, such as hashes, are no data of a checkpoint.
 MAX_INT_BITS = 128
+# A call may copy its arguments, and one tuple can be the arguments of many calls.
+MAX_ARGUMENTS = 20
 KEYS = (str, bytes, int, float, bool, type(None))
 REFUSED = "which is not allowed; nothing was executed"
 
@@ -105,7 +107,9 @@ class Interpreter:
 
     def named_on_stack(self, _: Any) -> None:
         module, name = self.last(2)
-        self.find(str(module), str(name))
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise TypeError("a name that is not text")
+        self.find(module, name)
 
     def find(self, module: str, name: str) -> None:
         if (module, name) not in self.names:
@@ -117,6 +121,8 @@ class Interpreter:
         # Plain values and stand-ins are not callable: a function is one of the caller's.
         if not callable(function) or not isinstance(arguments, tuple):
             raise TypeError(f"a call of a {type(function).__name__}")
+        if len(arguments) > MAX_ARGUMENTS:
+            raise InputError(f"this pickle has a call with {len(arguments)} arguments, {REFUSED}")
         self.push(function(*arguments))
 
     def set_state(self, _: Any) -> None:
