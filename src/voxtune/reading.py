@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from voxtune.errors import FilesError, InputError
 from voxtune.files import one_line
@@ -92,7 +92,11 @@ def opening(path: Path, what: str = "file", *, fix: str = "") -> Iterator[Buffer
 @contextmanager
 def opening_zip(path: Path, what: str, *, fix: str = "") -> Iterator[zipfile.ZipFile]:
     """A zip archive within the guard `reading`. Its records do not overlap: together they are no larger than the file."""
-    with opening(path, what, fix=fix) as file, zipfile.ZipFile(file) as archive:
+    with opening(path, what, fix=fix) as file:
+        try:
+            archive = zipfile.ZipFile(file)
+        except zipfile.BadZipFile:
+            raise InputError(f"{path}: not a {what}, or truncated{f'; {fix}' if fix else ''}") from None
         if sum(record.compress_size for record in archive.infolist()) > file_size(file):
             raise InputError(f"{path}: damaged or truncated {what} (the sizes of its records exceed that of the file)")
         yield archive
@@ -109,6 +113,17 @@ def gunzip(path: Path, what: str = "file", *, fix: str = "") -> bytes:
                 check_memory(path, total, size)
                 parts.append(part)
         return b"".join(parts)
+
+
+def read_into(stream: IO[bytes], buffer: memoryview) -> None:
+    """Fills a buffer of bytes from a stream, part by part: memory that the stream does not fill stays unused."""
+    place = 0
+    while place < len(buffer):
+        part = stream.read(min(CHUNK, len(buffer) - place))
+        if not part:
+            raise EOFError(f"{place} of {len(buffer)} bytes")
+        buffer[place : place + len(part)] = part
+        place += len(part)
 
 
 def file_size(file: BufferedReader) -> int:

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from voxtune.errors import InputError
-from voxtune.reading import CHUNK, MAX_JSON_BYTES, check_memory, file_size, opening, opening_zip, parse_json, read_head
+from voxtune.reading import (
+    MAX_JSON_BYTES,
+    check_memory,
+    file_size,
+    opening,
+    opening_zip,
+    parse_json,
+    read_head,
+    read_into,
+)
 from voxtune.unpickle import Interpreter, StandIn
 
 if TYPE_CHECKING:
@@ -173,12 +182,7 @@ def _read_bytes(stream: IO[bytes], size: int) -> Tensor:
     import torch
 
     raw = torch.empty(size, dtype=torch.uint8)
-    view, place = raw.numpy().data, 0
-    while place < size:
-        count = stream.readinto(view[place : place + CHUNK])  # type: ignore[attr-defined]
-        if not count:
-            raise EOFError(f"{place} of {size} bytes")
-        place += count
+    read_into(stream, raw.numpy().data)
     return raw
 
 
