@@ -7,16 +7,20 @@ What a file claims about its size is compared with the bytes present by `check_m
 from __future__ import annotations
 
 import errno
+import gzip
+import hashlib
 import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from voxtune.errors import InputError
+from voxtune.errors import FilesError, InputError
 from voxtune.files import one_line
 
 # Memory that reading one file may need: this much, or MEMORY_RATIO times the size of the file if that is more.
@@ -27,20 +31,25 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 # Configurations and records of Voxtune are far smaller.
 MAX_JSON_BYTES = 16 * 2**20
 MAX_DEPTH = 100
-MAX_DIGITS = 400
+# Larger numbers do not fit into a float.
+MAX_DIGITS = 300
 MAX_FIELD = 2**16
+CHUNK = 2**20
 
 
 @contextmanager
 def reading(path: object, what: str = "file", *, fix: str = "") -> Iterator[None]:
-    """Turns any failure within the block into an InputError of one line: PATH: damaged WHAT (REASON); FIX.
+    """Turns any failure within the block into an InputError of one line: PATH: damaged or truncated WHAT (REASON); FIX.
 
-    Damaged bytes make libraries raise almost any exception, so every one of them is caught here, and nowhere else.
+    Damaged bytes make libraries raise almost any exception, so every one of them is caught here, and nowhere else. An
+    InputError that does not name the file gets its name.
     """
     try:
         yield
-    except InputError:
-        raise
+    except InputError as error:
+        if isinstance(error, FilesError) or str(path) in str(error):
+            raise
+        raise InputError(f"{path}: {error}{f'; {fix}' if fix else ''}") from None
     except OSError as error:
         if error.errno is None:
             raise _damaged(path, what, error, fix) from None
@@ -54,7 +63,7 @@ def reading(path: object, what: str = "file", *, fix: str = "") -> Iterator[None
 def _damaged(path: object, what: str, error: Exception, fix: str) -> InputError:
     reason = one_line(error)
     named = reason if reason == type(error).__name__ else f"{type(error).__name__}: {reason}"
-    return InputError(f"{path}: damaged {what} ({named[:200]}){f'; {fix}' if fix else ''}")
+    return InputError(f"{path}: damaged or truncated {what} ({named[:200]}){f'; {fix}' if fix else ''}")
 
 
 def open_regular(path: Path) -> int:
@@ -73,10 +82,64 @@ def open_regular(path: Path) -> int:
     return handle
 
 
+@contextmanager
+def opening(path: Path, what: str = "file", *, fix: str = "") -> Iterator[BufferedReader]:
+    """A regular file, open for reading within the guard `reading`."""
+    with os.fdopen(open_regular(path), "rb") as file, reading(path, what, fix=fix):
+        yield file
+
+
+@contextmanager
+def opening_zip(path: Path, what: str, *, fix: str = "") -> Iterator[zipfile.ZipFile]:
+    """A zip archive within the guard `reading`. Its records do not overlap: together they are no larger than the file."""
+    with opening(path, what, fix=fix) as file:
+        try:
+            archive = zipfile.ZipFile(file)
+        except zipfile.BadZipFile:
+            raise InputError(f"{path}: not a {what}, or truncated{f'; {fix}' if fix else ''}") from None
+        if sum(record.compress_size for record in archive.infolist()) > file_size(file):
+            raise InputError(f"{path}: damaged or truncated {what} (the sizes of its records exceed that of the file)")
+        yield archive
+
+
+def gunzip(path: Path, what: str = "file", *, fix: str = "") -> bytes:
+    """The content of a gzip file, within the limit of `check_memory`."""
+    with opening(path, what, fix=fix) as file:
+        size = file_size(file)
+        parts, total = [], 0
+        with gzip.GzipFile(fileobj=file) as stream:
+            while part := stream.read(CHUNK):
+                total += len(part)
+                check_memory(path, total, size)
+                parts.append(part)
+        return b"".join(parts)
+
+
+def read_into(stream: IO[bytes], buffer: memoryview) -> None:
+    """Fills a buffer of bytes from a stream, part by part: memory that the stream does not fill stays unused."""
+    place = 0
+    while place < len(buffer):
+        part = stream.read(min(CHUNK, len(buffer) - place))
+        if not part:
+            raise EOFError(f"{place} of {len(buffer)} bytes")
+        buffer[place : place + len(part)] = part
+        place += len(part)
+
+
+def file_size(file: BufferedReader) -> int:
+    return os.fstat(file.fileno()).st_size
+
+
+def file_sha256(path: Path) -> str:
+    """The hash of a regular file, in hexadecimal digits."""
+    with opening(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def read_file(path: Path, *, limit: int | None = None, what: str = "file") -> bytes:
     """The bytes of a regular file of at most `limit` bytes."""
-    with os.fdopen(open_regular(path), "rb") as file, reading(path, what):
-        size = os.fstat(file.fileno()).st_size
+    with opening(path, what) as file:
+        size = file_size(file)
         if limit is not None and size > limit:
             raise InputError(f"{path}: {size} bytes are more than a {what} can have ({limit})")
         data = file.read() if limit is None else file.read(limit + 1)
@@ -87,7 +150,7 @@ def read_file(path: Path, *, limit: int | None = None, what: str = "file") -> by
 
 def read_head(path: Path, size: int) -> bytes:
     """At most `size` bytes from the beginning of a regular file."""
-    with os.fdopen(open_regular(path), "rb") as file, reading(path):
+    with opening(path) as file:
         return file.read(size)
 
 
@@ -105,13 +168,16 @@ def read_json(path: Path, *, limit: int = MAX_JSON_BYTES) -> Any:
     return parse_json(read_file(path, limit=limit, what="JSON file"), path)
 
 
-def parse_json(data: bytes | str, where: object) -> Any:
-    """A JSON document of bounded depth and bounded numbers; NaN and infinity are errors."""
+def parse_json(data: bytes | str, where: object, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """A JSON document of bounded depth and bounded numbers; NaN and infinity are errors.
+
+    `pairs` makes an object of its keys and values, by default a dictionary.
+    """
     try:
         text = data if isinstance(data, str) else data.decode("utf-8-sig")
         if _depth(text) > MAX_DEPTH:
             raise InputError(f"{where}: not valid JSON (nested more than {MAX_DEPTH} deep)")
-        return json.loads(text, parse_int=_int, parse_float=_float, parse_constant=_constant)
+        return json.loads(text, parse_int=_int, parse_float=_float, parse_constant=_constant, object_pairs_hook=pairs)
     except InputError:
         raise
     except (ValueError, RecursionError) as error:
@@ -181,9 +247,14 @@ def parse_bytes(text: str, name: str) -> int:
     return int(float(match[1]) * UNITS[match[2]])
 
 
+def allowed_memory(file_bytes: int) -> int:
+    """The memory that reading a file of `file_bytes` bytes may need."""
+    return max(read_limit(), MEMORY_RATIO * file_bytes)
+
+
 def check_memory(path: object, needed: int, file_bytes: int) -> None:
     """Raises InputError if a file of `file_bytes` bytes says that it needs too much memory."""
-    allowed = max(read_limit(), MEMORY_RATIO * file_bytes)
+    allowed = allowed_memory(file_bytes)
     if needed > allowed:
         raise InputError(
             f"{path}: {file_bytes} bytes that need {needed / 2**30:.3g} GiB of memory, over the limit of "

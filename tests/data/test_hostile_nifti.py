@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import struct
 import tracemalloc
 
@@ -12,10 +13,12 @@ import pytest
 
 from tests.factories.contracts import WHOLE_HEAD
 from tests.factories.nifti import mgh_bytes
+from voxtune.data.formats import _Layout, read_contents
 from voxtune.data.grid import fit
 from voxtune.data.nifti import read_labels, read_volume
 from voxtune.data.preflight import check_mask
 from voxtune.errors import InputError
+from voxtune.reading import DEFAULT_LIMIT, MEMORY_RATIO
 
 IMAGE = nib.Nifti1Image((np.arange(6 * 7 * 8) % 3).astype(np.int16).reshape(6, 7, 8), np.diag([1.5, 1.5, 1.5, 1.0]))
 IMAGE.set_qform(IMAGE.affine, code=1)
@@ -159,7 +162,7 @@ def test_a_wrong_checksum_is_rejected(tmp_path):
     data = bytearray(PACKED)
     data[-6] ^= 1
     (tmp_path / "sum.nii.gz").write_bytes(data)
-    with pytest.raises(InputError, match=r"sum\.nii\.gz.*gzip"):
+    with pytest.raises(InputError, match=r"sum\.nii\.gz: damaged .*CRC check failed"):
         read_volume(tmp_path / "sum.nii.gz")
 
 
@@ -202,3 +205,56 @@ def test_an_mgh_header_that_requires_more_than_the_file_allocates_nothing(tmp_pa
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 4 * 2**20
+
+
+@pytest.mark.parametrize("name", ["pipe.nii", "pipe.nii.gz", "pipe.mgz"])
+def test_a_pipe_is_refused_at_once(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(InputError, match="not a regular file"):
+        read_labels(tmp_path / name)
+
+
+def test_a_small_file_of_a_large_volume_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    """1000 x 1000 x 500 voxels of 2 bytes; the file is as large as its data compress to."""
+    path = tmp_path / "large.nii.gz"
+    path.write_bytes(gzip.compress(patched(40, "4h", 3, 1000, 1000, 500) + bytes(2**20)) + bytes(2**20))
+    with pytest.raises(InputError, match=r"large\.nii\.gz: .* need 2\.79 GiB of memory.*--read-limit 4GiB"):
+        read_volume(path)
+    monkeypatch.setenv("VOXTUNE_READ_LIMIT", "4GiB")
+    with pytest.raises(InputError, match="truncated"):
+        read_volume(path)
+
+
+def test_data_after_the_image_are_limited(tmp_path, monkeypatch):
+    path = tmp_path / "tail.nii.gz"
+    path.write_bytes(PACKED + gzip.compress(bytes(2**22)))
+    assert read_labels(path).shape == (6, 7, 8)
+    monkeypatch.setenv("VOXTUNE_READ_LIMIT", "1MiB")
+    with pytest.raises(InputError, match="--read-limit"):
+        read_labels(path)
+
+
+def test_what_the_limit_counts():
+    """Of ordinary volumes of 512 x 512 x 512, any file is small enough."""
+    for itemsize in (1, 2, 4):
+        assert _Layout(shape=[512] * 3, itemsize=itemsize, offset=352).memory <= DEFAULT_LIMIT
+    # Scaled ones are computed in float64; a file of 84 MB passes, as such images compress by a factor of 2 to 3.
+    assert _Layout(shape=[512] * 3, itemsize=2, offset=352, scaled=True).memory <= MEMORY_RATIO * 84 * 10**6
+
+
+@pytest.mark.parametrize("kind", ["u1", "i2", ">i2", "i4", "u4", "f4", ">f4", "f8", "i8"])
+@pytest.mark.parametrize(("slope", "inter"), [(1, 0), (2, 0), (0.001, -3), (1, 5), (1e-30, 0), (1e30, 1)])
+def test_scaling_is_that_of_nibabel(tmp_path, kind, slope, inter):
+    header = nib.Nifti1Header(endianness=">" if kind[0] == ">" else "<")
+    header.set_data_dtype(kind)
+    header.set_data_shape((5, 6, 7))
+    header["scl_slope"], header["scl_inter"], header["vox_offset"] = slope, inter, 352
+    header.set_sform(np.eye(4), code=1)
+    voxels = np.random.default_rng(0).integers(0, 100, 5 * 6 * 7).astype(kind)
+    path = tmp_path / "x.nii"
+    path.write_bytes(header.binaryblock + bytes(4) + voxels.tobytes())
+    expected = np.asanyarray(nib.load(path).dataobj)
+    array = read_contents(path).array
+    assert array.dtype == expected.dtype
+    np.testing.assert_array_equal(array, expected)
+    assert read_volume(path, allow_nonfinite=True).array.flags.writeable

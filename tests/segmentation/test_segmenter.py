@@ -102,7 +102,7 @@ def test_an_existing_model_is_not_overwritten(learned):
         ("config.json", b"nonsense", "JSON"),
         ("config.json", None, "config.json"),
         ("model.safetensors", b"\x00" * 20, "damaged"),
-        ("model.safetensors", None, "not found"),
+        ("model.safetensors", None, "no such file"),
     ],
 )
 def test_damaged_folders_are_errors(learned, tmp_path, file, content, word):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import struct
 import sys
+import zipfile
 from dataclasses import replace
 
 import numpy as np
@@ -14,11 +18,11 @@ from tests.factories.core_only import voxtune_bare
 from voxtune.cli.main import main
 from voxtune.data.contract import DataContract, Label, classes_of, encode_mask
 from voxtune.data.splits import Volumes
-from voxtune.data.subjects import pack, unpack
+from voxtune.data.subjects import pack, packed_contract, unpack
 from voxtune.errors import InputError
 from voxtune.runtime.storage import load
 from voxtune.training.config import DataSettings, ModelSettings, TrainConfig, make_config
-from voxtune.training.data import Loader, PackedSource, packed_contract
+from voxtune.training.data import Loader, PackedSource
 from voxtune.training.loop import read_run, train
 from voxtune.training.model import model_config
 
@@ -154,9 +158,13 @@ def test_invalid_files_are_errors(tmp_path, file):
     np.savez(tmp_path / "other.npz", a=np.zeros(3))
     np.savez(tmp_path / "deep.npz", header="[" * 100_000)
     np.save(tmp_path / "array.npz.npy", np.zeros(3))
-    for name in ("text.npz", "other.npz", "deep.npz", "array.npz.npy", "absent.npz", "."):
-        with pytest.raises(InputError, match="not a file of packed subjects"):
-            packed_contract(tmp_path / name)
+    os.mkfifo(tmp_path / "pipe.npz")
+    not_packed = dict.fromkeys(("text.npz", "other.npz", "deep.npz", "array.npz.npy"), "not a file of packed subjects")
+    others = {"absent.npz": "no such file", ".": "is a folder", "pipe.npz": "not a regular file"}
+    for name, message in (not_packed | others).items():
+        for read in (packed_contract, unpack):
+            with pytest.raises(InputError, match=message):
+                read(tmp_path / name)
     with np.load(file) as good:
         parts = {**good, "labels": good["labels"] + 7}
         bright = {**good, "images": good["images"] + np.uint16(9000)}
@@ -170,6 +178,63 @@ def test_invalid_files_are_errors(tmp_path, file):
         for read in (unpack, lambda path: PackedSource(path, CONTRACT)):
             with pytest.raises(InputError, match=message):
                 read(tmp_path / name)
+
+
+def test_randomly_damaged_files_are_read_or_refused(tmp_path, file):
+    good, path, outcomes = file.read_bytes(), tmp_path / "damaged.npz", []
+    for seed in range(300):
+        chance, data = random.Random(seed), bytearray(good)
+        for _ in range(chance.randint(1, 8)):
+            # In a record, or in the directory at the end.
+            place = chance.choice([chance.randrange(len(data)), chance.randrange(300), -1 - chance.randrange(300)])
+            data[place] = chance.randrange(256)
+        path.write_bytes(data[: chance.randrange(len(data))] if seed % 10 == 0 else data)
+        try:
+            unpack(path)
+            outcomes.append(True)
+        except InputError as error:
+            outcomes.append(False)
+            assert str(error).startswith(f"{path}: ")
+            assert "\n" not in str(error)
+    assert 0 < sum(outcomes) < 300
+
+
+def npy(header: str, data: bytes = b"") -> bytes:
+    text = header.encode() + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + data
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        npy("{'descr': '<u2', 'fortran_order': False, 'shape': (1099511627776,), }"),
+        npy("{'descr': '<u2', 'fortran_order': False, 'shape': (-1, -5), }", bytes(10)),
+        npy("{'descr': '|O', 'fortran_order': False, 'shape': (1,), }", bytes(8)),
+        npy("{'descr': '<u2', 'fortran_order': False, 'shape': (" + "9" * 5000 + ",), }"),
+        npy("(" * 3000),
+        npy("{'descr': [('a', '<u2')], 'fortran_order': False, 'shape': (5,), }", bytes(10)),
+        npy("{'descr': '<u2', 'fortran_order': False, 'shape': (5,), }", bytes(9)),
+        npy("{'descr': " + "'" * 3),
+        b"\x93NUMPY\x02\x00\xff\xff\xff\xff",
+        b"",
+    ],
+)
+def test_headers_of_arrays_are_checked(tmp_path, file, images):
+    with zipfile.ZipFile(file) as good, zipfile.ZipFile(tmp_path / "x.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in good.namelist():
+            archive.writestr(name, images if name == "images.npy" else good.read(name))
+    with pytest.raises(InputError, match=r"x\.npz: damaged"):
+        unpack(tmp_path / "x.npz")
+
+
+def test_a_small_file_that_unpacks_to_gigabytes_is_refused(tmp_path, file, monkeypatch):
+    """Zeros compress by a factor of a thousand; those of a cohort with a large background by less than 16."""
+    with np.load(file) as good:
+        np.savez_compressed(tmp_path / "x.npz", **{**good, "images": np.zeros((1, 1, 200, 200, 200), np.uint16)})
+    monkeypatch.setenv("VOXTUNE_READ_LIMIT", "10MB")
+    with pytest.raises(InputError, match="--read-limit"):
+        unpack(tmp_path / "x.npz")
+    assert len(unpack(file)[0])
 
 
 def test_a_data_source_in_the_options_replaces_that_of_the_file():
@@ -190,7 +255,7 @@ def test_errors_of_the_command_are_one_line(file, tmp_path, capsys):
     assert main(wrong) == 2
     assert "differs from the model's" in capsys.readouterr().err
     assert main(["train", "--subjects", str(tmp_path / "absent.npz"), *TINY, *out]) == 2
-    assert "absent.npz: not a file of packed subjects" in capsys.readouterr().err
+    assert "absent.npz: no such file" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -17,6 +17,7 @@ from voxtune.data.pixels import resize, to_signed
 from voxtune.data.unpickle import stored_array, stored_text, unpickle
 from voxtune.errors import InputError
 from voxtune.files import reporting_os_errors
+from voxtune.reading import read_file, reading
 
 CHANNELS, SIDE, CLASSES = 3, 32, 10
 PIXELS = CHANNELS * SIDE * SIDE
@@ -94,15 +95,10 @@ def _versions(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
 
 def read_batch(path: Path) -> Batches:
     """Reads one file of either version, depending on its name."""
-    with reporting_os_errors(path), path.open("rb") as file:
-        data = file.read(MAX_FILE_BYTES + 1)
-    if len(data) > MAX_FILE_BYTES:
-        raise InputError(f"{path}: too large for a CIFAR-10 batch")
-    try:
+    with reading(path, "CIFAR-10 batch", fix="download it again, or remove it to train without it"):
+        data = read_file(path, limit=MAX_FILE_BYTES, what="CIFAR-10 batch")
         images, labels = _binary(data) if path.suffix == ".bin" else _pickled(data)
-    except InputError as error:
-        raise InputError(f"{path}: {error}; download it again, or remove it to train without it") from None
-    return Batches(images_NCHW=images.reshape(-1, CHANNELS, SIDE, SIDE), labels_N=labels)
+        return Batches(images_NCHW=images.reshape(-1, CHANNELS, SIDE, SIDE), labels_N=labels)
 
 
 def _binary(data: bytes) -> tuple[np.ndarray, np.ndarray]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import gzip
 import math
-import os
 import struct
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -19,7 +17,7 @@ import numpy as np
 
 from voxtune.data.modality import NIFTI_ENDINGS, NIFTI_NAME
 from voxtune.errors import InputError
-from voxtune.files import one_line
+from voxtune.reading import CHUNK, check_memory, file_size, opening, reading
 
 MAX_VOXELS = 2**30
 MAX_HEADER_BYTES = 64 * 2**20
@@ -45,21 +43,55 @@ class VolumeContents:
 
 def read_contents(path: Path) -> VolumeContents:
     """Reads and parses a file; raises InputError if it is not one valid 3D volume of scalar numbers."""
-    format, data = _read(path)
-    try:
+    if not NIFTI_NAME.search(path.name):
+        raise InputError(f"{path}: file name must end in one of {NIFTI_ENDINGS}")
+    with opening(path, "volume", fix="copy or export the file again") as file:
+        if file_size(file) == 0:
+            raise InputError(f"{path}: the file is empty; export it again")
+        compressed = file.read(2) == GZIP_MAGIC
+        file.seek(0)
+        stream = gzip.GzipFile(fileobj=file) if compressed else file
+        format, data = _read_checked(stream, file_size(file), path)
         image = format.image_class.from_bytes(data)
         dtype = image.header.get_data_dtype()
         if dtype.kind not in "iufb":
             raise InputError(f"{path}: voxels of type {dtype} are not scalar numbers; convert the file")
-        array = np.asanyarray(image.dataobj).reshape(_volume_shape(image.shape, path))
+        array = _array(image.dataobj, data).reshape(_volume_shape(image.shape, path))
         affine = np.asarray(image.affine, dtype=np.float64)
         header, assumed = format.geometry(image, data)
-    except InputError:
-        raise
-    # nibabel raises almost any exception for a damaged file.
-    except Exception as error:
-        raise InputError(f"{path}: damaged {format.name} file ({one_line(error)}); export it again") from None
     return VolumeContents(array=array, affine=affine, header=header, affine_assumed=assumed)
+
+
+def _array(proxy: Any, data: bytes) -> np.ndarray:
+    """The scaled voxels, as nibabel computes them, but without copies of the whole array on the way.
+
+    Without scaling, the array shares its memory with `data`.
+    """
+    from nibabel.volumeutils import apply_read_scaling
+
+    stored = np.ndarray(proxy.shape, proxy.dtype, data, proxy.offset, order="F")
+    if (proxy.slope, proxy.inter) == (1, 0):
+        return stored
+    flat, slope, inter = stored.reshape(-1, order="F"), np.float64(proxy.slope), np.float64(proxy.inter)
+    scaled = np.empty(flat.size, apply_read_scaling(flat[:1], slope, inter).dtype)
+    for start in range(0, flat.size, CHUNK):
+        scaled[start : start + CHUNK] = apply_read_scaling(flat[start : start + CHUNK], slope, inter)
+    return scaled.reshape(proxy.shape, order="F")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """The dimensions (empty if invalid), bytes of a voxel, offset of the first voxel, and whether voxels are scaled."""
+
+    shape: list[int]
+    itemsize: int
+    offset: float
+    scaled: bool = False
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the voxels as stored, and as numbers to compute with: float64 if they are scaled, else 32 bits."""
+        return math.prod(self.shape) * (self.itemsize + (8 if self.scaled else 4))
 
 
 class _Format(Protocol):
@@ -68,8 +100,8 @@ class _Format(Protocol):
     name: str
     image_class: Any
 
-    def layout(self, head: bytes) -> tuple[list[int], int, float]:
-        """(dimensions, bytes of a voxel, offset of the first voxel), unchecked; may raise anything."""
+    def layout(self, head: bytes) -> _Layout:
+        """What the header says, unchecked; may raise anything."""
         ...
 
     def header_bytes(self) -> int:
@@ -87,13 +119,18 @@ class _Nifti:
     def __init__(self, image_class: Any) -> None:
         self.image_class = image_class
 
-    def layout(self, head: bytes) -> tuple[list[int], int, float]:
+    def layout(self, head: bytes) -> _Layout:
         header_class = self.image_class.header_class
         header = header_class(head[: header_class.template_dtype.itemsize], check=False)
         # Not by nibabel's property, which fails for an unexpected dim[0].
         rank, *shape = (int(n) for n in header["dim"])
         dims = shape[:rank] if 1 <= rank <= 7 else []
-        return dims, header.get_data_dtype().itemsize, float(header["vox_offset"])
+        return _Layout(
+            shape=dims,
+            itemsize=header.get_data_dtype().itemsize,
+            offset=float(header["vox_offset"]),
+            scaled=header.get_slope_inter() not in ((None, None), (1, 0)),
+        )
 
     def header_bytes(self) -> int:
         # With a smaller offset, such as 0, nibabel would return the bytes of the header as voxels.
@@ -115,10 +152,14 @@ class _Mgh:
     def __init__(self, image_class: Any) -> None:
         self.image_class = image_class
 
-    def layout(self, head: bytes) -> tuple[list[int], int, float]:
+    def layout(self, head: bytes) -> _Layout:
         header = self.image_class.header_class(head[: self.header_bytes()], check=False)
         dims = [int(n) for n in header["dims"]]
-        return dims if max(dims) <= self.max_side else [], header.get_data_dtype().itemsize, self.header_bytes()
+        return _Layout(
+            shape=dims if max(dims) <= self.max_side else [],
+            itemsize=header.get_data_dtype().itemsize,
+            offset=self.header_bytes(),
+        )
 
     def header_bytes(self) -> int:
         return 284
@@ -157,65 +198,39 @@ def _format(head: bytes, path: Path) -> _Format:
     return mgh
 
 
-def _read(path: Path) -> tuple[_Format, bytes]:
-    """All bytes of the image, decompressed, read after the header was checked against the size of the file."""
-    if not NIFTI_NAME.search(path.name):
-        raise InputError(f"{path}: file name must end in one of {NIFTI_ENDINGS}")
-    try:
-        if path.is_dir():
-            raise InputError(f"{path}: is a folder, not a NIfTI file")
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size == 0:
-                raise InputError(f"{path}: the file is empty; export it again")
-            compressed = file.read(2) == GZIP_MAGIC
-            file.seek(0)
-            if not compressed:
-                return _read_checked(file, size, path)
-            with gzip.GzipFile(fileobj=file) as stream:
-                return _read_checked(stream, size * MAX_DEFLATE_RATIO, path)
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise InputError(f"{path}: damaged gzip stream ({one_line(error)}); copy or export the file again") from None
-    except (OSError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path}: cannot be read ({one_line(error)})") from None
-
-
-def _read_checked(stream: IO[bytes] | gzip.GzipFile, max_bytes: int, path: Path) -> tuple[_Format, bytes]:
+def _read_checked(stream: IO[bytes] | gzip.GzipFile, size: int, path: Path) -> tuple[_Format, bytes]:
+    """All bytes of the image, read after its header was compared with the `size` of the file."""
     head = stream.read(HEAD_BYTES)
     format = _format(head, path)
-    needed = _needed_bytes(head, format, path)
-    if needed > max_bytes:
+    layout = _checked_layout(head, format, path)
+    needed = int(layout.offset) + math.prod(layout.shape) * layout.itemsize
+    if needed > size * (MAX_DEFLATE_RATIO if isinstance(stream, gzip.GzipFile) else 1):
         raise InputError(
             f"{path}: the header requires {needed} bytes, more than the file can contain; it is truncated or damaged"
         )
-    rest = stream.read(max(0, needed - len(head)))
+    check_memory(path, layout.memory, size)
+    data = head + stream.read(max(0, needed - len(head)))
     # Reading to the end verifies the gzip checksum; data after the image is discarded.
-    while stream.read(2**20):
-        pass
-    data = head + rest
+    rest = 0
+    while part := stream.read(CHUNK):
+        rest += len(part)
+        check_memory(path, rest, size)
     if len(data) < needed:
         raise InputError(f"{path}: truncated, {len(data)} of {needed} bytes; copy or export the file again")
     return format, data
 
 
-def _needed_bytes(head: bytes, format: _Format, path: Path) -> int:
-    """Number of bytes up to the last voxel according to the header; raises InputError for invalid headers."""
-    try:
-        shape, itemsize, offset = format.layout(head)
-    except Exception as error:
-        raise InputError(f"{path}: damaged {format.name} header ({one_line(error)}); export it again") from None
+def _checked_layout(head: bytes, format: _Format, path: Path) -> _Layout:
+    with reading(path, f"{format.name} header", fix="export it again"):
+        layout = format.layout(head)
+    shape = layout.shape
     if not shape or min(shape) < 1:
         raise InputError(f"{path}: damaged {format.name} header (invalid dimensions {shape}); export it again")
-    voxels = math.prod(shape)
-    if voxels > MAX_VOXELS:
+    if math.prod(shape) > MAX_VOXELS:
         raise InputError(f"{path}: {' x '.join(map(str, shape))} voxels exceed the limit of {MAX_VOXELS}")
-    if not format.header_bytes() <= offset <= MAX_HEADER_BYTES:
-        raise InputError(f"{path}: damaged {format.name} header (data offset {offset:g}); export it again")
-    return int(offset) + voxels * itemsize
+    if not format.header_bytes() <= layout.offset <= MAX_HEADER_BYTES:
+        raise InputError(f"{path}: damaged {format.name} header (data offset {layout.offset:g}); export it again")
+    return layout
 
 
 def _volume_shape(shape: tuple[int, ...], path: Path) -> tuple[int, int, int]:

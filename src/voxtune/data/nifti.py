@@ -137,7 +137,7 @@ def read_volume(path: str | Path, *, allow_nonfinite: bool = False) -> Volume:
     """Reads an image as float32 with its scaling applied; NaN and infinity are errors unless `allow_nonfinite`."""
     volume = _read(Path(path))
     with np.errstate(over="ignore", invalid="ignore"):
-        array = np.ascontiguousarray(volume.array, dtype=np.float32)
+        array = np.require(volume.array, np.float32, ("C", "W"))
     bad = array.size - int(np.isfinite(array).sum())
     if bad and not allow_nonfinite:
         raise InputError(
@@ -149,7 +149,7 @@ def read_volume(path: str | Path, *, allow_nonfinite: bool = False) -> Volume:
 def read_labels(path: str | Path) -> Volume:
     """Reads a label map as int32; float or scaled storage is accepted if every value is an integer."""
     volume = _read(Path(path))
-    return replace(volume, array=exact_labels(volume.array, volume.name))
+    return replace(volume, array=np.require(exact_labels(volume.array, volume.name), requirements=("C", "W")))
 
 
 def _read(path: Path) -> Volume:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -24,7 +26,8 @@ from voxtune.data.labels import LabelMap
 from voxtune.data.modality import T1W
 from voxtune.data.pairing import folder_images
 from voxtune.errors import InputError
-from voxtune.files import one_line, write_file
+from voxtune.files import write_file
+from voxtune.reading import MAX_JSON_BYTES, check_memory, opening_zip, parse_json, read_into
 
 log = logging.getLogger("voxtune")
 
@@ -245,18 +248,16 @@ def pack(
     return Path(path)
 
 
+MEMBERS = ("images.npy", "labels.npy", "header.npy")
+
+
 def unpack(path: str | Path) -> tuple[Packed, Packed]:
     """(training subjects, held-out subjects) of a file written by `pack`."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            images, labels, header = file["images"], file["labels"], json.loads(str(file["header"]))
+    with _opening_packed(Path(path)) as (archive, header):
         contract = from_mapping(DataContract, header["contract"], f"{path}: contract")
-        held_out = int(header["held_out"])
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path}: not a file of packed subjects ({one_line(error)})") from None
-    if not 0 < held_out < len(images):
+        images, labels = (_read_member(archive, name) for name in MEMBERS[:2])
+    held_out = header.get("held_out")
+    if not isinstance(held_out, int) or not 0 < held_out < len(images):
         raise InputError(
             f"{path}: {held_out} of its {len(images)} subjects are held out; pack both training and held-out subjects"
         )
@@ -271,3 +272,44 @@ def unpack(path: str | Path) -> tuple[Packed, Packed]:
         raise InputError(f"{path}: a mask has labels that are not in its contract; pack the subjects again")
     everything = Packed(contract, images, labels, str(header.get("origin", "")))
     return everything.part(0, len(images) - held_out), everything.part(len(images) - held_out, held_out)
+
+
+def packed_contract(path: str | Path) -> DataContract:
+    """The data contract of a packed file; its subjects are not read."""
+    with _opening_packed(Path(path)) as (_, header):
+        return from_mapping(DataContract, header["contract"], f"{path}: contract")
+
+
+@contextmanager
+def _opening_packed(path: Path) -> Iterator[tuple[zipfile.ZipFile, dict[str, Any]]]:
+    """The archive and its header; the declared sizes of the arrays were compared with the memory limit."""
+    with opening_zip(path, "file of packed subjects", fix="pack the subjects again") as archive:
+        records = archive.infolist()
+        if sorted(record.filename for record in records) != sorted(MEMBERS):
+            raise InputError(f"{path}: not a file of packed subjects; expected one from voxtune pack")
+        check_memory(path, sum(record.file_size for record in records), path.stat().st_size)
+        header = parse_json(str(_read_member(archive, MEMBERS[2])), path)
+        if not isinstance(header, dict) or "contract" not in header:
+            raise InputError(f"{path}: not a file of packed subjects (no contract); expected one from voxtune pack")
+        yield archive, header
+
+
+def _read_member(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    """An array of numbers or text, whose shape agrees with the size of its record."""
+    with archive.open(name) as stream:
+        version = np.lib.format.read_magic(stream)
+        if version != (1, 0):
+            raise ValueError(f"{name} in version {version} of NumPy's format")
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+        needed = math.prod(shape) * dtype.itemsize
+        if (
+            dtype.kind not in "iufU"
+            or min(shape, default=0) < 0
+            or stream.tell() + needed != archive.getinfo(name).file_size
+        ):
+            raise ValueError(f"{name} of {shape} numbers of type {dtype}")
+        if dtype.kind == "U" and (shape or needed > MAX_JSON_BYTES):
+            raise ValueError(f"a text of {needed} bytes")
+        raw = np.empty(needed, np.uint8)
+        read_into(stream, raw.data)
+        return raw.view(dtype).reshape(shape, order="F" if fortran else "C")

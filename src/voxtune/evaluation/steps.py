@@ -29,10 +29,11 @@ from voxtune.evaluation.step_search import TableOptions, confirm_table, numerics
 from voxtune.files import check_output_path, write_file
 from voxtune.quality.bootstrap import Bootstrap
 from voxtune.quality.step_table import FORMAT, NON_INFERIOR, StepTable
+from voxtune.reading import file_sha256, read_json
 from voxtune.runtime.model import Model, ModelConfig
 from voxtune.runtime.planned import by_plan, optimize
 from voxtune.runtime.sampling import AutoSampling, Evidence, FeatureCache, SamplerSettings
-from voxtune.runtime.storage import config_file, load, read_json, store_auto, weights_sha256
+from voxtune.runtime.storage import config_file, load, store_auto, weights_sha256
 from voxtune.segmentation.segmenter import (
     Segmenter,
     SegmenterConfig,
@@ -84,7 +85,7 @@ def read_earlier(path: Path, model: Model, model_sha256: str | None) -> EarlierT
         raise InputError(f"{path}: damaged: {counts}; run the search again")
     return EarlierTable(
         file=path.name,
-        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        sha256=file_sha256(path),
         chosen=str(chosen["name"]),
         margin=margin,
         subjects=counts["subjects"],

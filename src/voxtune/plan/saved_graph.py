@@ -23,6 +23,8 @@ from torch.utils import _pytree as pytree
 from voxtune.files import one_line, writing
 from voxtune.plan.graph import module_of
 from voxtune.plan.passes.base import register_operators
+from voxtune.reading import parse_json
+from voxtune.tensorfiles import read_torch
 
 log = logging.getLogger("voxtune")
 # Number of files in the cache; that of a whole-head network takes 80 MB.
@@ -70,11 +72,12 @@ def load_graph(path: Path, device: torch.device) -> tuple[fx.GraphModule, dict[s
     if not path.exists():
         return None
     try:
-        content = torch.load(path, map_location=device, weights_only=True)
-        description = json.loads(content["graph"])
+        content = read_torch(path)
+        description = parse_json(content["graph"], path)
         if description["source"] != sources_hash():
             return None
-        module = _build(description, content["tensors"], device)
+        tensors = {name: tensor.to(device) for name, tensor in content["tensors"].items()}
+        module = _build(description, tensors, device)
         os.utime(path)
         return module, description["notes"]
     except Exception as error:  # a damaged file raises many kinds of errors; the network can be rewritten instead

@@ -5,8 +5,6 @@ Only the names and hashes of the files stay in memory, so that a job may have an
 
 from __future__ import annotations
 
-import hashlib
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +22,7 @@ from voxtune.data.nifti import Volume, exact_labels, given_volume, read_labels
 from voxtune.data.preflight import check_lost_labels
 from voxtune.data.training_data import MaskComparison
 from voxtune.errors import FileProblems, InputError, advice
-from voxtune.reading import open_regular, reading
+from voxtune.reading import file_sha256
 from voxtune.runtime.job import OnError
 from voxtune.runtime.model import Model
 
@@ -96,7 +94,7 @@ class Masks(Sequence[MaskRequest]):
 
     def _read(self, path: Path, images: tuple[Path, ...], *, fix: str = "") -> MaskRequest:
         request = prepare_mask(self.reader.read(path, images, fix=fix), self.reader, self.mode, self.size)
-        digests = tuple(_sha256(file) for file in (path, *images))
+        digests = tuple(file_sha256(file) for file in (path, *images))
         return replace(request, path=path, images=images, sha256=digests)
 
     def add(self, path: Path, images: tuple[Path, ...], *, fix: str) -> MaskRequest:
@@ -106,11 +104,6 @@ class Masks(Sequence[MaskRequest]):
         self.checked.append(CheckedMask(path=path, images=images, sha256=request.sha256, placement=placed))
         self.warnings += request.warnings
         return request
-
-
-def _sha256(path: Path) -> str:
-    with os.fdopen(open_regular(path), "rb") as file, reading(path):
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def prepare(

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import pickle
 import re
-import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from voxtune.data.contract import DataContract, generic_contract
 from voxtune.data.modality import NIFTI_NAME
 from voxtune.diffusion.schedule import DiffusionConfig, recognise
 from voxtune.errors import InputError
+from voxtune.reading import read_head
 from voxtune.runtime.model import Model, ModelConfig, workload_contract
 from voxtune.runtime.storage import network_from_state
+from voxtune.tensorfiles import read_torch
 from voxtune.workloads import FAMILIES, NetworkConfig, closest_workload, same_channels
 
 PREFIX = "denoise_fn."
@@ -40,46 +39,13 @@ def load_published(path: Path, size: tuple[int, ...] | None = None) -> Model:
 
 def read_checkpoint(path: Path) -> Any:
     """The object in the file. Only tensors and plain containers are accepted; nothing is executed."""
-    _check_file_type(path)
-    try:
-        _check_uncompressed(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except InputError:
-        raise
-    except pickle.UnpicklingError as error:
-        reason = " ".join(str(error).split())
-        if "weights_only" in reason or "Unsupported" in reason:
-            raise InputError(
-                f"{path}: this pickle would run code, which is not allowed; nothing was executed"
-            ) from None
-        raise InputError(f"{path}: not a readable checkpoint ({reason[:200]})") from None
-    except Exception as error:
-        # Damaged files raise many kinds of errors (EOFError, RuntimeError, KeyError, UnicodeDecodeError, ...).
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{path}: not a readable checkpoint ({type(error).__name__}: {reason})") from None
-
-
-def _check_file_type(path: Path) -> None:
-    """Raises a specific error for a file that is not a checkpoint."""
     if NIFTI_NAME.search(path.name):
         raise InputError(f"{path}: expected a model, got an image; are the arguments swapped?")
-    try:
-        with path.open("rb") as file:
-            head = file.read(2)
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from None
+    head = read_head(path, 2)
     # torch writes a zip archive, or a pickle of protocol 2 or higher.
     if head != b"PK" and head[:1] != b"\x80":
         raise InputError(f"{path}: not a PyTorch checkpoint (neither a zip archive nor a pickle)")
-
-
-def _check_uncompressed(path: Path) -> None:
-    """Raises for compressed records: torch does not write them, and they could expand to any size."""
-    if not zipfile.is_zipfile(path):
-        return
-    with zipfile.ZipFile(path) as archive:
-        if any(item.compress_type != zipfile.ZIP_STORED for item in archive.infolist()):
-            raise InputError(f"{path}: contains compressed records, which torch does not write; not a checkpoint")
+    return read_torch(path)
 
 
 def split_checkpoint(checkpoint: Any, where: str) -> tuple[dict[str, Tensor], Tensor | None]:

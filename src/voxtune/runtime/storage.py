@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,12 +13,13 @@ from torch import Tensor, nn
 
 from voxtune.errors import InputError, overwrite_advice
 from voxtune.files import checked_path, one_line, recorded_path, reporting_os_errors, write_file, writing
+from voxtune.reading import file_sha256, read_json
 from voxtune.runtime.model import Model, ModelConfig, checked_device
 from voxtune.runtime.sampling import AutoSampling
+from voxtune.tensorfiles import read_safetensors
 from voxtune.workloads import NetworkConfig, build
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
-MAX_CONFIG_BYTES = 16 * 2**20
 
 
 def load(path: str | Path, *, device: torch.device | str = "cpu") -> Model:
@@ -73,8 +73,11 @@ def load_folder(folder: Path) -> Model:
             "or a published .pt checkpoint"
         )
     config = ModelConfig.from_json(read_json(folder / CONFIG), str(folder / CONFIG))
-    state, _ = read_safetensors(folder / WEIGHTS)
-    return Model(config, network_from_state(config.network, state, str(folder / WEIGHTS)))
+    weights = folder / WEIGHTS
+    if not weights.exists():
+        raise InputError(f"{weights}: not found; a model folder contains {WEIGHTS} and {CONFIG}")
+    state, _ = read_safetensors(weights)
+    return Model(config, network_from_state(config.network, state, str(weights)))
 
 
 def save(model: Model, folder: str | Path, *, card: str, overwrite: bool = False, half: bool = False) -> Path:
@@ -122,30 +125,6 @@ def check_state(expected: Mapping[str, tuple[int, ...]], state: Mapping[str, Ten
             raise InputError(f"{where}: parameter {name!r} contains NaN or infinity; the checkpoint is damaged")
 
 
-def read_json(path: Path) -> Any:
-    with reporting_os_errors(path):
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise InputError(f"{path}: larger than {MAX_CONFIG_BYTES // 2**20} MiB; not a config")
-        raw = path.read_bytes()
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not valid JSON ({error})") from None
-
-
-def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(tensors, metadata) of a safetensors file."""
-    if not path.is_file():
-        raise InputError(f"{path}: not found; a model folder contains {WEIGHTS} and {CONFIG}")
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError, RuntimeError, TypeError) as error:
-        raise InputError(f"{path}: damaged or truncated safetensors file ({one_line(error)})") from None
-
-
 def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Writes atomically: after a crash or on a full disk, an existing file is unchanged."""
     from safetensors import SafetensorError
@@ -165,8 +144,7 @@ def weights_sha256(path: Path) -> str | None:
     weights = next((p for p in (path, path / WEIGHTS, path / "model" / WEIGHTS) if p.is_file()), None)
     if weights is None:
         return None
-    with reporting_os_errors(weights), weights.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return file_sha256(weights)
 
 
 def provenance(path: Path, model: Model) -> dict[str, Any]:

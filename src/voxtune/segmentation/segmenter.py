@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +17,9 @@ from voxtune.data.splits import contract_difference
 from voxtune.data.training_data import TrainingData
 from voxtune.errors import InputError
 from voxtune.files import reporting_os_errors, write_file
-from voxtune.runtime.storage import CARD, CONFIG, WEIGHTS, check_state, read_json, read_safetensors, write_safetensors
+from voxtune.reading import file_sha256, read_json
+from voxtune.runtime.storage import CARD, CONFIG, WEIGHTS, check_state, write_safetensors
+from voxtune.tensorfiles import read_safetensors
 from voxtune.workloads.segment import SegmentConfig, SegmentUNet
 
 FORMAT = "voxtune-segment/1"
@@ -134,10 +135,8 @@ def load_segmenter(path: str | Path, *, device: torch.device | str = "cpu") -> S
     config = SegmenterConfig.from_json(read_json(folder / CONFIG), str(folder / CONFIG))
     weights = folder / WEIGHTS
     state, _ = read_safetensors(weights)
-    with reporting_os_errors(weights):
-        digest = hashlib.sha256(weights.read_bytes()).hexdigest()
     network = network_from_state(config.network, state, str(weights))
-    return Segmenter(config, network, path=weights, sha256=digest).to(device)
+    return Segmenter(config, network, path=weights, sha256=file_sha256(weights)).to(device)
 
 
 def network_from_state(config: SegmentConfig, state: Mapping[str, Tensor], where: str) -> SegmentUNet:

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from voxtune.config import from_mapping, to_mapping
 from voxtune.errors import InputError
+from voxtune.reading import parse_json
 from voxtune.runtime.model import Model, ModelConfig
-from voxtune.runtime.storage import check_state, network_from_state, read_safetensors, write_safetensors
+from voxtune.runtime.storage import check_state, network_from_state, write_safetensors
+from voxtune.tensorfiles import read_safetensors
 from voxtune.training.config import TrainConfig
 
 FORMAT = "voxtune-training/1"
@@ -95,10 +97,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     tensors, metadata = read_safetensors(path)
     if metadata.get("format") != FORMAT:
         raise InputError(f"{path}: not a training checkpoint (expected format {FORMAT})")
-    try:
-        header = json.loads(metadata.get("run", ""))
-    except (ValueError, RecursionError):
-        header = None
+    header = parse_json(metadata.get("run", ""), f"{path}: damaged checkpoint: its metadata")
     if not isinstance(header, dict):
         raise InputError(f"{path}: damaged checkpoint: its metadata cannot be read")
     if header.get("crc32") != checksum(tensors):

@@ -6,8 +6,6 @@ epochs. The position of a run is therefore one number, whatever had been loaded 
 
 from __future__ import annotations
 
-import json
-import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,14 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from voxtune.config import from_mapping
 from voxtune.data.contract import DataContract
 from voxtune.data.labels import LabelMap, parse_labels
 from voxtune.data.splits import contract_difference
 from voxtune.data.subjects import Compact, Packed, Source, unpack
 from voxtune.diffusion.noise import check_seed, normal_batch, philox
 from voxtune.errors import InputError
-from voxtune.files import one_line
 from voxtune.runtime.model import ModelConfig
 from voxtune.training.config import TrainConfig
 
@@ -232,17 +228,6 @@ class PackedSource(Packed):
         _check_contract(path, packed.contract, contract)
         super().__init__(contract, packed.images_NCDHW, packed.labels_NDHW, packed.origin)
         self.name, self.held_out = Path(path).name, len(held_out)
-
-
-def packed_contract(path: str | Path) -> DataContract:
-    """The data contract of a packed file; its subjects are not read."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            contract = json.loads(str(file["header"]))["contract"]
-    except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError, zipfile.BadZipFile) as error:
-        reason = one_line(getattr(error, "strerror", None) or error)
-        raise InputError(f"{str(path)[:500]}: not a file of packed subjects ({reason})") from None
-    return from_mapping(DataContract, contract, f"{path}: contract")
 
 
 def _check_contract(path: str | Path, packed: DataContract, model: DataContract) -> None:

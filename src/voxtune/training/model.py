@@ -11,11 +11,11 @@ from voxtune.data.cifar import CHANNELS, SIDE
 from voxtune.data.contract import DataContract, Label
 from voxtune.data.labels import parse_labels
 from voxtune.data.pairing import folder_images
+from voxtune.data.subjects import packed_contract
 from voxtune.diffusion import DiffusionConfig
 from voxtune.errors import InputError
 from voxtune.runtime.model import ModelConfig, workload_contract
 from voxtune.training.config import ModelSettings, TrainConfig, make_config, read_config
-from voxtune.training.data import packed_contract
 from voxtune.workloads import WORKLOADS, NetworkConfig
 
 
