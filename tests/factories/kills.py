@@ -237,7 +237,7 @@ class _Steps:
 
 def _changes_nothing(name: str, args: tuple[Any, ...]) -> bool:
     """Whether a call only opens a file that exists, or makes a folder that exists."""
-    return (name == "open" and not args[1] & os.O_CREAT) or (name == "mkdir" and os.path.isdir(args[0]))
+    return (name == "open" and not args[1] & os.O_CREAT) or (name == "mkdir" and Path(args[0]).is_dir())
 
 
 def _target(args: tuple[Any, ...]) -> str:
@@ -245,7 +245,7 @@ def _target(args: tuple[Any, ...]) -> str:
     paths = [str(a) for a in args[:2] if isinstance(a, str | os.PathLike)]
     if not paths and args and isinstance(args[0], int):
         with contextlib.suppress(OSError):
-            return os.readlink(f"/proc/self/fd/{args[0]}")
+            return str(Path(f"/proc/self/fd/{args[0]}").readlink())
     return paths[-1] if paths else ""
 
 
@@ -291,10 +291,15 @@ def _serve(modules: Iterable[str]) -> None:
         child = os.fork()
         if child == 0:
             os._exit(_child(job))
-        print(child, flush=True)
+        _tell(child)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         Path(job["ended"]).touch()
-        print(code, flush=True)
+        _tell(code)
+
+
+def _tell(number: int) -> None:
+    sys.stdout.write(f"{number}\n")
+    sys.stdout.flush()
 
 
 def _child(job: dict[str, Any]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +16,8 @@ from voxtune.data.contract import DataContract, Label
 from voxtune.data.splits import contract_difference
 from voxtune.data.training_data import TrainingData
 from voxtune.errors import InputError
-from voxtune.files import reporting_os_errors, write_file
-from voxtune.runtime.storage import CARD, CONFIG, WEIGHTS, check_state, read_json, read_safetensors, write_safetensors
+from voxtune.files import reporting_os_errors
+from voxtune.runtime.storage import CONFIG, WEIGHTS, check_state, read_json, read_safetensors, write_model_folder
 from voxtune.workloads.segment import SegmentConfig, SegmentUNet
 
 FORMAT = "voxtune-segment/1"
@@ -148,15 +147,11 @@ def network_from_state(config: SegmentConfig, state: Mapping[str, Tensor], where
     return network
 
 
-def save_segmenter(segmenter: Segmenter, folder: str | Path, *, card: str) -> Path:
+def save_segmenter(segmenter: Segmenter, folder: str | Path, *, card: str, overwrite: bool = False) -> Path:
     """Writes the folder: weights, config, card."""
     folder = Path(folder)
-    with reporting_os_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        state = {k: v.detach().cpu().contiguous() for k, v in segmenter.network.state_dict().items()}
-        write_safetensors(folder / WEIGHTS, state, {"format": "pt"})
-    write_file(folder / CONFIG, (json.dumps(segmenter.config.to_json(), indent=2) + "\n").encode(), state=True)
-    write_file(folder / CARD, card.encode(), state=True)
+    weights = {k: v.detach().cpu().contiguous() for k, v in segmenter.network.state_dict().items()}
+    write_model_folder(folder, weights, segmenter.config.to_json(), card, overwrite=overwrite)
     return folder
 
 
