@@ -272,12 +272,16 @@ def _execute(job: dict[str, Any]) -> int:
         os.chdir(job["cwd"])
     sys.argv[:] = ["voxtune", *job["arguments"]]
     _Steps(job["steps"], None if job["fault"] is None else Fault(**job["fault"])).install()
-    from voxtune.cli.main import main
+    from voxtune.__main__ import run
 
-    code = main(job["arguments"])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return code
+    try:
+        run()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
 
 
 def _serve(modules: Iterable[str]) -> None:
@@ -305,8 +309,6 @@ def _tell(number: int) -> None:
 def _child(job: dict[str, Any]) -> int:
     try:
         return _execute(job)
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 1
     except BaseException:
         import traceback
 
