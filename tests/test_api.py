@@ -179,7 +179,7 @@ REFUSED = [
     ("train", {"out": "run", "cohort": 2, "stop": 3}, "stop: expected a function"),
     ("train", {"out": "run", "cohort": 2, "device": "gpu"}, "device 'gpu'"),
     ("train", {"resume": "absent"}, "not a training run"),
-    ("train", {"out": "run", "config": "absent.yaml"}, "No such file"),
+    ("train", {"out": "run", "config": "absent.yaml"}, "no such file"),
     ("evaluate", {"reference": None, "synthetic": "b"}, "reference: expected a path, got NoneType"),
     ("evaluate", {"reference": "absent", "synthetic": "absent"}, "no such folder"),
     ("evaluate", {"reference": ".", "synthetic": ".", "masks": 5}, "masks: expected a path, got int"),
@@ -231,7 +231,7 @@ def test_the_name_of_every_option_is_that_of_the_command():
 
     commands = typer.main.get_command(app).commands
     only_python = {"progress", "stop", "settings", "reference", "synthetic"}
-    only_command = {"json", "quiet", "set", "lr", "dry_run", "real", "synth", "sheet"}
+    only_command = {"json", "quiet", "set", "lr", "dry_run", "real", "synth", "sheet", "record_paths"}
     for name in ("train", "evaluate", "view"):
         keywords = set(inspect.signature(getattr(voxtune, name)).parameters) - only_python
         options: set[str] = set()

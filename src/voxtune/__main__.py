@@ -1,4 +1,4 @@
-"""The command line: the console script, and `python -m voxtune`. Ctrl-C ends it with one line from here on."""
+"""The command line: the console script, and `python -m voxtune`. Ctrl-C and SIGTERM end it with one line from here on."""
 
 import os
 import signal
@@ -8,23 +8,23 @@ from types import FrameType
 
 def run() -> None:
     """The console script."""
-    # A shell starts background jobs with the signal ignored; they keep ignoring it.
-    interruptible = signal.getsignal(signal.SIGINT) != signal.SIG_IGN
-    if interruptible:
+    # A shell starts background jobs with Ctrl-C ignored; they keep ignoring it.
+    handled = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    for number in handled:
         # Within an import, KeyboardInterrupt would become other errors, or be ignored. Nothing is written yet.
-        signal.signal(signal.SIGINT, _leave)
+        signal.signal(number, _leave)
     from voxtune.cli.main import main
 
     code = main()
-    if interruptible:
+    for number in handled:
         # The interpreter's own clean-up would print a traceback.
-        signal.signal(signal.SIGINT, _leave)
+        signal.signal(number, _leave)
     sys.exit(code)
 
 
-def _leave(_number: int, _frame: FrameType | None) -> None:
+def _leave(number: int, _frame: FrameType | None) -> None:
     os.write(2, b"voxtune: error: interrupted\n")
-    os._exit(130)
+    os._exit(128 + number)
 
 
 # Processes started side by side import this module again, and must not run the command again.

@@ -30,6 +30,8 @@ log = logging.getLogger("voxtune")
 # Temporary files of this module, which a killed process leaves behind; version 0.1 wrote .NAME.random.part.
 PART = re.compile(r"\.voxtune-[a-z0-9_]{8}\.part")
 LOCK = ".voxtune.lock"
+# An argument in which a path may follow an option or the name of a setting: --out=PATH, -oPATH, --set=data.images=PATH.
+VALUE = re.compile(r"((?:--[\w-]+=|-\w(?==?[/.]))?=?(?:[\w.]+=)?)(.*)", re.DOTALL)
 # The limit of Linux file systems, in bytes.
 MAX_NAME_BYTES = 255
 NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK}
@@ -204,30 +206,37 @@ def recorded_command(arguments: Iterable[str]) -> str:
     """A command line for a record: paths among its arguments as `recorded_path` names them, quoted for the shell."""
     words = []
     for word in arguments:
-        option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+        match = VALUE.fullmatch(word)
+        before, value = ("", word) if match is None else match.groups()
         # "tumour=1,4; brain=2" or 1e-4/2 are no paths; a relative path within the current folder names nothing private.
         if ("/" in value or os.sep in value) and (Path(value).is_absolute() or ".." in Path(value).parts):
             value = recorded_path(value)
-        words.append(shlex.quote(f"{option}{equals}{value}"))
+        words.append(shlex.quote(f"{before}{value}"))
     return " ".join(words)
 
 
 class AppendLog:
-    """A file to which whole lines are appended. A torn last line, of a kill or a full disk, is removed on opening."""
+    """A file to which whole lines are appended. A torn last line, of a kill or a full disk, is removed on opening.
 
-    def __init__(self, path: Path):
+    With `new`, the file must not exist yet; then it may also hold records that are not lines (`append`).
+    """
+
+    def __init__(self, path: Path, *, new: bool = False):
         self.path = path
         with reporting_os_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
-            self._handle: int | None = os.open(path, flags, 0o666)
+            self._handle: int | None = os.open(path, flags | (os.O_EXCL if new else 0), 0o666)
             self._size = _complete_size(self._handle)
             os.ftruncate(self._handle, self._size)
 
     def write(self, line: str) -> None:
         """Appends one line; if that fails, the file is as before."""
+        self.append(line.encode() + b"\n")
+
+    def append(self, data: bytes) -> None:
+        """Appends one record; if that fails, the file is as before."""
         assert self._handle is not None, "the log is closed"
-        data = line.encode() + b"\n"
         with reporting_os_errors(self.path):
             try:
                 written = os.write(self._handle, data)

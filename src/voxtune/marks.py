@@ -8,6 +8,7 @@
 | .svg, .png | a comment | the fonts of a figure; the volume or the sidecar beside it |
 | .safetensors, .npz | metadata; names of the arrays | the config.json beside it |
 | .md, .tsv, .parquet, README | | the JSON file that they belong to |
+| files of a training run, by name | | the train.json of the run |
 """
 
 from __future__ import annotations
@@ -32,12 +33,21 @@ OLD_SVG = b"font-family=\"system-ui, -apple-system, 'Segoe UI', Roboto, 'Helveti
 PNG_COMMENT = ("Software", "voxtune")
 # Keys of a sidecar that Voxtune 0.1 wrote from Python, without its name.
 OLD_SIDECAR = {"seed", "index", "sampler", "placement"}
+# Settings in every train.json that Voxtune 0.1 wrote.
+OLD_RUN = {"data", "model", "accumulation", "ema_every", "ema_start", "checkpoint_every", "sample_every", "tensorboard"}
+# Files of a training run without a mark of their own, relative to its folder.
+RUN_FILE = re.compile(
+    r"commands\.json|metrics\.jsonl|samples/step-\d+\.png|tensorboard/events\.out\.tfevents\.[^/]+"
+    r"|checkpoints/step-\d+\.safetensors\.damaged"
+)
 MAX_JSON_BYTES = 64 * 2**20
 COHORT_FILE = re.compile(r"sub-\d{4,}_(T1w|dseg)\.(nii\.gz|json)")
 
 
 def written_by_voxtune(path: Path) -> bool:
     """Whether the regular file at `path` carries a mark of Voxtune, or belongs to a file that does."""
+    if _in_run(path):
+        return True
     name = path.name.lower()
     for ending, check in _CHECKS.items():
         if name.endswith(ending):
@@ -56,7 +66,16 @@ def is_marked(data: Any) -> bool:
         return True
     makers = data.get("GeneratedBy")
     names = [maker.get("Name") for maker in makers if isinstance(maker, dict)] if isinstance(makers, list) else []
-    return MARK in names or data.keys() >= OLD_SIDECAR
+    return MARK in names or data.keys() >= OLD_SIDECAR or data.keys() >= OLD_RUN
+
+
+def _in_run(path: Path) -> bool:
+    """Whether the file has the name and the place of a file of a training run."""
+    roots = list(path.absolute().parents)[:2]
+    return any(
+        RUN_FILE.fullmatch(path.absolute().relative_to(root).as_posix()) and _marked_file(root / "train.json")
+        for root in roots
+    )
 
 
 def _json(path: Path) -> bool:

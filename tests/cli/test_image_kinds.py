@@ -17,7 +17,8 @@ from voxtune.data.modality import image_kind
 from voxtune.data.subjects import unpack
 from voxtune.segmentation.segmenter import load_segmenter
 from voxtune.training.config import make_config
-from voxtune.training.loop import read_run, train
+from voxtune.training.folder import read_run
+from voxtune.training.loop import train
 from voxtune.training.model import model_config
 
 FOUR = ("T1w", "T1ce", "T2w", "FLAIR")

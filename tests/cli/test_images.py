@@ -13,7 +13,7 @@ from PIL import Image
 import voxtune
 from tests.factories.cifar import write_cifar
 from voxtune.cli.main import main
-from voxtune.training.loop import read_run
+from voxtune.training.folder import read_run
 
 TINY = ["--base", "8", "--multipliers", "1,1", "--batch", "3", "--device", "cpu", "--quiet", "--sample-every", "0"]
 TINY += ["--set", "model.diffusion_steps=6", "--set", "tensorboard=false", "--set", "sample_steps=2"]

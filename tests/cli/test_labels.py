@@ -28,7 +28,7 @@ from voxtune.runtime.model import Model, ModelConfig
 from voxtune.runtime.storage import load
 from voxtune.runtime.storage import save as save_model
 from voxtune.segmentation.segmenter import Segmenter, SegmenterConfig, load_segmenter, save_segmenter
-from voxtune.training.loop import read_run
+from voxtune.training.folder import read_run
 from voxtune.workloads import MedDDPMConfig
 from voxtune.workloads.segment import SegmentConfig
 

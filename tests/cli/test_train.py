@@ -17,8 +17,8 @@ import voxtune
 from voxtune.cli.main import main
 from voxtune.errors import InputError
 from voxtune.training.config import read_config, setting_names
+from voxtune.training.folder import read_run
 from voxtune.training.log import read_metrics
-from voxtune.training.loop import read_run
 from voxtune.training.model import model_config
 
 GOOD = """\
@@ -92,8 +92,7 @@ def test_trains_from_folders_and_samples(folders, tmp_path, capsys):
     model = voxtune.load(tmp_path / "run" / "model")
     assert model.config.data.values == (1, 2)
     assert (tmp_path / "run" / "samples" / "step-00000004.png").exists()
-    card = (tmp_path / "run" / "model" / "README.md").read_text()
-    assert str(folders / "images") in card
+    assert "images of `images`, masks of `masks`" in (tmp_path / "run" / "model" / "README.md").read_text()
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -93,7 +93,7 @@ def test_damaged_newest_falls_back(copy, damage):
         raw[20:40] = b"\xff" * 20
     newest.write_bytes(raw)
     if damage == "other file":
-        write_safetensors(newest, {"x": torch.zeros(2)}, {"format": "pt"})
+        write_safetensors(newest, {"x": torch.zeros(2)}, {"format": "pt"}, state=True)
     warnings, before = [], (weights(copy), rows(copy))
     result = train(tiny_config(), Blobs(), copy, resume=True, warn=warnings.append)
     assert result.resumed_from == 9

@@ -14,14 +14,16 @@ import torch
 from tests.factories.tiny_training import MODEL, SIZE, Blobs, rows, tiny_config, weights
 from voxtune.data.contract import generic_contract
 from voxtune.errors import InputError
+from voxtune.files import locked_folder
 from voxtune.runtime.model import Model, ModelConfig
 from voxtune.runtime.storage import load
 from voxtune.training import step as trainer_module
 from voxtune.training.checkpoint import checkpoints, read_checkpoint
 from voxtune.training.config import DataSettings, ModelSettings, TrainConfig
 from voxtune.training.data import Loader, epoch_order, timesteps, training_noise
+from voxtune.training.folder import read_run
 from voxtune.training.log import sample_picture
-from voxtune.training.loop import locked, read_run, train
+from voxtune.training.loop import train
 from voxtune.training.model import model_config
 from voxtune.training.step import Ema
 from voxtune.workloads import ConvNeXtConfig
@@ -257,7 +259,7 @@ def test_a_run_is_not_overwritten(tmp_path):
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
     pytest.importorskip("fcntl")
-    with locked(tmp_path / "run"), pytest.raises(InputError, match="in use by another training process"):
+    with locked_folder(tmp_path / "run"), pytest.raises(InputError, match="in use by another Voxtune process"):
         train(tiny_config(steps=1), Blobs(), tmp_path / "run")
 
 

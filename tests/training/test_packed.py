@@ -23,7 +23,8 @@ from voxtune.errors import InputError
 from voxtune.runtime.storage import load
 from voxtune.training.config import DataSettings, ModelSettings, TrainConfig, make_config
 from voxtune.training.data import Loader, PackedSource
-from voxtune.training.loop import read_run, train
+from voxtune.training.folder import read_run
+from voxtune.training.loop import train
 from voxtune.training.model import model_config
 
 SIZE = (8, 8, 8)

@@ -25,7 +25,8 @@ from voxtune.quality.bootstrap import Bootstrap
 from voxtune.quality.result import Evaluation
 from voxtune.report.view import view_page
 from voxtune.runtime.model import check_progress, checked_device
-from voxtune.training.loop import TrainResult, read_run
+from voxtune.training.folder import read_run
+from voxtune.training.loop import TrainResult
 from voxtune.training.loop import train as run_training
 from voxtune.training.model import new_run
 from voxtune.training.overview import Overview
@@ -65,6 +66,7 @@ def train(
     settings: Mapping[str, Any] | None = None,
     config: PathLike | None = None,
     resume: PathLike | None = None,
+    overwrite: bool = False,
     device: torch.device | str = "auto",
     progress: Callable[[int, int, float], None] | None = None,
     stop: Callable[[], bool] | None = None,
@@ -74,15 +76,16 @@ def train(
     `labels` says what the values of the masks mean, such as "tumour=1,4; oedema=2; brain=image" or "brats2021". `image` names
     the kinds of the images, such as "T2w", "t1,t1ce,t2,flair" or ["t1", "t2"]. `settings` are further settings by name, such as
     `{"ema_decay": 0.999}` (`--set`). `config` is a YAML or JSON file; keywords override it. `resume` is the folder of a
-    run to continue, in place of `out`. `progress(step, steps, loss)` is called after every step; the run ends early, with a
-    checkpoint, once `stop()` returns True. Warnings are logged. Load the model with `voxtune.load(result.model)`.
+    run to continue, in place of `out`; `overwrite` replaces an earlier run in `out`. `progress(step, steps, loss)` is called
+    after every step; the run ends early, with a checkpoint, once `stop()` returns True. Warnings are logged. Load the model
+    with `voxtune.load(result.model)`.
 
     There is no dry run in Python: `voxtune train --dry-run` prints what would be trained and writes nothing. Here the same
     lines are logged before the first step.
     """
     if workload == "segment":
         raise InputError("workload 'segment': train segmenters with the command voxtune train --workload segment")
-    check_values(train, overlapping_labels=overlapping_labels)
+    check_values(train, overlapping_labels=overlapping_labels, overwrite=overwrite)
     for name, function in {"progress": progress, "stop": stop}.items():
         if function is not None and not callable(function):
             raise InputError(f"{name}: expected a function, got {type(function).__name__}")
@@ -102,8 +105,8 @@ def train(
     target = checked_device(device)
     if out is None and resume is None:
         raise InputError("missing output folder: pass out=, or resume= to continue a run")
-    if resume is not None and (out is not None or config is not None):
-        raise InputError("resume cannot be combined with out or config; the run folder holds the settings")
+    if resume is not None and (out is not None or config is not None or overwrite):
+        raise InputError("resume cannot be combined with out, config or overwrite; the run folder holds the settings")
     folder = checked_path(resume, "resume") if out is None else checked_path(out, "out")  # type: ignore[arg-type]
     if resume is not None:
         chosen = read_run(folder, given)
@@ -118,6 +121,7 @@ def train(
         progress,
         device=target,
         resume=resume is not None,
+        overwrite=overwrite,
         stop=stop,
         warn=log.warning,
         report=_overview_log(),

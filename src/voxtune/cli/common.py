@@ -9,7 +9,7 @@ Every command exits with one of EXIT_CODES. Some codes have a more specific mean
 | doctor | 3 | a problem was found |
 | profile | 3 | a configuration could not be recorded, or the self-check failed |
 | sample | 3 | some volumes were skipped (--on-error skip) |
-| train | 128 + N | stopped by signal N after writing a checkpoint (130 Ctrl-C, 143 SIGTERM) |
+| train | 130, 143 | stopped by Ctrl-C or SIGTERM after writing a checkpoint |
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ EXIT_CODES = {
     EXIT_INPUT: "wrong input or usage (one line on standard error; a table if several files have errors)",
     EXIT_NEGATIVE: "negative result (doctor: a problem was found, profile: not everything was recorded, "
     "sample: volumes were skipped, check: undecided)",
-    EXIT_INTERRUPTED: "interrupted by Ctrl-C",
+    EXIT_INTERRUPTED: "interrupted by Ctrl-C (143: by SIGTERM)",
 }
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]

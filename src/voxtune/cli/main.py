@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Annotated
@@ -96,38 +96,44 @@ _register()
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command and returns its exit code, one of `voxtune.cli.common.EXIT_CODES`."""
-    with _interrupts() as was_pressed:
-        return _run(arguments, was_pressed)
+    with _interrupts() as pressed:
+        return _run(arguments, pressed)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM. After a plain KeyboardInterrupt within exec(), as in imports, Python ignores the exit code."""
 
 
 @contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Within the block, Ctrl-C raises KeyboardInterrupt; the function tells whether it was pressed."""
+def _interrupts() -> Iterator[list[int]]:
+    """Within the block, Ctrl-C and SIGTERM raise KeyboardInterrupt; the list holds the signals that arrived."""
     pressed: list[int] = []
 
     def press(number: int, _frame: FrameType | None) -> None:
         pressed.append(number)
-        raise KeyboardInterrupt
+        raise Interrupted
 
-    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    if ignored or threading.current_thread() is not threading.main_thread():
-        yield lambda: False
+    if threading.current_thread() is not threading.main_thread():
+        yield pressed
         return
-    before, hook = signal.signal(signal.SIGINT, press), sys.unraisablehook
+    handled = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, press) for number in handled}
+    hook = sys.unraisablehook
     # An interruption within a destructor or a callback cannot be raised; Python would print a traceback.
     sys.unraisablehook = lambda event: None if pressed else hook(event)
     try:
-        yield lambda: bool(pressed)
+        yield pressed
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         sys.unraisablehook = hook
 
 
-def _run(arguments: list[str] | None, was_pressed: Callable[[], bool]) -> int:
+def _run(arguments: list[str] | None, pressed: list[int]) -> int:
     try:
         # The name is fixed so that shell completion also works with `python -m voxtune`.
         code = app(arguments, prog_name="voxtune", standalone_mode=False) or EXIT_OK
-        return _interrupted() if code == EXIT_INTERRUPTED else code  # typer's own handling of Ctrl-C
+        return _interrupted(pressed) if code == EXIT_INTERRUPTED else code  # typer's own handling of Ctrl-C
     except (typer.Exit, SystemExit) as leave:  # SystemExit: the options for shell completion
         status = leave.code if isinstance(leave, SystemExit) else leave.exit_code
         return status if isinstance(status, int) else EXIT_OK
@@ -136,10 +142,10 @@ def _run(arguments: list[str] | None, was_pressed: Callable[[], bool]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except (KeyboardInterrupt, typer.Abort):
-        return _interrupted()
+        return _interrupted(pressed)
     except Exception as error:
         # Libraries turn the interruption of an import or a callback into errors of their own.
-        return _interrupted() if was_pressed() else _report(error, arguments)
+        return _interrupted(pressed) if pressed else _report(error, arguments)
 
 
 def _report(error: Exception, arguments: list[str] | None) -> int:
@@ -154,8 +160,9 @@ def _report(error: Exception, arguments: list[str] | None) -> int:
     return _fail("internal error; please report it with the traceback above", code=EXIT_INTERNAL)
 
 
-def _interrupted() -> int:
-    return _fail("interrupted", code=EXIT_INTERRUPTED)
+def _interrupted(pressed: list[int]) -> int:
+    """Prints the line of an interrupted command; its exit code is that of a process that the signal ended."""
+    return _fail("interrupted", code=128 + pressed[0] if pressed else EXIT_INTERRUPTED)
 
 
 def _fail(message: str, code: int = EXIT_INPUT) -> int:

@@ -22,12 +22,15 @@ from voxtune.cli.common import (
     LabelsOption,
     Output,
     OverlappingOption,
+    OverwriteOption,
     QuietOption,
+    RecordPathsOption,
     choose_device,
     parse_labels,
     parse_size,
 )
 from voxtune.errors import InputError
+from voxtune.files import recorded_command
 
 if TYPE_CHECKING:
     from voxtune.data.labels import LabelMap
@@ -98,6 +101,8 @@ def command(
         bool,
         typer.Option("--dry-run", help="Check the data, run one step, print what would be trained; write nothing."),
     ] = False,
+    overwrite: OverwriteOption = False,
+    record_paths: RecordPathsOption = False,
     device: DeviceOption = "auto",
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -121,13 +126,13 @@ def command(
     if workload == "segment":
         if config is not None or resume is not None:
             raise InputError("--workload segment cannot be combined with --config or --resume")
-        train_segment(overrides, out, choose_device(device), output, dry_run=dry_run)
+        train_segment(overrides, out, choose_device(device), output, dry_run=dry_run, overwrite=overwrite)
     elif dry_run:
         if resume is not None:
             raise InputError("--dry-run cannot be combined with --resume")
         _dry_run(config, overrides, choose_device(device), output)
     else:
-        _train(config, resume, out, overrides, choose_device(device), output)
+        _train(config, resume, out, overrides, choose_device(device), output, overwrite=overwrite)
 
 
 class Screen:
@@ -173,24 +178,35 @@ def _dry_run(file: Path | None, overrides: dict[str, Any], device: str, output: 
 
 
 def _train(
-    file: Path | None, resume: Path | None, out: Path | None, overrides: dict[str, Any], device: str, output: Output
+    file: Path | None,
+    resume: Path | None,
+    out: Path | None,
+    overrides: dict[str, Any],
+    device: str,
+    output: Output,
+    *,
+    overwrite: bool,
 ) -> None:
-    from voxtune.training.loop import read_run, train
+    from voxtune.training.folder import check_new_run, read_run
+    from voxtune.training.loop import train
     from voxtune.training.model import new_run
 
-    if resume is not None and (file is not None or (out is not None and out != resume)):
-        raise InputError("--resume cannot be combined with --config or --out; the run folder holds the settings")
+    if resume is not None and (file is not None or (out is not None and out != resume) or overwrite):
+        raise InputError(
+            "--resume cannot be combined with --config, --out or --overwrite; the run folder holds the settings"
+        )
     folder = resume or out
     if folder is None:
         raise InputError("missing output folder: pass -o RUN, or --resume RUN to continue a run")
     if resume is not None:
         config = read_run(folder, overrides)
     else:
+        check_new_run(folder, overwrite=overwrite)
         config, sentence = new_run(file, overrides, "options")
         if sentence:
             output.say(sentence)
     screen = Screen(output, _memory(config))
-    with stopping_on_signals(output) as caught, output.progress("training", config.steps) as update:
+    with stopping_on_signals(output) as stop, output.progress("training", config.steps) as update:
         result = train(
             config,
             None,
@@ -198,13 +214,14 @@ def _train(
             lambda step, _steps, loss: update(step, f"loss {loss:.4f}"),
             device=device,
             resume=resume is not None,
-            command=shlex.join(["voxtune", *sys.argv[1:]]),
-            stop=lambda: bool(caught),
+            overwrite=overwrite,
+            command=recorded_command(["voxtune", *sys.argv[1:]]),
+            stop=stop,
             warn=output.warn,
             report=screen.show,
         )
     output.result({**result.to_json(), "overview": screen.to_json()})
-    _finish(result, caught[0] if caught and result.stopped else 0, output)
+    _finish(result, stop.caught[0] if stop.caught and result.stopped else 0, output)
 
 
 def _finish(result: TrainResult, signal_number: int, output: Output) -> None:
@@ -225,27 +242,42 @@ def _finish(result: TrainResult, signal_number: int, output: Output) -> None:
     output.say(f"Trained {result.step}{planned} steps in {result.seconds:.0f} s{loss}. Model: {result.model}")
 
 
-@contextmanager
-def stopping_on_signals(output: Output) -> Iterator[list[int]]:
-    """Yields a list to which the first SIGINT or SIGTERM is appended; a second signal is handled as usual."""
-    caught: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+class SignalStop:
+    """Called by the run before and after its steps: from the first call on, SIGINT and SIGTERM are requests to stop.
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        caught.append(number)
-        for each, handler in before.items():
-            signal.signal(each, handler)
-        if not output.quiet:
+    Before that, and from the second signal on, signals are handled as usual, because there is nothing to save.
+    """
+
+    def __init__(self, output: Output):
+        self.output = output
+        self.caught: list[int] = []
+        self._before: dict[int, Any] = {}
+
+    def __call__(self) -> bool:
+        if not self._before:
+            self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        return bool(self.caught)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.caught.append(number)
+        self.restore()
+        if not self.output.quiet:
             # Not print(), which the signal may have interrupted.
             os.write(2, b"Finishing this step and writing a checkpoint; interrupt again to stop immediately.\n")
 
-    for number in before:
-        signal.signal(number, handle)
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
+    def restore(self) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def stopping_on_signals(output: Output) -> Iterator[SignalStop]:
+    """Yields the `stop` of a training run; signals are handled as before when the block ends."""
+    stop = SignalStop(output)
+    try:
+        yield stop
+    finally:
+        stop.restore()
 
 
 def _absolute(path: str | None) -> str | None:
@@ -294,10 +326,17 @@ SEGMENTER_SETTINGS = {
 
 
 def train_segment(
-    settings: dict[str, Any], out: Path | None, device: str, output: Output, *, dry_run: bool = False
+    settings: dict[str, Any],
+    out: Path | None,
+    device: str,
+    output: Output,
+    *,
+    dry_run: bool = False,
+    overwrite: bool = False,
 ) -> None:
     """Trains a segmenter in minutes, without checkpoints, and prints its Dice on held-out subjects."""
     from voxtune.analysis.estimate import Recipe, segmenter_bytes
+    from voxtune.runtime.storage import check_model_folder
     from voxtune.segmentation.train import SegmentTraining, dry_run_segment, run_segment
 
     unused = sorted(set(settings) - SEGMENTER_SETTINGS)
@@ -305,8 +344,8 @@ def train_segment(
         raise InputError(f"{unused[0]}: does not apply to --workload segment; omit it")
     if out is None and not dry_run:
         raise InputError("missing output folder: pass -o DIR")
-    if out is not None and (out / "config.json").exists():
-        raise InputError(f"{out}: already contains a model; choose another folder")
+    if out is not None and not dry_run:
+        check_model_folder(out, overwrite=overwrite)
     names = ("steps", "batch", "learning_rate", "autocast", "seed", "minutes")
     training = SegmentTraining(**{name: settings[name] for name in names if name in settings})
     train, held_out, data = _sources(settings, output)
@@ -330,7 +369,8 @@ def train_segment(
             held_out,
             training,
             out,
-            command=shlex.join(["voxtune", *sys.argv[1:]]),
+            overwrite=overwrite,
+            command=recorded_command(["voxtune", *sys.argv[1:]]),
             progress=lambda step, loss: update(step, f"loss {loss:.4f}"),
             **options,
         )

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from voxtune.errors import InputError, overwrite_advice
-from voxtune.files import checked_path, one_line, recorded_path, reporting_os_errors, write_file, writing
+from voxtune.files import (
+    check_outputs,
+    checked_path,
+    one_line,
+    recorded_path,
+    reporting_os_errors,
+    write_file,
+    write_json,
+    writing,
+)
 from voxtune.reading import file_sha256, read_json
 from voxtune.runtime.model import Model, ModelConfig, checked_device
 from voxtune.runtime.sampling import AutoSampling
@@ -80,21 +89,53 @@ def load_folder(folder: Path) -> Model:
     return Model(config, network_from_state(config.network, state, str(weights)))
 
 
-def save(model: Model, folder: str | Path, *, card: str, overwrite: bool = False, half: bool = False) -> Path:
-    """Writes the model folder. `half` stores the weights in BF16; they are loaded as float32."""
+def save(
+    model: Model, folder: str | Path, *, card: str, overwrite: bool = False, state: bool = False, half: bool = False
+) -> Path:
+    """Writes the model folder. `half` stores the weights in BF16; they are loaded as float32. For `state` see `files`."""
     folder = Path(folder)
-    if (folder / WEIGHTS).exists() and not overwrite:
-        raise InputError(f"{folder}: already contains a model; choose another folder, or {overwrite_advice()}")
     dtype = torch.bfloat16 if half else torch.float32
-    with reporting_os_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        state = {k: v.detach().to("cpu", dtype).contiguous() for k, v in model.network.state_dict().items()}
-        write_safetensors(folder / WEIGHTS, state, {"format": "pt"})
-        with writing(folder / CONFIG, state=True) as part:
-            part.write_text(json.dumps(model.config.to_json(), indent=2) + "\n")
-        with writing(folder / CARD, state=True) as part:
-            part.write_text(card)
+    weights = {k: v.detach().to("cpu", dtype).contiguous() for k, v in model.network.state_dict().items()}
+    write_model_folder(folder, weights, model.config.to_json(), card, overwrite=overwrite, state=state)
     return folder
+
+
+def write_model_folder(
+    folder: Path,
+    weights: dict[str, Tensor],
+    config: dict[str, Any],
+    card: str,
+    *,
+    overwrite: bool = False,
+    state: bool = False,
+) -> None:
+    """Writes weights, config and card. After an interruption, weights are never beside a config or a card of other weights."""
+    rules = {"overwrite": overwrite, "state": state}
+    if not state:
+        check_model_folder(folder, overwrite=overwrite)
+    with reporting_os_errors(folder):
+        if not _holds_json(folder / CONFIG, config):
+            (folder / WEIGHTS).unlink(missing_ok=True)
+            write_json(folder / CONFIG, config, **rules)
+        (folder / CARD).unlink(missing_ok=True)
+        write_safetensors(folder / WEIGHTS, weights, {"format": "pt"}, **rules)
+        write_file(folder / CARD, card, **rules)
+
+
+def check_model_folder(folder: Path, *, overwrite: bool) -> None:
+    """Raises if a model must not be written to the folder."""
+    if not overwrite and ((folder / WEIGHTS).exists() or (folder / CONFIG).exists()):
+        raise InputError(
+            f"{folder}: already contains a model; choose another folder, or {overwrite_advice()} to replace it"
+        )
+    check_outputs([folder / WEIGHTS, folder / CONFIG, folder / CARD], overwrite=overwrite)
+
+
+def _holds_json(path: Path, data: dict[str, Any]) -> bool:
+    try:
+        return bool(read_json(path) == json.loads(json.dumps(data)))
+    except InputError:
+        return False
 
 
 def network_from_state(config: NetworkConfig, state: Mapping[str, Tensor], where: str) -> nn.Module:
@@ -125,12 +166,14 @@ def check_state(expected: Mapping[str, tuple[int, ...]], state: Mapping[str, Ten
             raise InputError(f"{where}: parameter {name!r} contains NaN or infinity; the checkpoint is damaged")
 
 
-def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Writes atomically: after a crash or on a full disk, an existing file is unchanged."""
+def write_safetensors(
+    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], *, overwrite: bool = False, state: bool = False
+) -> None:
+    """Writes atomically: after a crash or on a full disk, an existing file is unchanged. The rules are those of `writing`."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    with writing(path, state=True) as part:
+    with writing(path, overwrite=overwrite, state=state) as part:
         try:
             save_file(tensors, part, metadata=metadata)
         except SafetensorError as error:

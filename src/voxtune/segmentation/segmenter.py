@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +15,8 @@ from voxtune.data.contract import DataContract, Label
 from voxtune.data.splits import contract_difference
 from voxtune.data.training_data import TrainingData
 from voxtune.errors import InputError
-from voxtune.files import reporting_os_errors, write_file
 from voxtune.reading import file_sha256, read_json
-from voxtune.runtime.storage import CARD, CONFIG, WEIGHTS, check_state, write_safetensors
+from voxtune.runtime.storage import CONFIG, WEIGHTS, check_state, write_model_folder
 from voxtune.tensorfiles import read_safetensors
 from voxtune.workloads.segment import SegmentConfig, SegmentUNet
 
@@ -147,15 +145,11 @@ def network_from_state(config: SegmentConfig, state: Mapping[str, Tensor], where
     return network
 
 
-def save_segmenter(segmenter: Segmenter, folder: str | Path, *, card: str) -> Path:
+def save_segmenter(segmenter: Segmenter, folder: str | Path, *, card: str, overwrite: bool = False) -> Path:
     """Writes the folder: weights, config, card."""
     folder = Path(folder)
-    with reporting_os_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        state = {k: v.detach().cpu().contiguous() for k, v in segmenter.network.state_dict().items()}
-        write_safetensors(folder / WEIGHTS, state, {"format": "pt"})
-    write_file(folder / CONFIG, (json.dumps(segmenter.config.to_json(), indent=2) + "\n").encode(), state=True)
-    write_file(folder / CARD, card.encode(), state=True)
+    weights = {k: v.detach().cpu().contiguous() for k, v in segmenter.network.state_dict().items()}
+    write_model_folder(folder, weights, segmenter.config.to_json(), card, overwrite=overwrite)
     return folder
 
 

@@ -20,6 +20,8 @@ from voxtune.data.contract import DataContract, classes_of, encode_channels
 from voxtune.data.subjects import Source
 from voxtune.data.training_data import TrainingData
 from voxtune.errors import InputError
+from voxtune.files import locked_folder
+from voxtune.runtime.storage import check_model_folder
 from voxtune.segmentation.segmenter import Segmenter, SegmenterConfig, save_segmenter
 from voxtune.training.data import Loader, read_item
 from voxtune.training.overview import TIMED_STEPS, Overview, overview
@@ -208,6 +210,7 @@ def run_segment(
     *,
     data: str,
     command: str,
+    overwrite: bool = False,
     base: int | None = None,
     device: str = "cpu",
     progress: Callable[[int, float], None] | None = None,
@@ -215,30 +218,32 @@ def run_segment(
 ) -> SegmentResult:
     """Trains on `train`, measures on `held_out`, writes the folder `out`; `data` describes the data in the model card.
 
-    `report` is called before the first step, and again when the time of the first steps is known.
+    `overwrite` replaces an earlier segmenter. `report` is called before the first step, and again when the time of the first
+    steps is known.
     """
     out = Path(out)
-    if (out / "config.json").exists():
-        raise InputError(f"{out}: already contains a model; choose another folder")
-    network = _network(train.contract, base)
-    facts = _overview(train, held_out, network, data)
-    if report is not None:
-        report(facts)
-    started, times = time.perf_counter(), []
+    with locked_folder(out):
+        check_model_folder(out, overwrite=overwrite)
+        network = _network(train.contract, base)
+        facts = _overview(train, held_out, network, data)
+        if report is not None:
+            report(facts)
+        started, times = time.perf_counter(), []
 
-    def count(step: int, loss: float) -> None:
-        times.append(time.perf_counter())
-        if report is not None and step == min(TIMED_STEPS, training.steps) > 1:
-            report(facts.with_time((times[-1] - times[0]) / (step - 1), training.steps, training.minutes))
-        if progress is not None:
-            progress(step, loss)
+        def count(step: int, loss: float) -> None:
+            times.append(time.perf_counter())
+            if report is not None and step == min(TIMED_STEPS, training.steps) > 1:
+                report(facts.with_time((times[-1] - times[0]) / (step - 1), training.steps, training.minutes))
+            if progress is not None:
+                progress(step, loss)
 
-    segmenter = train_segmenter(
-        train, training, network=network, device=device, progress=count, training_data=facts.statistics
-    )
-    seconds, steps = time.perf_counter() - started, len(times)
-    dice = summary(held_out_dice(segmenter, held_out))
-    save_segmenter(segmenter, out, card=card(segmenter, training, steps, seconds, data, command, dice))
+        segmenter = train_segmenter(
+            train, training, network=network, device=device, progress=count, training_data=facts.statistics
+        )
+        seconds, steps = time.perf_counter() - started, len(times)
+        dice = summary(held_out_dice(segmenter, held_out))
+        text = card(segmenter, training, steps, seconds, data, command, dice)
+        save_segmenter(segmenter, out, card=text, overwrite=overwrite)
     return SegmentResult(folder=out, seconds=round(seconds, 1), steps=steps, dice=dice)
 
 

@@ -24,9 +24,10 @@ from voxtune.reading import parse_json
 from voxtune.runtime.model import Model, ModelConfig
 from voxtune.runtime.storage import check_state, network_from_state, write_safetensors
 from voxtune.tensorfiles import read_safetensors
-from voxtune.training.config import TrainConfig
+from voxtune.training.config import TrainConfig, with_names
 
 FORMAT = "voxtune-training/1"
+CHECKPOINTS = "checkpoints"
 NAME = re.compile(r"step-(\d{8,})\.safetensors")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -83,13 +84,12 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     tensors = {k: v.detach().cpu().contiguous() for k, v in checkpoint.tensors.items()}
     header = {
         "state": to_mapping(checkpoint.state),
-        "config": to_mapping(checkpoint.config),
+        "config": to_mapping(with_names(checkpoint.config)),
         "model": checkpoint.model.to_json(),
         "crc32": checksum(tensors),
     }
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{checkpoint.state.step:08d}.safetensors"
-    write_safetensors(path, tensors, {"format": FORMAT, "run": json.dumps(header)})
+    write_safetensors(path, tensors, {"format": FORMAT, "run": json.dumps(header)}, state=True)
     return path
 
 

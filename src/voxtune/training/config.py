@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,8 @@ from voxtune.data.orientation import check_orientation
 from voxtune.diffusion import get_sampler
 from voxtune.diffusion.noise import check_seed
 from voxtune.errors import InputError, install_command, optional_import
-from voxtune.files import reporting_os_errors
+from voxtune.files import recorded_path
+from voxtune.reading import read_text, reading
 from voxtune.workloads import DEFAULT_WORKLOAD, WORKLOADS
 from voxtune.workloads import workload as find_workload
 
@@ -217,10 +218,13 @@ class TrainConfig:
         return self.batch * self.accumulation
 
 
+FORMAT = "voxtune-run/1"
+# Settings that are paths, and their options.
+PATHS = {"data.images": "--images", "data.masks": "--masks", "data.subjects": "--subjects", "model.init": "--init"}
 # Settings that may change when a run is resumed, because they do not affect the weights of a given step.
 FREE_TO_CHANGE = frozenset(
     {"steps", "minutes", "workers", "checkpoint_every", "keep", "store", "log_every", "sample_every", "sample_steps"}
-    | {"sampler", "tensorboard", "data.images", "data.masks", "data.label_map", "data.subjects", "model.init"}
+    | {"sampler", "tensorboard", "data.label_map", *PATHS}
 )
 # With a decaying learning rate these do: they set how fast it decays.
 DECAY_LENGTH = frozenset({"steps", "minutes"})
@@ -301,14 +305,32 @@ def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> Train
     Paths in the file are relative to its folder.
     """
     data = read_settings(path)
-    if not isinstance(data, dict):
-        raise InputError(f"{path}: expected a mapping of settings, got {_kind(data)}")
-    for section, names in (("data", ("images", "masks", "subjects")), ("model", ("init",))):
-        values = data.get(section)
-        for name in names:
-            if isinstance(values, dict) and isinstance(values.get(name), str) and values[name].strip():
-                values[name] = str(path.parent.absolute() / values[name])
-    return make_config(data, overrides or {}, str(path))
+    if data.get("format") == FORMAT:
+        del data["format"]
+    folder = path.parent.absolute()
+    return make_config(with_paths(data, lambda _name, value: str(folder / value)), overrides or {}, str(path))
+
+
+def with_paths(data: dict[Any, Any], locate: Callable[[str, str], str]) -> dict[Any, Any]:
+    """`data` with every path in it replaced by `locate(name of the setting, path)`."""
+    located = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
+    for setting in PATHS:
+        section, _, name = setting.partition(".")
+        values = located.get(section)
+        if isinstance(values, dict) and isinstance(values.get(name), str) and values[name].strip():
+            values[name] = locate(setting, values[name])
+    return located
+
+
+def with_names(config: TrainConfig) -> TrainConfig:
+    """The settings for records: names instead of paths."""
+    data, model = config.data, config.model
+    named = replace(data, images=_name(data.images), masks=_name(data.masks), subjects=_name(data.subjects))
+    return replace(config, data=named, model=replace(model, init=_name(model.init)))
+
+
+def _name(path: str | None) -> str | None:
+    return None if path is None else recorded_path(path)
 
 
 def make_config(data: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> TrainConfig:
@@ -350,24 +372,18 @@ def _override_source(merged: dict[Any, Any], overrides: Mapping[str, Any]) -> No
         section.pop(name, None)
 
 
-def read_settings(path: Path) -> Any:
-    """The content of a YAML or JSON file as plain values; nothing in it is executed or expanded."""
-    with reporting_os_errors(path), path.open("rb") as file:
-        raw = file.read(MAX_FILE_BYTES + 1)
-    if len(raw) > MAX_FILE_BYTES:
-        raise InputError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB, not the config of a training run")
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not a text file ({error.reason} at byte {error.start})") from None
-    try:
-        if path.suffix.lower() == ".json":
-            return json.loads(text, object_pairs_hook=_unique_pairs)
-        return parse_yaml(text)
-    except RecursionError:
-        raise InputError(f"{path}: nested too deeply for a config") from None
-    except (ValueError, OverflowError) as error:
-        raise InputError(f"{path}: {' '.join(str(error).split())[:300]}") from None
+def read_settings(path: Path) -> dict[Any, Any]:
+    """The mapping in a YAML or JSON file as plain values; nothing in it is executed or expanded."""
+    text = read_text(path, limit=MAX_FILE_BYTES, what="config of a training run")
+    with reading(path, "config of a training run"):
+        try:
+            is_json = path.suffix.lower() == ".json"
+            data = json.loads(text, object_pairs_hook=_unique_pairs) if is_json else parse_yaml(text)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: expected a mapping of settings, got {_kind(data)}")
+    return data
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

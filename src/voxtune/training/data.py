@@ -23,6 +23,7 @@ from voxtune.data.splits import contract_difference
 from voxtune.data.subjects import Compact, Packed, Source, unpack
 from voxtune.diffusion.noise import check_seed, normal_batch, philox
 from voxtune.errors import InputError
+from voxtune.files import recorded_path
 from voxtune.runtime.model import ModelConfig
 from voxtune.training.config import TrainConfig
 
@@ -214,10 +215,12 @@ def describe_source(config: TrainConfig, source: Source) -> str:
         return f"{subjects} subjects packed in `{source.name}`: {source.origin or f'{source.held_out} held out and not used'}"
     if config.model.dimensions == 2:
         mirrored = " and their mirror images" if data.mirror is not False else ""
-        return f"CIFAR-10 training images of `{data.images}`{mirrored}, {subjects} in total; class labels are not used"
+        folder = recorded_path(data.images or "")
+        return f"CIFAR-10 training images of `{folder}`{mirrored}, {subjects} in total; class labels are not used"
     if data.cohort is not None:
         return f"{subjects} simulated subjects of the embedded cohort, seed {data.cohort_seed}"
-    return f"{subjects} subjects: images of `{data.images}`, masks of `{data.masks}`"
+    images, masks = recorded_path(data.images or ""), recorded_path(data.masks or "")
+    return f"{subjects} subjects: images of `{images}`, masks of `{masks}`"
 
 
 class PackedSource(Packed):

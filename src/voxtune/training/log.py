@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
-import os
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from voxtune.data.contract import DataContract
 from voxtune.data.orientation import flipped, reorder
-from voxtune.data.pixels import sheet, to_pixels
-from voxtune.errors import install_command
-from voxtune.files import writing
+from voxtune.data.pixels import png, sheet, to_pixels
+from voxtune.errors import InputError, install_command
+from voxtune.files import AppendLog, write_file
+from voxtune.reading import parse_json, read_file
 
 METRICS, TENSORBOARD, SAMPLES = "metrics.jsonl", "tensorboard", "samples"
+EVENTS = re.compile(r"events\.out\.tfevents\.(\d+)\.")
 CELL_PIXELS = 128
 # Background, then labels in channel order; further labels repeat the colours of the labels.
 PALETTE = ((0, 0, 0), (105, 130, 170), (230, 90, 70), (240, 190, 70), (110, 180, 110), (170, 110, 190))
@@ -30,72 +33,97 @@ class TrainLog:
     def __init__(self, folder: Path, *, step: int, tensorboard: bool, warn: Callable[[str], None]):
         self.folder, self.warn = folder, warn
         truncate_metrics(folder / METRICS, step)
-        self._rows = (folder / METRICS).open("a")
-        self._writer = _summary_writer(folder / TENSORBOARD, step, warn) if tensorboard else None
+        self._rows = AppendLog(folder / METRICS)
+        self._events = _event_log(folder / TENSORBOARD, step, warn) if tensorboard else None
         self._pictures = True
 
     def row(self, values: dict[str, float]) -> None:
-        self._rows.write(json.dumps(values) + "\n")
-        self._rows.flush()
-        if self._writer is not None:
-            step = int(values["step"])
-            for name, value in values.items():
-                if name not in ("step", "epoch"):
-                    self._writer.add_scalar(f"train/{name}", value, step)
+        self._rows.write(json.dumps(values))
+        if self._events is not None:
+            self._events.scalars(values)
 
     def accepts_pictures(self) -> bool:
         """Whether a picture would be written anywhere; warns once if Pillow is missing."""
         if self._pictures and importlib.util.find_spec("PIL") is None:
             self.warn("Pillow is not installed (pip install pillow): sample pictures are not written")
             self._pictures = False
-        return self._pictures or self._writer is not None
+        return self._pictures or self._events is not None
 
     def picture(self, step: int, pixels_HW3: np.ndarray) -> None:
-        if self._writer is not None:
-            self._writer.add_image("sample", pixels_HW3, step, dataformats="HWC")
-        if not self._pictures:
-            return
-        from PIL import Image
-
-        (self.folder / SAMPLES).mkdir(exist_ok=True)
-        with writing(self.folder / SAMPLES / f"step-{step:08d}.png", state=True) as part:
-            Image.fromarray(pixels_HW3).save(part, format="PNG")
+        if self._events is not None:
+            self._events.image(step, pixels_HW3)
+        if self._pictures:
+            write_file(self.folder / SAMPLES / f"step-{step:08d}.png", png(pixels_HW3), state=True)
 
     def sync(self) -> None:
         """Flushes to disk. Called before a checkpoint is written, so that the log is never behind the checkpoint."""
-        self._rows.flush()
-        os.fsync(self._rows.fileno())
-        if self._writer is not None:
-            self._writer.flush()
+        self._rows.sync()
+        if self._events is not None:
+            self._events.log.sync()
 
     def close(self) -> None:
-        # On a full disk this fails like the write before it, which has been reported.
-        with contextlib.suppress(OSError):
-            self._rows.close()
-        with contextlib.suppress(OSError):
-            if self._writer is not None:
-                self._writer.close()
+        self._rows.close()
+        if self._events is not None:
+            self._events.log.close()
 
 
-def _summary_writer(folder: Path, step: int, warn: Callable[[str], None]) -> Any:
+class EventLog:
+    """Curves and pictures for TensorBoard, in a new file for each start of a run.
+
+    torch's SummaryWriter is not used, because it puts the host name into the name of its file and writes in another thread.
+    A record that a kill cut off ends the file: TensorBoard reads up to it, then the file of the resumed run.
+    """
+
+    def __init__(self, folder: Path, step: int):
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        # TensorBoard reads the files in the order of their names.
+        starts = [int(match[1]) for path in folder.glob("events.out.tfevents.*") if (match := EVENTS.match(path.name))]
+        start = max([int(time.time()), *(n + 1 for n in starts)])
+        self.log = AppendLog(folder / f"events.out.tfevents.{start:010d}.voxtune", new=True)
+        self._event, self._records = Event, RecordWriter(SimpleNamespace(write=self.log.append))
+        self._write(step + 1, file_version="brain.Event:2")
+        if step:  # what an interrupted run logged after this step is not valid
+            self._write(step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def scalars(self, values: dict[str, float]) -> None:
+        from torch.utils.tensorboard.summary import scalar
+
+        step = int(values["step"])
+        for name, value in values.items():
+            if name not in ("step", "epoch"):
+                self._write(step, summary=scalar(f"train/{name}", value))
+
+    def image(self, step: int, pixels_HW3: np.ndarray) -> None:
+        from torch.utils.tensorboard.summary import image
+
+        self._write(step, summary=image("sample", pixels_HW3, dataformats="HWC"))
+
+    def _write(self, step: int, **content: Any) -> None:
+        event = self._event(wall_time=time.time(), step=step, **content)
+        self._records.write(event.SerializeToString())
+
+
+def _event_log(folder: Path, step: int, warn: Callable[[str], None]) -> EventLog | None:
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        import torch.utils.tensorboard  # noqa: F401
     except ImportError:
         warn(
             f"TensorBoard is not installed ({install_command('tensorboard')}): no curves are written; "
             "the values are in metrics.jsonl"
         )
         return None
-    return SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+    return EventLog(folder, step)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a run's log, up to the first line that is not valid (cut off by a kill)."""
     rows = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+    for line in read_file(path).decode(errors="replace").splitlines() if path.exists() else ():
         try:
-            row = json.loads(line)
-        except ValueError:
+            row = parse_json(line, path)
+        except InputError:
             break
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             break
@@ -108,8 +136,7 @@ def truncate_metrics(path: Path, step: int) -> None:
     if not path.exists():
         return
     rows = [row for row in read_metrics(path) if row["step"] <= step]
-    with writing(path, state=True) as part:
-        part.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_file(path, "".join(json.dumps(row) + "\n" for row in rows), state=True)
 
 
 def image_picture(samples_NCHW: np.ndarray) -> np.ndarray:

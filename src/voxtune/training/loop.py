@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,21 +15,21 @@ import torch
 from voxtune.config import to_mapping
 from voxtune.data.subjects import Source
 from voxtune.errors import InputError
-from voxtune.files import reporting_os_errors, writing
+from voxtune.files import locked_folder, recorded_path, reporting_os_errors
 from voxtune.runtime.card import model_card
 from voxtune.runtime.model import Model, ModelConfig
 from voxtune.runtime.storage import load, save
 from voxtune.training import checkpoint as disk
-from voxtune.training.checkpoint import Checkpoint
-from voxtune.training.config import TrainConfig, differences, read_config
+from voxtune.training.checkpoint import CHECKPOINTS, Checkpoint
+from voxtune.training.config import TrainConfig, differences
 from voxtune.training.data import Loader, PackedSource, Warn, check_items, describe_source, open_source, read_item
+from voxtune.training.folder import CONFIG, MODEL, add_command, check_new_run, delete_run, write_settings
 from voxtune.training.log import TrainLog, image_picture, sample_picture
 from voxtune.training.model import model_config, with_folder_image
 from voxtune.training.overview import TIMED_STEPS, Overview, overview
 from voxtune.training.step import Trainer
 from voxtune.versions import __version__
 
-CONFIG, COMMANDS, CHECKPOINTS, MODEL, LOCK = "train.json", "commands.json", "checkpoints", "model", ".lock"
 # Number of sampled images on a picture during training.
 PICTURE_IMAGES = 16
 
@@ -72,6 +71,7 @@ def train(
     model: Model | None = None,
     device: torch.device | str = "cpu",
     resume: bool = False,
+    overwrite: bool = False,
     command: str | None = None,
     stop: Callable[[], bool] | None = None,
     warn: Warn | None = None,
@@ -82,13 +82,17 @@ def train(
     A run is complete after `config.steps` steps or `config.minutes` minutes, including those before a resume.
 
     `source` None opens the source in `config.data`. `model` is the model to start from, by default the one in `config`.
-    `resume` continues from the newest checkpoint in `out`, if any. `progress(step, steps, loss)` is called after every
-    step. A new run calls `report` before its first step, and again when the time of its first steps is known. torch's
-    global random state is restored afterwards.
+    `resume` continues from the newest checkpoint in `out`, if any; `overwrite` replaces an earlier run in `out`.
+    `progress(step, steps, loss)` is called after every step; `stop()` also before the first one, without effect. A new run
+    calls `report` before its first step, and again when the time of its first steps is known. torch's global random state is
+    restored afterwards.
     """
     out, device, warn, started = Path(out), torch.device(device), warn or (lambda text: None), time.monotonic()
-    with reporting_os_errors(out), locked(out), _own_random_state(device), _fastest_convolutions(device):
-        checkpoint = _find_checkpoint(out, resume, warn)
+    with reporting_os_errors(out), locked_folder(out), _own_random_state(device), _fastest_convolutions(device):
+        resume = resume and (out / CONFIG).exists()
+        if not resume:
+            check_new_run(out, overwrite=overwrite)
+        checkpoint = disk.newest_checkpoint(out / CHECKPOINTS, warn) if resume else None
         if source is None and model is None and (checkpoint is None or checkpoint.config.data.modalities is not None):
             config, _ = with_folder_image(config)
         torch.manual_seed(config.seed)
@@ -106,9 +110,10 @@ def train(
         trainer = Trainer(config, model, len(source), device)
         if checkpoint is not None:
             trainer.restore(checkpoint)
-        with writing(out / CONFIG, state=True) as part:
-            part.write_text(json.dumps(to_mapping(config), indent=2) + "\n")
-        card = partial(training_card, config, model, origin=origin, commands=_add_command(out, command))
+        if not resume:
+            delete_run(out)
+        write_settings(out, config)
+        card = partial(training_card, config, model, origin=origin, commands=add_command(out, command))
         last = None if checkpoint is None else checkpoint.path
         run = Run(trainer, source, out, warn=warn, card=card, last=last, started=started)
         for line in () if facts is None else facts.warnings:
@@ -201,6 +206,8 @@ class Run:
         loss, stopped = None, False
         # A fresh run takes at least one step, so that there is a checkpoint.
         over = resumed is not None and self._clock() >= 1
+        if stop is not None:
+            stop()  # from now on, a signal is a request that the run handles
         try:
             with self._resume_hint():
                 batches = iter(loader)
@@ -266,7 +273,7 @@ class Run:
 
     def _save_model(self) -> None:
         card = self.card(self.trainer.step, self.trainer.seconds)
-        save(self._ema_model(), self.out / MODEL, card=card, overwrite=True, half=self.config.store == "bf16")
+        save(self._ema_model(), self.out / MODEL, card=card, state=True, half=self.config.store == "bf16")
 
     def _ema_model(self) -> Model:
         return Model(self.trainer.model.config, self.trainer.ema.network)
@@ -320,13 +327,6 @@ class Run:
         )
 
 
-def read_run(out: Path, overrides: dict[str, Any] | None = None) -> TrainConfig:
-    """The settings of a run folder, replaced by `overrides` where given."""
-    if not (out / CONFIG).is_file():
-        raise InputError(f"{out}: not a training run ({CONFIG} is missing); start one with -o {out}")
-    return read_config(out / CONFIG, overrides)
-
-
 def load_init(path: str) -> Model:
     """The model to fine-tune: a model folder, a run folder, a training checkpoint or a published `.pt`."""
     location = Path(path)
@@ -369,14 +369,6 @@ def _with_image_kinds(checkpoint: Checkpoint, config: TrainConfig) -> Checkpoint
     return replace(checkpoint, config=named, model=replace(checkpoint.model, data=replace(contract, images=kinds)))
 
 
-def _find_checkpoint(out: Path, resume: bool, warn: Warn) -> Checkpoint | None:
-    if resume:
-        return disk.newest_checkpoint(out / CHECKPOINTS, warn)
-    if disk.checkpoints(out / CHECKPOINTS):
-        raise InputError(f"{out}: already contains a run; continue it with --resume {out}, or choose another folder")
-    return None
-
-
 @contextmanager
 def _fastest_convolutions(device: torch.device) -> Iterator[None]:
     """Lets cuDNN select the fastest kernel for the run's input shape, which saves about a third of a step."""
@@ -395,59 +387,11 @@ def _own_random_state(device: torch.device) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Creates the folder, locks it, and deletes partly written files of a killed run."""
-    created = not out.exists()
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        with _flock(out):
-            for part in out.rglob(".*.part"):
-                part.unlink(missing_ok=True)
-            yield
-    finally:
-        # A run that failed before it wrote anything leaves no folder behind.
-        if created and [p.name for p in out.iterdir()] == [LOCK]:
-            (out / LOCK).unlink()
-            out.rmdir()
-
-
-@contextmanager
-def _flock(out: Path) -> Iterator[None]:
-    with (out / LOCK).open("w") as file:
-        try:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(
-                f"{out}: in use by another training process; wait for it or choose another folder"
-            ) from None
-        except (ImportError, OSError):
-            pass  # Windows and some cluster file systems have no flock; there, the folder is not locked.
-        yield
-
-
-def _add_command(out: Path, command: str | None) -> list[str]:
-    """The commands that started and resumed the run, this one included; stored in the run folder."""
-    path = out / COMMANDS
-    try:
-        stored = json.loads(path.read_text()) if path.exists() else []
-    except ValueError:
-        stored = []
-    commands = [line for line in stored if isinstance(line, str)] if isinstance(stored, list) else []
-    if command is None or commands[-1:] == [command]:
-        return commands
-    with writing(path, state=True) as part:
-        part.write_text(json.dumps([*commands, command], indent=2) + "\n")
-    return [*commands, command]
-
-
 def training_card(
     config: TrainConfig, model: Model, step: int, seconds: float, *, origin: str, commands: list[str]
 ) -> str:
     """The model card after `step`, with data, recipe and commands."""
-    start = "" if config.model.init is None else f", from the weights of `{config.model.init}`"
+    start = "" if config.model.init is None else f", from the weights of `{recorded_path(config.model.init)}`"
     device = "a CPU" if model.device.type == "cpu" else torch.cuda.get_device_name(model.device)
     stored = ", stored in BF16" if config.store == "bf16" else ""
     lines = [
