@@ -384,7 +384,7 @@ def _picture(volume: GeneratedVolume, contract: DataContract) -> Path:
         for title, image_DHW in zip(titles, volume.images_CDHW, strict=True)
     ]
     path = _picture_path(volume.files)
-    return slice_picture(panels, path, around=labels, legend=contract_legend(contract))
+    return slice_picture(panels, path, around=labels, legend=contract_legend(contract), overwrite=True)
 
 
 def _picture_path(files: Sequence[Path]) -> Path:

@@ -218,6 +218,7 @@ def pack(
     callback: Callable[[int, int], None] | None = None,
     *,
     origin: str = "",
+    overwrite: bool = False,
 ) -> Path:
     """Writes both sources into one .npz file, held-out subjects last, for machines without a NIfTI reader.
 
@@ -241,8 +242,7 @@ def pack(
     np.savez_compressed(
         buffer, images=np.stack(images), labels=values[np.stack(labels)].astype(np.uint8), header=json.dumps(header)
     )
-    write_file(Path(path), buffer.getvalue(), state=True)
-    return Path(path)
+    return write_file(Path(path), buffer.getvalue(), overwrite=overwrite)
 
 
 def unpack(path: str | Path) -> tuple[Packed, Packed]:

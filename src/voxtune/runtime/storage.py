@@ -13,7 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from voxtune.errors import InputError, overwrite_advice
-from voxtune.files import checked_path, one_line, reporting_os_errors, write_file, writing
+from voxtune.files import (
+    check_outputs,
+    checked_path,
+    one_line,
+    recorded_path,
+    reporting_os_errors,
+    write_file,
+    write_json,
+    writing,
+)
+from voxtune.marks import marked_markdown
 from voxtune.runtime.model import Model, ModelConfig, checked_device
 from voxtune.runtime.sampling import AutoSampling
 from voxtune.workloads import NetworkConfig, build
@@ -82,16 +92,19 @@ def save(model: Model, folder: str | Path, *, card: str, overwrite: bool = False
     folder = Path(folder)
     if (folder / WEIGHTS).exists() and not overwrite:
         raise InputError(f"{folder}: already contains a model; choose another folder, or {overwrite_advice()}")
+    check_outputs(model_files(folder), overwrite=overwrite)
     dtype = torch.bfloat16 if half else torch.float32
-    with reporting_os_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        state = {k: v.detach().to("cpu", dtype).contiguous() for k, v in model.network.state_dict().items()}
-        write_safetensors(folder / WEIGHTS, state, {"format": "pt"})
-        with writing(folder / CONFIG, state=True) as part:
-            part.write_text(json.dumps(model.config.to_json(), indent=2) + "\n")
-        with writing(folder / CARD, state=True) as part:
-            part.write_text(card)
+    state = {k: v.detach().to("cpu", dtype).contiguous() for k, v in model.network.state_dict().items()}
+    # The config first, because it marks the weights as written by Voxtune.
+    write_json(folder / CONFIG, model.config.to_json(), overwrite=overwrite)
+    write_file(folder / CARD, marked_markdown(card), overwrite=overwrite)
+    write_safetensors(folder / WEIGHTS, state, {"format": "pt"}, overwrite=overwrite)
     return folder
+
+
+def model_files(folder: Path) -> tuple[Path, ...]:
+    """The files of the model folder `folder`."""
+    return folder / CONFIG, folder / CARD, folder / WEIGHTS
 
 
 def network_from_state(config: NetworkConfig, state: Mapping[str, Tensor], where: str) -> nn.Module:
@@ -146,12 +159,19 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise InputError(f"{path}: damaged or truncated safetensors file ({one_line(error)})") from None
 
 
-def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Writes atomically: after a crash or on a full disk, an existing file is unchanged."""
+def write_safetensors(
+    path: Path,
+    tensors: dict[str, Tensor],
+    metadata: dict[str, str],
+    *,
+    overwrite: bool = False,
+    state: bool = False,
+) -> None:
+    """Writes atomically: after a crash or on a full disk, an existing file is unchanged. The rules are those of `writing`."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    with writing(path, state=True) as part:
+    with writing(path, overwrite=overwrite, state=state) as part:
         try:
             save_file(tensors, part, metadata=metadata)
         except SafetensorError as error:
@@ -174,7 +194,7 @@ def provenance(path: Path, model: Model) -> dict[str, Any]:
     from voxtune.versions import __version__
 
     return {
-        "model": str(path),
+        "model": recorded_path(path),
         "model_sha256": weights_sha256(path),
         "voxtune": __version__,
         "torch": torch.__version__,
@@ -195,5 +215,4 @@ def store_auto(path: str | Path, auto: AutoSampling) -> Path:
     file = config_file(path)
     config = ModelConfig.from_json(read_json(file), str(file))
     changed = replace(config, sampling=replace(config.sampling, auto=auto))
-    write_file(file, (json.dumps(changed.to_json(), indent=2) + "\n").encode(), state=True)
-    return file
+    return write_file(file, json.dumps(changed.to_json(), indent=2) + "\n", overwrite=True)

@@ -17,7 +17,7 @@ from voxtune.data.contract import DataContract, Label
 from voxtune.data.splits import contract_difference
 from voxtune.data.training_data import TrainingData
 from voxtune.errors import InputError
-from voxtune.files import reporting_os_errors, write_file
+from voxtune.files import recorded_path, reporting_os_errors, write_file
 from voxtune.runtime.storage import CARD, CONFIG, WEIGHTS, check_state, read_json, read_safetensors, write_safetensors
 from voxtune.workloads.segment import SegmentConfig, SegmentUNet
 
@@ -121,8 +121,8 @@ def shipped_segmenter() -> Path:
 
 
 def _portable(path: Path) -> str:
-    """A file of the package relative to it, which is the same on every machine; any other path unchanged."""
-    return str(Path("voxtune") / path.relative_to(PACKAGE)) if path.is_relative_to(PACKAGE) else str(path)
+    """A file of the package relative to it, which is the same on every machine; of any other path, the last name."""
+    return str(Path("voxtune") / path.relative_to(PACKAGE)) if path.is_relative_to(PACKAGE) else recorded_path(path)
 
 
 def load_segmenter(path: str | Path, *, device: torch.device | str = "cpu") -> Segmenter:
@@ -154,7 +154,7 @@ def save_segmenter(segmenter: Segmenter, folder: str | Path, *, card: str) -> Pa
     with reporting_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         state = {k: v.detach().cpu().contiguous() for k, v in segmenter.network.state_dict().items()}
-        write_safetensors(folder / WEIGHTS, state, {"format": "pt"})
+        write_safetensors(folder / WEIGHTS, state, {"format": "pt"}, state=True)
     write_file(folder / CONFIG, (json.dumps(segmenter.config.to_json(), indent=2) + "\n").encode(), state=True)
     write_file(folder / CARD, card.encode(), state=True)
     return folder

@@ -87,7 +87,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{checkpoint.state.step:08d}.safetensors"
-    write_safetensors(path, tensors, {"format": FORMAT, "run": json.dumps(header)})
+    write_safetensors(path, tensors, {"format": FORMAT, "run": json.dumps(header)}, state=True)
     return path
 
 
