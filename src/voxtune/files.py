@@ -129,6 +129,17 @@ def _check_existing(path: Path, *, overwrite: bool, state: bool) -> None:
         raise InputError(f"{path}: was not written by Voxtune, so it is not replaced; move it or choose another path")
 
 
+def delete_file(path: Path) -> bool:
+    """Deletes a file that Voxtune wrote; any other file stays, and the result is False."""
+    from voxtune.marks import written_by_voxtune
+
+    with reporting_os_errors(path):
+        if path.is_symlink() or not path.is_file() or not written_by_voxtune(path):
+            return False
+        path.unlink()
+    return True
+
+
 def check_outputs(files: Iterable[Path], *, overwrite: bool = False, folder: Path | None = None) -> None:
     """Raises one FilesError with every file that cannot or must not be written; call it before the work starts.
 
@@ -215,6 +226,27 @@ def recorded_command(arguments: Iterable[str]) -> str:
     return " ".join(words)
 
 
+def recorded_text(text: str, folders: Iterable[Path] = ()) -> str:
+    """A message for a record: files inside `folders` are named relative to them, other paths by their last name.
+
+    Within `recording_paths`, the text as it is.
+    """
+    if _RECORD_PATHS.get():
+        return text
+    for folder in sorted({str(folder) for folder in folders} - {"."}, key=len, reverse=True):
+        text = text.replace(f"{folder}{os.sep}", "")
+    return re.sub(r"(?<![\w.])(?:/|\.\./)[^\s'\"]*/([^\s'\"/]+)", r"\1", text)
+
+
+def recorded_values(data: Any) -> Any:
+    """A JSON document for a record, with `recorded_text` applied to its texts."""
+    if isinstance(data, dict):
+        return {key: recorded_values(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [recorded_values(value) for value in data]
+    return recorded_text(data) if isinstance(data, str) and "/" in data else data
+
+
 class AppendLog:
     """A file to which whole lines are appended. A torn last line, of a kill or a full disk, is removed on opening.
 
@@ -278,30 +310,34 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
     Folders that were created for an output of which nothing was written are removed.
     """
-    missing = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
-    with reporting_os_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with _lock(folder / LOCK, folder):
-            for path in folder.rglob(".*.part"):
-                if PART.fullmatch(path.name):
-                    path.unlink(missing_ok=True)
-            yield
-    finally:
-        with contextlib.suppress(OSError):  # not empty
-            for path in missing:
-                path.rmdir()
+    with _created(folder), _lock(folder / LOCK, folder):
+        for path in folder.rglob(".*.part"):
+            if PART.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+        yield
 
 
 @contextmanager
 def locked_file(file: Path) -> Iterator[None]:
-    """Locks an output file for this process, by a hidden file beside it."""
-    with reporting_os_errors(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
+    """Locks an output file for this process, by a hidden file beside it; creates its folder like `locked_folder`."""
     # The name of the file may be as long as a name can be.
     stem = os.fsencode(file.name)[: MAX_NAME_BYTES - 20].decode(errors="ignore")
-    with _lock(file.with_name(f".{stem}.voxtune.lock"), file):
+    with _created(file.parent), _lock(file.with_name(f".{stem}.voxtune.lock"), file):
         yield
+
+
+@contextmanager
+def _created(folder: Path) -> Iterator[None]:
+    """Creates a folder; at the end, those that were created and are empty are removed."""
+    missing = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
+    with reporting_os_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # not empty
+            for path in missing:
+                path.rmdir()
 
 
 @contextmanager

@@ -5,32 +5,49 @@
 | .nii, .nii.gz | description in the header | its sidecar, or its cohort |
 | .json | "format", "voxtune" or "GeneratedBy" | keys of a sidecar |
 | .html | meta name="generator" | the same |
-| .svg, .png | a comment | the fonts of a figure; the volume or the sidecar beside it |
+| .svg, .png | a comment | the fonts of a figure; the background of a sheet; the volume or the sidecar beside it |
 | .safetensors, .npz | metadata; names of the arrays | the config.json beside it |
-| .md, .tsv, .parquet, README | | the JSON file that they belong to |
 | files of a training run, by name | | the train.json of the run |
+| .md | a comment at the end; the front matter of a model card | words of the table, beside its JSON file |
+| .parquet, .gz | metadata; the name in the header | the session.json that they belong to |
+| participants.tsv, dseg.tsv, README | | the dataset_description.json beside it |
 """
 
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import os
 import re
 import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from voxtune.errors import InputError
-from voxtune.reading import read_head, read_json
+from voxtune.reading import open_regular, read_file, read_head, read_json, reading
 
 MARK = "voxtune"
 # In the field `descrip` of a NIfTI header, at this offset in NIfTI-1 and NIfTI-2.
 NIFTI_DESCRIPTION, DESCRIPTION_PLACES = b"voxtune", (148, 240)
-SVG_COMMENT = b"<!-- voxtune -->"
+# In SVG and Markdown.
+COMMENT = "<!-- voxtune -->"
 # The beginning of every figure of version 0.1.
 OLD_SVG = b"font-family=\"system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', sans-serif\""
 PNG_COMMENT = ("Software", "voxtune")
+# RGB with 8 bits, and the first pixel of every contact sheet and picture of version 0.1.
+OLD_PNG_FORMAT, OLD_PNG_PIXEL = b"\x08\x02", bytes((10, 11, 14))
+OLD_MARKDOWN = re.compile(rb"percentile bootstrap|resamples, seed \d")
+CARD_MARK = b"\nlibrary_name: voxtune\n"
+MAX_MARKDOWN_BYTES = 16 * 2**20
+# In the metadata of a Parquet file, at its end.
+PARQUET_MARK = b"voxtune-session"
+# The name in the header of a gzip file.
+GZIP_NAME = "voxtune"
+RAW_FOLDER = "raw"
+DATASET_FILES = {"participants.tsv", "dseg.tsv", "README"}
 # Keys of a sidecar that Voxtune 0.1 wrote from Python, without its name.
 OLD_SIDECAR = {"seed", "index", "sampler", "placement"}
 # Settings in every train.json that Voxtune 0.1 wrote.
@@ -40,8 +57,23 @@ RUN_FILE = re.compile(
     r"commands\.json|metrics\.jsonl|samples/step-\d+\.png|tensorboard/events\.out\.tfevents\.[^/]+"
     r"|checkpoints/step-\d+\.safetensors\.damaged"
 )
+# Keys of a ladder.json of version 0.1.
+OLD_LADDER = {"width", "multipliers", "first_step", "failed", "rows"}
 MAX_JSON_BYTES = 64 * 2**20
 COHORT_FILE = re.compile(r"sub-\d{4,}_(T1w|dseg)\.(nii\.gz|json)")
+
+
+def marked_markdown(text: str) -> bytes:
+    """Markdown with the mark at its end, which is not shown."""
+    return f"{text.rstrip()}\n\n{COMMENT}\n".encode()
+
+
+def marked_gzip(data: bytes) -> bytes:
+    """Compressed data with the mark in the header."""
+    buffer = io.BytesIO()
+    with gzip.GzipFile(GZIP_NAME, "wb", 6, buffer, mtime=0) as file:
+        file.write(data)
+    return buffer.getvalue()
 
 
 def written_by_voxtune(path: Path) -> bool:
@@ -66,7 +98,7 @@ def is_marked(data: Any) -> bool:
         return True
     makers = data.get("GeneratedBy")
     names = [maker.get("Name") for maker in makers if isinstance(maker, dict)] if isinstance(makers, list) else []
-    return MARK in names or data.keys() >= OLD_SIDECAR or data.keys() >= OLD_RUN
+    return MARK in names or any(data.keys() >= old for old in (OLD_SIDECAR, OLD_RUN, OLD_LADDER))
 
 
 def _in_run(path: Path) -> bool:
@@ -79,7 +111,7 @@ def _in_run(path: Path) -> bool:
 
 
 def _json(path: Path) -> bool:
-    return is_marked(read_json(path, limit=MAX_JSON_BYTES)) or _beside(path, "config.json", "session.json")
+    return is_marked(read_json(path, limit=MAX_JSON_BYTES)) or _in_raw_recording(path)
 
 
 def _beside(path: Path, *names: str) -> bool:
@@ -105,7 +137,7 @@ def _nifti(path: Path) -> bool:
     if any(head[place : place + len(NIFTI_DESCRIPTION)] == NIFTI_DESCRIPTION for place in DESCRIPTION_PLACES):
         return True
     stem = re.sub(r"\.nii(\.gz)?$", "", path.name, flags=re.IGNORECASE)
-    return _beside(path, f"{stem}.json") or _in_cohort(path)
+    return _beside(path, f"{stem}.json") or _in_cohort(path) or _of_demo(path)
 
 
 def _in_cohort(path: Path) -> bool:
@@ -116,22 +148,39 @@ def _in_cohort(path: Path) -> bool:
     )
 
 
+def _of_demo(path: Path) -> bool:
+    """Whether the file is the mask of `voxtune demo`, beside the simulated subject."""
+    return COHORT_FILE.fullmatch(path.name) is not None and _beside(path, f"{path.name.partition('_')[0]}_T1w.json")
+
+
 def _html(path: Path) -> bool:
     return re.search(rb'<meta name="generator" content="voxtune ', read_head(path, 2**14)) is not None
 
 
 def _svg(path: Path) -> bool:
     head = read_head(path, 4096)
-    return SVG_COMMENT in head or (head.startswith(b"<svg ") and OLD_SVG in head)
+    return COMMENT.encode() in head or (head.startswith(b"<svg ") and OLD_SVG in head)
 
 
 def _png(path: Path) -> bool:
     head = read_head(path, 4096)
-    if head.startswith(b"\x89PNG") and b"tEXt" + "\0".join(PNG_COMMENT).encode() in head:
+    if not head.startswith(b"\x89PNG"):
+        return False
+    if b"tEXt" + "\0".join(PNG_COMMENT).encode() in head or _old_sheet(head):
         return True
     stem = path.name[: -len(".png")]
-    volumes = [volume for volume in path.parent.glob("*.nii.gz") if volume.name.startswith(stem)]
+    volumes = [file for file in path.parent.glob("*.nii.gz") if file.name.startswith((f"{stem}.", f"{stem}_"))]
     return _beside(path, f"{stem}.json", "image-000000.json") or any(_nifti(volume) for volume in volumes[:1])
+
+
+def _old_sheet(head: bytes) -> bool:
+    """Whether a PNG begins with the background of the sheets of version 0.1, which no filter changes in the first pixel."""
+    data = head.partition(b"IDAT")[2]
+    try:
+        start = zlib.decompressobj().decompress(data, 4)
+    except zlib.error:
+        return False
+    return head[24:26] == OLD_PNG_FORMAT and start[1:] == OLD_PNG_PIXEL
 
 
 def _safetensors(path: Path) -> bool:
@@ -158,15 +207,38 @@ def _npz(path: Path) -> bool:
 
 
 def _markdown(path: Path) -> bool:
-    return _beside(path, f"{path.stem}.json") or (path.name == "README.md" and _beside(path, "config.json"))
+    text = read_file(path, limit=MAX_MARKDOWN_BYTES)
+    if text.rstrip().endswith(COMMENT.encode()):
+        return True
+    if path.name == "README.md":
+        return CARD_MARK in text[:4096] and _beside(path, "config.json")
+    return OLD_MARKDOWN.search(text) is not None and _beside(path, f"{path.stem}.json")
 
 
 def _dataset_file(path: Path) -> bool:
-    return _beside(path, "dataset_description.json")
+    return path.name in DATASET_FILES and _beside(path, "dataset_description.json")
 
 
-def _session_file(path: Path) -> bool:
-    return _beside(path, "session.json")
+def _parquet(path: Path) -> bool:
+    with os.fdopen(open_regular(path), "rb") as file, reading(path):
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 8))
+        length = int.from_bytes(file.read(4), "little")
+        file.seek(max(0, size - 8 - min(length, MAX_JSON_BYTES)))
+        footer = file.read(MAX_JSON_BYTES)
+    return footer.endswith(b"PAR1") and (PARQUET_MARK in footer or _beside(path, "session.json"))
+
+
+def _gzip(path: Path) -> bool:
+    head = read_head(path, 64)
+    named = head[:2] == b"\x1f\x8b" and head[3:4] == b"\x08"
+    return (named and head[10:].startswith(f"{GZIP_NAME}\0".encode())) or _in_raw_recording(path)
+
+
+def _in_raw_recording(path: Path) -> bool:
+    """Whether the file belongs to the raw recording of a session."""
+    folder = path.absolute().parent
+    return folder.name == RAW_FOLDER and _marked_file(folder.with_name("session.json"))
 
 
 # By the end of the name, the first that fits.
@@ -182,5 +254,6 @@ _CHECKS: dict[str, Callable[[Path], bool]] = {
     ".md": _markdown,
     ".tsv": _dataset_file,
     "readme": _dataset_file,
-    ".parquet": _session_file,
+    ".parquet": _parquet,
+    ".gz": _gzip,
 }

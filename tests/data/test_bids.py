@@ -109,13 +109,40 @@ def test_other_files_are_never_removed(tmp_path):
         write_cohort(tmp_path / "bids", 1, 0, SIZE, overwrite=True)
     assert (tmp_path / "bids" / "sub-01").is_dir()
     write_cohort(tmp_path / "c", 2, 0, SIZE)
-    (tmp_path / "c" / "sub-9_T1w.nii.gz").write_text("precious")
-    before = contents(tmp_path / "c")
-    with pytest.raises(InputError, match="other than those of a voxtune cohort"):
-        write_cohort(tmp_path / "c", 1, 0, SIZE, overwrite=True)
+    cohort = tmp_path / "c"
+    strangers = ["sub-9_T1w.nii.gz", "sub-0001/anat/notes.txt", "sub-0001/anat/sub-0000_T1w.nii.gz", "sub-0007/x/y"]
+    for name in strangers:
+        (cohort / name).parent.mkdir(parents=True, exist_ok=True)
+        (cohort / name).write_text("precious")
+        before = contents(cohort)
+        with pytest.raises(InputError, match=f"{name}: is not a file of this cohort"):
+            write_cohort(cohort, 1, 0, SIZE, overwrite=True)
+        assert contents(cohort) == before
+        (cohort / name).unlink()
+    (cohort / "sub-0001" / "anat" / "link").symlink_to(cohort / "README")
+    with pytest.raises(InputError, match="link: is not a file of this cohort"):
+        write_cohort(cohort, 1, 0, SIZE, overwrite=True)
+    (cohort / "sub-0001" / "anat" / "link").unlink()
+    before = contents(cohort)
     with pytest.raises(InputError, match="other than those of a voxtune cohort"):
         write_cohort(tmp_path / "c" / "derivatives" / "masks", 1, 0, SIZE, overwrite=True)
-    assert contents(tmp_path / "c") == before
+    assert contents(cohort) == before
+    (cohort / "README").write_text("precious")
+    (cohort / "notes.txt").write_text("precious")
+    write_cohort(cohort, 1, 0, SIZE, overwrite=True)
+    assert (cohort / "notes.txt").read_text() == "precious"
+    assert not (cohort / "sub-0001").exists() and not (cohort / "derivatives" / "masks" / "sub-0001").exists()
+
+
+def test_a_cohort_that_was_killed_is_replaced(tmp_path):
+    """Without its list of participants, and with the lock and a temporary file that were left behind."""
+    write_cohort(tmp_path, 2, 0, SIZE)
+    (tmp_path / "participants.tsv").unlink()
+    (tmp_path / ".voxtune.lock").write_text("1")
+    (tmp_path / "sub-0001" / "anat" / ".voxtune-abcd1234.part").write_text("half")
+    write_cohort(tmp_path, 1, 0, SIZE, overwrite=True)
+    assert "sub-0001" not in " ".join(contents(tmp_path))
+    assert not [name for name in contents(tmp_path) if "voxtune" in name]
 
 
 def test_invalid_number_of_subjects(tmp_path):

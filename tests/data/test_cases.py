@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -49,9 +50,56 @@ def test_the_sidecar_names_the_mask_and_its_labels(tmp_path):
     put(tmp_path / "out" / "x_desc-synth01_T1w.nii.gz", tmp_path / "elsewhere" / "x_seg.nii.gz")
     record = {"mask": "x_seg.nii.gz", "Sources": ["../elsewhere/x_seg.nii.gz"], "labels": {"3": "lesion", "?": "no"}}
     (tmp_path / "out" / "x_desc-synth01_T1w.json").write_text(json.dumps(record))
-    cases = find_cases(tmp_path / "out")
-    assert names(cases.cases[0])[2] == "x_seg.nii.gz"
+    outside = find_cases(tmp_path / "out")
+    assert names(outside.cases[0])[2] is None
+    assert outside.warnings == ("1 of 1 cases have no unique mask (x); pass --masks DIR to name the folder",)
+    for folder in (tmp_path, tmp_path / "elsewhere"):
+        cases = find_cases(tmp_path / "out", masks=folder)
+        assert names(cases.cases[0])[2] == "x_seg.nii.gz" and not cases.warnings
     assert {v: label.name for v, label in cases.legend.items()} == {3: "lesion"}
+
+
+def test_only_regular_files_in_the_given_folders_are_opened(tmp_path):
+    """Neither through a link in the folder, nor a pipe, nor a sidecar or a table of labels elsewhere."""
+    put(tmp_path / "private" / "secret.nii.gz", tmp_path / "private" / "x_dseg.nii.gz")
+    private = {"labels": {"1": "secret"}, "Sources": ["../private/x_dseg.nii.gz"], "mask": "x_dseg.nii.gz"}
+    (tmp_path / "private" / "secret.json").write_text(json.dumps(private))
+    (tmp_path / "private" / "dseg.tsv").write_text("index\tname\n1\tsecret\n")
+    out = tmp_path / "out"
+    put(out / "x_desc-synth01_T1w.nii.gz")
+    (out / "x_desc-synth01_T1w.json").symlink_to(tmp_path / "private" / "secret.json")
+    (out / "dseg.tsv").symlink_to(tmp_path / "private" / "dseg.tsv")
+    (out / "y_desc-synth01_T1w.nii.gz").symlink_to(tmp_path / "private" / "secret.nii.gz")
+    (out / "x_dseg.nii.gz").symlink_to(tmp_path / "private" / "x_dseg.nii.gz")
+    (out / "loop_T1w.nii.gz").symlink_to(out / "loop_T1w.nii.gz")
+    os.mkfifo(out / "x_T1w.nii.gz")
+    cases = find_cases(out)
+    assert [names(c) for c in cases.cases] == [("x_desc-synth01_T1w.nii.gz", None, None)]
+    assert not cases.legend and not cases.cases[0].record
+    assert "4 files not shown" in cases.warnings[0] and "--real or --masks" in cases.warnings[0]
+    # The user may give the folder that the links lead to.
+    assert names(find_cases(out, masks=tmp_path / "private").cases[0])[2] == "x_dseg.nii.gz"
+    (out / "x_desc-synth01_T1w.nii.gz").unlink()
+    with pytest.raises(InputError, match="not a regular file in the given folders"):
+        find_cases(out)
+
+
+def test_images_that_a_sidecar_names_are_found_by_name(tmp_path):
+    """Sidecars hold names without folders; a name that several subjects have is the subject's own."""
+    put(tmp_path / "out" / "x_desc-synth01_T1w.nii.gz")
+    put(
+        tmp_path / "real" / "x_T1w.nii.gz",
+        tmp_path / "real" / "other" / "x_T1w.nii.gz",
+        tmp_path / "m" / "x_seg.nii.gz",
+    )
+    record = {"mask": "x_seg.nii.gz", "Sources": ["x_seg.nii.gz", "x_T1w.nii.gz"]}
+    record |= {"mask_labels": {"1": "tumour", "image": "brain"}}
+    (tmp_path / "out" / "x_desc-synth01_T1w.json").write_text(json.dumps(record))
+    case = find_cases(tmp_path / "out", real=tmp_path / "real", masks=tmp_path / "m").cases[0]
+    assert case.from_image.images == (), "two files of this name"
+    (tmp_path / "real" / "other" / "x_T1w.nii.gz").unlink()
+    case = find_cases(tmp_path / "out", real=tmp_path / "real", masks=tmp_path / "m").cases[0]
+    assert case.from_image.images == (tmp_path / "real" / "x_T1w.nii.gz",)
 
 
 @pytest.mark.parametrize(
@@ -145,12 +193,13 @@ def test_an_image_that_a_label_was_taken_from_must_be_in_a_given_folder(tmp_path
         tmp_path / "out" / "x_desc-synth01_T1w.nii.gz",
         tmp_path / "data" / "x_seg.nii.gz",
         tmp_path / "data" / "x_T1w.nii.gz",
+        tmp_path / "masks" / "x_seg.nii.gz",
     )
     sources = ["../data/x_seg.nii.gz", "../data/x_T1w.nii.gz"]
     record = {"mask": "x_seg.nii.gz", "Sources": sources, "mask_labels": {"1": "tumour", "image": "brain"}}
     sidecar = tmp_path / "out" / "x_desc-synth01_T1w.json"
     sidecar.write_text(json.dumps(record))
-    outside = find_cases(tmp_path / "out")
+    outside = find_cases(tmp_path / "out", masks=tmp_path / "masks")
     assert outside.cases[0].from_image.images == ()
     assert "brain was taken from the image and is not in the mask; pass --real DIR" in outside.warnings[0]
     inside = find_cases(tmp_path / "out", real=tmp_path / "data")

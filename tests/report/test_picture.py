@@ -268,5 +268,8 @@ def test_the_number_of_cases_is_limited(folder, tmp_path, capsys):
 
 
 def test_a_path_that_cannot_be_written(folder, tmp_path):
-    with pytest.raises(InputError, match=r"sheet\.unknown: cannot be written"):
-        case_sheet(folder, tmp_path / "sheet.unknown")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(InputError, match="file"):
+        case_sheet(folder, tmp_path / "file" / "sheet.png")
+    with pytest.raises(InputError, match="already exists"):
+        case_sheet(folder, tmp_path / "file")

@@ -126,7 +126,7 @@ def test_the_page_opens_on_the_pathology_not_on_the_highest_value(tmp_path):
     assert sorted(facts["solid"]) == sorted(number[n] for n in ("necrosis", "oedema", "enhancing tumour"))
     # A dseg.tsv replaces the names, and may say what is a pathology.
     (tmp_path / "names.tsv").write_text("index\tname\trole\n1\tA\tpathology\n2\tB\n3\tC\n4\tD\n")
-    data = data_of(view_page(tmp_path, tmp_path / "v.html", labels=tmp_path / "names.tsv").path.read_text())
+    data = data_of(view_page(tmp_path, tmp_path / "w.html", labels=tmp_path / "names.tsv").path.read_text())
     assert data["volumes"][data["cases"][0]["mask"]]["solid"] == [number["necrosis"]]
 
 
@@ -142,7 +142,7 @@ def test_details_of_the_sidecar(tmp_path):
         ({"rule": "identity", "stem": "sub-1", "replicate": 1}, []),
     ):
         (tmp_path / "sub-1_desc-synth01_T1w.json").write_text(json.dumps(record | ({"noise": noise} if noise else {})))
-        data = data_of(view_page(tmp_path, tmp_path / "v.html").path.read_text())
+        data = data_of(view_page(tmp_path, tmp_path / "v.html", overwrite=True).path.read_text())
         assert data["cases"][0]["details"] == shown + rows
 
 
@@ -239,8 +239,8 @@ def test_command(folder, tmp_path, capsys):
         (["in", "-o", "picture.png"], "must end in .html"),
         (["in", "--sheet", "sheet.unknown"], "must end in .png"),
         # Before any work: the folder is not read.
-        (["absent", "-o", "there.html"], "already exists; pass --overwrite to replace it"),
-        (["absent", "--sheet", "there.png"], "already exists; pass --overwrite to replace it"),
+        (["absent", "-o", "there.html"], "already exists; choose another path, or pass --overwrite"),
+        (["absent", "--sheet", "there.png"], "already exists; choose another path, or pass --overwrite"),
         (["in", "-o", "folder.html", "--overwrite"], "is a folder"),
     ],
 )
@@ -258,9 +258,9 @@ def test_invalid_input_exits_with_2_and_one_line(folder, tmp_path, capsys, monke
 
 def test_overwrite_replaces_page_and_sheet(folder, tmp_path):
     page, sheet = tmp_path / "V.HTML", tmp_path / "sheet.png"
-    for file in (page, sheet):
-        file.write_text("old")
-    assert main(["view", str(folder), "-o", str(page), "--sheet", str(sheet), "--overwrite"]) == 0
+    for _ in range(2):
+        assert main(["view", str(folder), "-o", str(page), "--sheet", str(sheet), "--overwrite"]) == 0
     assert "niivue" in page.read_text() and sheet.read_bytes().startswith(b"\x89PNG")
-    # From Python, an existing page is replaced.
-    assert view_page(folder, page).size == page.stat().st_size
+    with pytest.raises(InputError, match="already exists"):
+        view_page(folder, page)
+    assert view_page(folder, page, overwrite=True).size == page.stat().st_size

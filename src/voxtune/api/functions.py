@@ -19,8 +19,8 @@ from voxtune.data.modality import parse_images
 from voxtune.errors import InputError
 from voxtune.evaluation.describe import find_sets
 from voxtune.evaluation.evaluate import evaluate as evaluate_sets
-from voxtune.evaluation.evaluate import open_networks, write_result
-from voxtune.files import check_output_path, checked_path
+from voxtune.evaluation.evaluate import open_networks, result_files, write_result
+from voxtune.files import check_output_path, check_outputs, checked_path, recorded_path
 from voxtune.quality.bootstrap import Bootstrap
 from voxtune.quality.result import Evaluation
 from voxtune.report.view import view_page
@@ -163,7 +163,7 @@ def evaluate(
     bootstrap, target = Bootstrap(resamples=resamples, seed=seed), checked_device(device)
     folder = _path(out, "out")
     if folder is not None:
-        check_output_path(folder / "metrics.json", overwrite)
+        check_outputs(result_files(folder), overwrite=overwrite)
     folders = {"real": real, "synth": synth, "masks": _path(masks, "masks"), "training": _path(training, "training")}
     sets = find_sets(real, synth, folders["masks"], folders["training"], image)
     feature_network, judge = open_networks(_path(features, "features"), _path(segmenter, "segmenter"), target)
@@ -178,8 +178,8 @@ def evaluate(
         warn=log.warning,
     )
     if folder is not None:
-        about = {"folders": {k: None if v is None else str(v) for k, v in folders.items()}, "max_pairs": max_pairs}
-        write_result(result, folder, f"{synth.name} compared with {real.name}", **about)
+        title = f"{recorded_path(synth)} compared with {recorded_path(real)}"
+        write_result(result, folder, title, folders=folders, overwrite=overwrite, max_pairs=max_pairs)
     return result
 
 
@@ -209,7 +209,7 @@ def view(
     check_output_path(page, overwrite)
     paths = {"real": real, "masks": masks, "metrics": metrics, "labels": labels}
     options = {name: _path(path, name) for name, path in paths.items()}
-    written = view_page(checked_path(folder, "folder"), page, limit=limit, **options)
+    written = view_page(checked_path(folder, "folder"), page, limit=limit, overwrite=overwrite, **options)
     for warning in written.warnings:
         log.warning(warning)
     return written.path

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from voxtune.cli.common import JsonOption, Output, QuietOption, parse_size
+from voxtune.cli.common import JsonOption, Output, OverwriteOption, QuietOption, parse_size
 
 
 def command(
@@ -24,7 +24,7 @@ def command(
     ] = 0,
     size: Annotated[str, typer.Option(help="Size in voxels as depth,height,width.")] = "128,128,128",
     healthy: Annotated[float, typer.Option(min=0, max=1, help="Fraction of subjects without a lesion.")] = 0.1,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing cohort.")] = False,
+    overwrite: OverwriteOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:

@@ -8,7 +8,15 @@ from typing import Annotated
 
 import typer
 
-from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, choose_device
+from voxtune.cli.common import (
+    DeviceOption,
+    JsonOption,
+    Output,
+    OverwriteOption,
+    QuietOption,
+    RecordPathsOption,
+    choose_device,
+)
 from voxtune.errors import check_installed
 
 
@@ -21,6 +29,8 @@ def command(
     minutes: Annotated[
         float, typer.Option(min=0.0, help="Tuning time limit in minutes on a CPU (0 disables tuning).")
     ] = 1.0,
+    overwrite: OverwriteOption = False,
+    record_paths: RecordPathsOption = False,
     device: DeviceOption = "auto",
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -41,6 +51,7 @@ def command(
         seed=seed,
         steps=steps,
         minutes=minutes,
+        overwrite=overwrite,
     )
     seconds = time.perf_counter() - started
     for name, path in result.files.items():

@@ -13,12 +13,14 @@ from voxtune.cli.common import (
     JsonOption,
     LabelsOption,
     Output,
+    OverwriteOption,
     QuietOption,
+    RecordPathsOption,
     ResamplesOption,
     choose_device,
     parse_labels,
 )
-from voxtune.files import check_output_path, counted
+from voxtune.files import check_outputs, counted, locked_folder, printable, recorded_path
 
 if TYPE_CHECKING:
     from voxtune.quality.result import Evaluation
@@ -57,7 +59,8 @@ def command(
     resamples: ResamplesOption = 1000,
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the bootstrap.")] = 0,
     max_pairs: Annotated[int, typer.Option(min=1, help="Most pairs of volumes compared for diversity.")] = 100,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing result.")] = False,
+    overwrite: OverwriteOption = False,
+    record_paths: RecordPathsOption = False,
     device: DeviceOption = "auto",
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -65,13 +68,20 @@ def command(
     """Compare synthetic volumes with reference volumes: similarity, distribution, mask adherence, memorisation."""
     from voxtune.data.modality import listed
     from voxtune.evaluation.describe import find_sets
-    from voxtune.evaluation.evaluate import evaluate, open_networks, write_result
+    from voxtune.evaluation.evaluate import (
+        evaluate,
+        open_networks,
+        recorded_folders,
+        result_files,
+        without_paths,
+        write_result,
+    )
     from voxtune.quality.bootstrap import Bootstrap
 
     output = Output(json=json, quiet=quiet)
     label_map = parse_labels(labels)
     settings = Bootstrap(resamples=resamples, seed=seed)
-    check_output_path(out / "metrics.json", overwrite)
+    check_outputs(result_files(out), overwrite=overwrite, folder=out)
     sets = find_sets(real, synth, masks, training, image)
     feature_network, segmenter_network = open_networks(features, segmenter, choose_device(device))
     images = f" of {listed(sets.kinds)} images" if len(sets.kinds) > 1 else ""
@@ -81,7 +91,7 @@ def command(
     )
     started = time.perf_counter()
     total = len(sets.real) + len(sets.synth) + len(sets.training or []) + len(sets.pairs)
-    with output.progress("reading", total) as update:
+    with locked_folder(out), output.progress("reading", total) as update:
         result = evaluate(
             sets,
             features=feature_network,
@@ -92,12 +102,13 @@ def command(
             progress=lambda done, _total: update(done),
             warn=output.warn,
         )
-    folders = {"real": real, "synth": synth, "masks": masks, "training": training}
-    about = {"folders": {k: None if v is None else str(v) for k, v in folders.items()}, "max_pairs": max_pairs}
-    files = write_result(result, out, f"{synth.name} compared with {real.name}", **about)
+        folders = {"real": real, "synth": synth, "masks": masks, "training": training}
+        title = f"{recorded_path(synth)} compared with {recorded_path(real)}"
+        files = write_result(result, out, title, folders=folders, overwrite=overwrite, max_pairs=max_pairs)
     _print(result, output)
     output.say(f"wrote {files[0]}, {files[1]} in {time.perf_counter() - started:.1f} s")
-    output.result(result.to_json(**about))
+    recorded = without_paths(result, folders)
+    output.result(recorded.to_json(folders=recorded_folders(folders), max_pairs=max_pairs))
 
 
 def _print(result: Evaluation, output: Output) -> None:
@@ -114,7 +125,7 @@ def _print(result: Evaluation, output: Output) -> None:
     for number, name in enumerate(HEADER[:-1]):
         table.add_column(name, justify="right" if number in (1, 2, 3, 4) else "left", no_wrap=True, header_style="dim")
     for row in result.rows():
-        table.add_row(*(Text(cell) for cell in row[:-1]))
+        table.add_row(*(Text(printable(cell)) for cell in row[:-1]))
     console.print(table)
     for names, reason in result.skipped():
-        console.print(Text(f"skipped  {names}: {reason}", style="dim"))
+        console.print(Text(printable(f"skipped {names}: {reason}"), style="dim"))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from voxtune.cli.common import JsonOption, Output, QuietOption, parse_size
+from voxtune.cli.common import JsonOption, Output, OverwriteOption, QuietOption, parse_size
 
 
 def command(
@@ -16,22 +16,25 @@ def command(
     size: Annotated[
         str | None, typer.Option(help="Size of the volumes as D,H,W. Default: inferred from the network.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing model.")] = False,
+    overwrite: OverwriteOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Convert a published checkpoint to a model folder (safetensors, config, model card). Nothing in it is executed."""
     from voxtune.errors import InputError
+    from voxtune.files import check_outputs, locked_folder, recorded_path
     from voxtune.runtime.card import model_card
     from voxtune.runtime.published import load_published
-    from voxtune.runtime.storage import save
+    from voxtune.runtime.storage import model_files, save
 
     output = Output(json=json, quiet=quiet)
     if not checkpoint.is_file():
         raise InputError(f"{checkpoint}: no such file; pass a published .pt checkpoint")
+    check_outputs(model_files(out), overwrite=overwrite, folder=out)
     model = load_published(checkpoint, size=parse_size(size) if size else None)
     origin = f"Imported from the published checkpoint `{checkpoint.name}` (the EMA weights, if it has any)."
-    save(model, out, card=model_card(model, title=out.name, origin=origin), overwrite=overwrite)
+    with locked_folder(out):
+        save(model, out, card=model_card(model, title=recorded_path(out), origin=origin), overwrite=overwrite)
     config = model.config
     parameters = sum(p.numel() for p in model.network.parameters())
     output.say(

@@ -8,8 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
-from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, choose_device, parse_size
+from voxtune.cli.common import (
+    DeviceOption,
+    JsonOption,
+    Output,
+    OverwriteOption,
+    QuietOption,
+    choose_device,
+    parse_size,
+)
+from voxtune.files import check_outputs, locked_folder
 
+FORMAT = "voxtune-ladder/1"
+FILES = ("ladder.json", "ladder.html", "ladder.svg")
 # Without a GPU the kernels run in Triton's interpreter: the same code, about a thousand times slower.
 TINY_WIDTH, TINY_MULTIPLIERS = 8, (1, 2)
 TINY_SIZE, TINY_STEPS = "16x16", 1
@@ -21,12 +32,14 @@ def command(
     size: Annotated[str | None, typer.Option(help="Height and width in pixels (default: 64x64).")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Number of sampling steps (default: 100).")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
+    overwrite: OverwriteOption = False,
     device: DeviceOption = "auto",
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Run the 2D network in eleven stages of optimisation; write time, launches, transfers and error of each."""
     output = Output(json=json, quiet=quiet)
+    check_outputs([out / name for name in FILES], overwrite=overwrite, folder=out)
     target = choose_device(device)
     on_gpu = target.startswith("cuda")
     if not on_gpu:
@@ -61,17 +74,19 @@ def command(
         batch=batch,
         dtype=torch.bfloat16 if on_gpu else torch.float32,
     )
-    reports = {"seeds": published_results()}
+    reports = {"format": FORMAT, "seeds": published_results()}
 
     def save(rows: dict[str, Any]) -> None:
-        """Called after every rung, so that an interrupted run keeps its results."""
-        write(reports | rows, out)
+        """Called after every rung, so that an interrupted run keeps its results; after the first, the files are its own."""
+        write(reports | rows, out, overwrite=overwrite or len(rows["rows"]) > 1)
 
-    tables = reports | climb(setting, selected, runs=20 if on_gpu else 1, report=output.say, save=save)
+    with locked_folder(out):
+        tables = reports | climb(setting, selected, runs=20 if on_gpu else 1, report=output.say, save=save)
+        files = write(tables, out, overwrite=True) if tables["rows"] else []
     failed = "; ".join(f"rung {one['number']}: {one['reason']}" for one in tables["failed"])
     if not tables["rows"]:
         raise InputError(f"no rung ran on {target}: {failed}")
-    for path in write(tables, out):
+    for path in files:
         output.say(f"wrote {path}")
     if not quiet and not json:
         from voxtune.report.console import make_console, print_document
@@ -83,22 +98,20 @@ def command(
         raise InputError(f"{failed}; the results of the other rungs are in {out}; select rungs with --rungs")
 
 
-def write(tables: dict[str, Any], folder: Path) -> list[Path]:
+def write(tables: dict[str, Any], folder: Path, *, overwrite: bool) -> list[Path]:
     """Writes the tables, the page and the chart."""
     import json
 
-    from voxtune.files import reporting_os_errors, write_file
+    from voxtune.files import recorded_text, write_file
     from voxtune.report.html import render_html
     from voxtune.report.ladder import ladder_document, ladder_picture
     from voxtune.report.svg import render_svg
 
-    files = {
-        "ladder.json": json.dumps(tables, indent=1) + "\n",
-        "ladder.html": render_html(ladder_document(tables)),
-        "ladder.svg": render_svg(ladder_picture(tables)),
-    }
-    with reporting_os_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            write_file(folder / name, text.encode(), state=True)
-    return [folder / name for name in files]
+    # Reasons of failures may name files.
+    tables = tables | {"failed": [row | {"reason": recorded_text(row["reason"])} for row in tables["failed"]]}
+    texts = (
+        json.dumps(tables, indent=1) + "\n",
+        render_html(ladder_document(tables)),
+        render_svg(ladder_picture(tables)),
+    )
+    return [write_file(folder / name, text, overwrite=overwrite) for name, text in zip(FILES, texts, strict=True)]

@@ -13,6 +13,7 @@ from voxtune.cli.common import (
     LabelsOption,
     Output,
     OverlappingOption,
+    OverwriteOption,
     QuietOption,
     parse_labels,
     parse_size,
@@ -39,7 +40,7 @@ def command(
             "the masks to its labels."
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+    overwrite: OverwriteOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -49,10 +50,10 @@ def command(
     from voxtune.data.splits import mask_model_contract
     from voxtune.data.subjects import open_sources, pack
     from voxtune.errors import InputError
-    from voxtune.files import check_output_path
+    from voxtune.files import check_outputs, locked_file
     from voxtune.runtime.storage import load
 
-    check_output_path(out, overwrite)
+    check_outputs([out], overwrite=overwrite)
     if model is not None and (size is not None or overlapping or image is not None):
         raise InputError("--model cannot be combined with --size, --overlapping-labels or --image; it defines them")
     if overlapping and labels is None:
@@ -75,8 +76,8 @@ def command(
     warning = no_organ(train.contract) if model is None else None
     if warning is not None:
         output.warn(warning)
-    with output.progress("subjects", len(train) + len(rest)) as update:
-        pack(train, rest, out, lambda done, _total: update(done), origin=origin)
+    with locked_file(out), output.progress("subjects", len(train) + len(rest)) as update:
+        pack(train, rest, out, lambda done, _total: update(done), origin=origin, overwrite=overwrite)
     output.say(
         f"wrote {len(train)} training and {len(rest)} held-out subjects to {out}, {out.stat().st_size / 2**20:.1f} MiB"
     )

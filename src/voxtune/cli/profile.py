@@ -13,7 +13,9 @@ from voxtune.cli.common import (
     DeviceOption,
     JsonOption,
     Output,
+    OverwriteOption,
     QuietOption,
+    RecordPathsOption,
     StepMode,
     choose_device,
     parse_size,
@@ -74,6 +76,8 @@ def command(
     self_check: Annotated[
         bool, typer.Option("--self-check", help="Record a small step and check that every tier works on this machine.")
     ] = False,
+    overwrite: OverwriteOption = False,
+    record_paths: RecordPathsOption = False,
     device: DeviceOption = "auto",
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -98,6 +102,7 @@ def command(
         clock_control=clock_control.value,
         ahead=ahead,
         keep_raw=keep_raw,
+        overwrite=overwrite,
     )
     configs = [c.name for c in parse_configs(config)]
     recorded = record(source, configs, out, options=options, device=choose_device(device), say=output.say)

@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from voxtune.cli.common import JsonOption, Output, QuietOption, parse_window_option
+from voxtune.cli.common import JsonOption, Output, OverwriteOption, QuietOption, parse_window_option
 from voxtune.errors import InputError
+from voxtune.files import check_outputs, write_file
 
 if TYPE_CHECKING:
     from voxtune.profile.session import Session
     from voxtune.report.document import Document
+
+
+DEFAULT_PAGE, DEFAULT_FOLDER = Path("report.html"), Path("report-svg")
 
 
 class Form(StrEnum):
@@ -49,6 +53,7 @@ def command(
             help="Instead of sessions: draw a benchmark results file as a waterfall of one denoising step (SVG).",
         ),
     ] = None,
+    overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -57,22 +62,25 @@ def command(
     if waterfall is not None:
         if folders or recorded or window:
             raise InputError("--waterfall cannot be combined with sessions, --recorded or --window")
-        _write_waterfall(waterfall, out or Path("waterfall.svg"), output)
+        _write_waterfall(waterfall, out or Path("waterfall.svg"), output, overwrite=overwrite)
         return
     window = parse_window_option(window)
+    if form is Form.html:
+        check_outputs([out or DEFAULT_PAGE], overwrite=overwrite)
     sessions = load(folders or [], recorded=recorded)
     from voxtune.report.build import build
 
     document = build(sessions, window=window)
-    files = write(document, form.value, out, output)
+    files = write(document, form.value, out, output, overwrite=overwrite)
     tables = [b.table.to_json() for b in document.tables()] if form is Form.console else []
     output.result({**summary(document, sessions, files), **({"tables": tables} if tables else {})})
 
 
-def _write_waterfall(results: Path, target: Path, output: Output) -> None:
+def _write_waterfall(results: Path, target: Path, output: Output, *, overwrite: bool) -> None:
     from voxtune.report.waterfall import write_waterfall
 
-    write_waterfall(results, target)
+    check_outputs([target], overwrite=overwrite)
+    write_waterfall(results, target, overwrite=overwrite)
     output.say(f"{target}: waterfall of {results}")
     output.result({"files": [str(target)]})
 
@@ -88,7 +96,7 @@ def load(folders: list[Path], *, recorded: bool) -> list[Session]:
     return [s for folder in folders for s in in_order([load_session(path) for path in find_sessions(folder)])]
 
 
-def write(document: Document, form: str, path: Path | None, output: Output) -> list[Path]:
+def write(document: Document, form: str, path: Path | None, output: Output, *, overwrite: bool = False) -> list[Path]:
     """Writes the document in the given form and returns the files."""
     if form == "console":
         if not output.quiet and not output.json:
@@ -96,21 +104,16 @@ def write(document: Document, form: str, path: Path | None, output: Output) -> l
 
             print_document(document, make_console())
         return []
-    from voxtune.report.html import render_html
+    if form == "svg":
+        from voxtune.report.svg import write_svgs
 
-    page = render_html(document) if form == "html" else ""
-    target = path or Path("report.html" if form == "html" else "report-svg")
-    try:
-        if form == "svg":
-            from voxtune.report.svg import write_svgs
+        target = path or DEFAULT_FOLDER
+        files = write_svgs(document, target, overwrite=overwrite)
+    else:
+        from voxtune.report.html import render_html
 
-            files = write_svgs(document, target)
-        else:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(page, encoding="utf-8")
-            files = [target]
-    except OSError as error:
-        raise InputError(f"{target}: cannot write ({error.strerror}); choose another path with -o") from None
+        target = path or DEFAULT_PAGE
+        files = [write_file(target, render_html(document), overwrite=overwrite)]
     size = sum(f.stat().st_size for f in files) / 1e6
     output.say(f"{target}: {f'{len(files)} figures' if form == 'svg' else 'report'}, {size:.1f} MB")
     return files

@@ -14,9 +14,11 @@ from voxtune.cli.common import (
     MasksOption,
     ModelArgument,
     Output,
+    OverwriteOption,
     PlanOption,
     QuietOption,
     RealOption,
+    RecordPathsOption,
     ResamplesOption,
     SubjectsOption,
     choose_device,
@@ -74,7 +76,8 @@ def command(
     store: Annotated[
         bool, typer.Option("--store", help="Store the choice in the model's config.json, for --steps auto.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing result.")] = False,
+    overwrite: OverwriteOption = False,
+    record_paths: RecordPathsOption = False,
     device: DeviceOption = "auto",
     json: JsonOption = False,
     quiet: QuietOption = False,

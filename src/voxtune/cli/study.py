@@ -8,11 +8,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from voxtune.cli.choices import one_of
-from voxtune.cli.common import DeviceOption, JsonOption, Output, QuietOption, StepModes, choose_device, parse_size
+from voxtune.cli.common import (
+    DeviceOption,
+    JsonOption,
+    Output,
+    OverwriteOption,
+    QuietOption,
+    RecordPathsOption,
+    StepModes,
+    choose_device,
+    parse_size,
+)
 from voxtune.cli.report import load, summary, write
 from voxtune.errors import InputError
+from voxtune.files import check_outputs, locked_folder
 
 if TYPE_CHECKING:
+    from voxtune.profile.record import RecordOptions
     from voxtune.profile.session import Session
 
 # The paper's four configurations, the usual ones today, and Voxtune's plan (sampling only).
@@ -41,22 +53,28 @@ def command(
     budget: Annotated[
         float | None, typer.Option(min=30, help="Time limit in seconds for the sessions of one mode.")
     ] = None,
+    overwrite: OverwriteOption = False,
+    record_paths: RecordPathsOption = False,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Record the paper's configurations and compare its published values with this GPU, in its window and per step."""
     output = Output(json=as_json, quiet=quiet)
-    if recorded:
-        sessions = [s for s in load([], recorded=True) if s.meta["mode"] in mode.modes()]
-        if not sessions:
-            raise InputError(f"--mode {mode.value}: no recorded session has this mode")
-    else:
-        sessions = _record(workload, config, mode, out, _options(size, budget), choose_device(device), output)
-    from voxtune.report.build import build
+    page = out / "report.html"
+    recordings = [] if recorded else _recordings(config, mode, {**_options(size, budget), "overwrite": overwrite})
+    check_outputs([page, *_session_files(out, recordings)], overwrite=overwrite, folder=out)
+    with locked_folder(out):
+        if recorded:
+            sessions = [s for s in load([], recorded=True) if s.meta["mode"] in mode.modes()]
+            if not sessions:
+                raise InputError(f"--mode {mode.value}: no recorded session has this mode")
+        else:
+            sessions = _record(workload, recordings, out, choose_device(device), output)
+        from voxtune.report.build import build
 
-    document = build(sessions)
-    files = write(document, "html", out / "report.html", output)
+        document = build(sessions)
+        files = write(document, "html", page, output, overwrite=overwrite)
     tables = _print_study(sessions, output)
     output.result({**summary(document, sessions, files), "study": tables})
 
@@ -65,24 +83,36 @@ def _options(size: str | None, budget: float | None) -> dict[str, Any]:
     return {"size": parse_size(size) if size else None, "budget_s": budget}
 
 
+def _recordings(config: str, mode: StepModes, settings: dict[str, Any]) -> list[tuple[RecordOptions, list[str]]]:
+    """The options and configurations of each mode."""
+    from voxtune.profile.record import RecordOptions
+
+    return [
+        (RecordOptions(mode=name, **settings), [c for c in config.split(",") if c != "plan" or name == "sample"])
+        for name in mode.modes()
+    ]
+
+
+def _session_files(folder: Path, recordings: list[tuple[RecordOptions, list[str]]]) -> list[Path]:
+    from voxtune.profile.record import recorded_files
+
+    return [file for options, configs in recordings for file in recorded_files(folder, configs, options)]
+
+
 def _record(
     workload: str,
-    config: str,
-    mode: StepModes,
+    recordings: list[tuple[RecordOptions, list[str]]],
     folder: Path,
-    settings: dict[str, Any],
     device: str,
     output: Output,
 ) -> list[Session]:
-    from voxtune.profile.record import RecordOptions, record
+    from voxtune.profile.record import record
 
     sessions = []
-    for name in mode.modes():
-        options = RecordOptions(mode=name, **settings)
-        configs = [c for c in config.split(",") if c != "plan" or name == "sample"]
+    for options, configs in recordings:
         for result in record(workload, configs, folder, options=options, device=device, say=output.say):
             if result.session is None:
-                output.warn(f"{name} {result.config} was not recorded: {result.error}")
+                output.warn(f"{options.mode} {result.config} was not recorded: {result.error}")
             else:
                 sessions.append(result.session)
     if not sessions:

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from voxtune.cli.common import JsonOption, Output, QuietOption
+from voxtune.cli.common import JsonOption, Output, OverwriteOption, QuietOption
 from voxtune.errors import InputError
-from voxtune.files import check_output_path, counted
+from voxtune.files import check_outputs, counted
 
 
 def command(
@@ -35,18 +35,21 @@ def command(
         Path | None, typer.Option(help="Also write a contact sheet of the first cases to this PNG.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of cases.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing output files.")] = False,
+    overwrite: OverwriteOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Write a self-contained HTML page to view volumes: slices, 3D, masks, synthetic beside reference, metrics."""
     from voxtune.report.view import view_page
 
-    _check_output(out, ".html", overwrite)
+    _check_ending(out, ".html")
     if sheet is not None:
-        _check_output(sheet, ".png", overwrite)
+        _check_ending(sheet, ".png")
+    check_outputs([out] if sheet is None else [out, sheet], overwrite=overwrite)
     output = Output(json=json, quiet=quiet)
-    page = view_page(folder, out, real=real, masks=masks, metrics=metrics, labels=labels, limit=limit)
+    page = view_page(
+        folder, out, real=real, masks=masks, metrics=metrics, labels=labels, limit=limit, overwrite=overwrite
+    )
     for warning in page.warnings:
         output.warn(warning)
     output.say(f"{page.path}: {counted(len(page.cases), 'case')}, {page.size / 1e6:.1f} MB; open it in a browser")
@@ -54,7 +57,9 @@ def command(
     if sheet is not None:
         from voxtune.report.contact_sheet import case_sheet
 
-        contact_sheet = case_sheet(folder, sheet, real=real, masks=masks, labels=labels, limit=limit)
+        contact_sheet = case_sheet(
+            folder, sheet, real=real, masks=masks, labels=labels, limit=limit, overwrite=overwrite
+        )
         sheet_warnings = [warning for warning in contact_sheet.warnings if warning not in page.warnings]
         for warning in sheet_warnings:
             output.warn(warning)
@@ -71,8 +76,6 @@ def command(
     )
 
 
-def _check_output(path: Path, ending: str, overwrite: bool) -> None:
-    """Raises InputError if the file cannot or must not be written; called before any work."""
+def _check_ending(path: Path, ending: str) -> None:
     if not path.name.lower().endswith(ending):
         raise InputError(f"{path}: the name must end in {ending}, such as view{ending}")
-    check_output_path(path, overwrite)

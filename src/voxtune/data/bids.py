@@ -9,8 +9,9 @@ derivatives/masks/sub-0000/anat/sub-0000_dseg.nii.gz
 from __future__ import annotations
 
 import json
-import shutil
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,26 @@ import numpy as np
 from voxtune.data.cohort import LABELS, TUMOUR, Subject, subject
 from voxtune.data.contract import Shape
 from voxtune.data.derivative import DESCRIPTION, dataset_root, read_json, sidecar_path
-from voxtune.data.nifti import write_volume
+from voxtune.data.nifti import volume_bytes
 from voxtune.data.pairing import Pair
-from voxtune.errors import InputError, overwrite_advice
-from voxtune.files import write_file
+from voxtune.errors import FileProblems, InputError, overwrite_advice
+from voxtune.files import (
+    LOCK,
+    PART,
+    check_outputs,
+    delete_file,
+    locked_folder,
+    reporting_os_errors,
+    write_file,
+    write_json,
+)
+from voxtune.marks import written_by_voxtune
 from voxtune.versions import __version__
 
 MASKS = Path("derivatives", "masks")
+PARTICIPANTS = "participants.tsv"
+DATASET = (DESCRIPTION, PARTICIPANTS, "README", MASKS / DESCRIPTION, MASKS / "dseg.tsv")
+COHORT_SUBJECT = re.compile(r"sub-\d{4,}")
 # Name and masks' name of the dataset; version 0.1 wrote "voxtune cohort" and "voxtune cohort: masks".
 NAME, MASKS_NAME = "voxtune cohort: simulated subjects", "voxtune cohort: masks of simulated subjects"
 NAME_START = "voxtune cohort"
@@ -55,64 +69,104 @@ def write_cohort(
     folder = Path(folder)
     if n < 1:
         raise InputError(f"number of subjects is {n}; it must be 1 or more")
-    _clear(folder, overwrite)
-    provenance = {"seed": seed, "size": list(size), "subjects": n, "healthy_fraction": healthy_fraction}
-    provenance |= {"first": first} if first else {}
-    _write_descriptions(folder, provenance)
-    rows, pairs = ["participant_id\tseed\tindex\ttumour_ml\torigin"], []
-    for index in range(first, first + n):
-        simulated = subject(seed, index, size, healthy_fraction=healthy_fraction)
-        pairs.append(_write_subject(folder, simulated))
-        millilitres = (simulated.labels_DHW == TUMOUR).sum() * np.linalg.det(simulated.affine[:3, :3]) / 1000
-        rows.append(f"{simulated.id}\t{seed}\t{index}\t{millilitres:.3f}\tsimulated")
-        if callback is not None:
-            callback(len(pairs), n)
-    # Written last: a cohort with a list of participants is complete.
-    _write_text(folder / "participants.tsv", "\n".join(rows) + "\n")
+    old = _earlier_subjects(folder, overwrite)
+    numbers = range(first, first + n)
+    new = [file for number in numbers for file in _subject_files(folder, f"sub-{number:04d}")]
+    check_outputs([*(folder / name for name in DATASET), *new], overwrite=overwrite, folder=folder)
+    with locked_folder(folder):
+        delete_file(folder / PARTICIPANTS)
+        _delete(old)
+        provenance = {"seed": seed, "size": list(size), "subjects": n, "healthy_fraction": healthy_fraction}
+        provenance |= {"first": first} if first else {}
+        _write_descriptions(folder, provenance, overwrite=overwrite)
+        rows, pairs = ["participant_id\tseed\tindex\ttumour_ml\torigin"], []
+        for index in numbers:
+            simulated = subject(seed, index, size, healthy_fraction=healthy_fraction)
+            pairs.append(_write_subject(folder, simulated))
+            millilitres = (simulated.labels_DHW == TUMOUR).sum() * np.linalg.det(simulated.affine[:3, :3]) / 1000
+            rows.append(f"{simulated.id}\t{seed}\t{index}\t{millilitres:.3f}\tsimulated")
+            if callback is not None:
+                callback(len(pairs), n)
+        # Written last: a cohort with a list of participants is complete.
+        write_file(folder / PARTICIPANTS, "\n".join(rows) + "\n", overwrite=overwrite)
     return pairs
+
+
+def _subject_files(folder: Path, name: str) -> tuple[Path, Path]:
+    """The image and the mask of a subject."""
+    return folder / name / "anat" / f"{name}_T1w.nii.gz", folder / MASKS / name / "anat" / f"{name}_dseg.nii.gz"
 
 
 def _write_subject(folder: Path, simulated: Subject) -> Pair:
     image, labels = simulated.image_volume(), simulated.label_volume()
-    image_path = folder / simulated.id / "anat" / f"{simulated.id}_T1w.nii.gz"
-    mask_path = folder / MASKS / simulated.id / "anat" / f"{simulated.id}_dseg.nii.gz"
-    write_volume(image_path, np.rint(image.array * INTENSITY_STEPS).astype(np.int16), image)
-    write_volume(mask_path, labels.array, labels)
+    image_path, mask_path = _subject_files(folder, simulated.id)
+    # Those of an earlier cohort are deleted by now.
+    write_file(image_path, volume_bytes(np.rint(image.array * INTENSITY_STEPS).astype(np.int16), image))
+    write_file(mask_path, volume_bytes(labels.array, labels))
     return Pair(id=simulated.id, images=(image_path,), mask=mask_path)
 
 
-def _write_descriptions(folder: Path, provenance: dict[str, Any]) -> None:
+def _write_descriptions(folder: Path, provenance: dict[str, Any], *, overwrite: bool) -> None:
     description = f"simulated subjects: voxtune cohort {json.dumps(provenance)}"
     made_by = [{"Name": "voxtune", "Version": __version__, "Description": description}]
     raw = {"Name": NAME, "BIDSVersion": "1.9.0", "DatasetType": "raw", "GeneratedBy": made_by}
     masks = {**raw, "Name": MASKS_NAME, "DatasetType": "derivative"}
-    _write_text(folder / DESCRIPTION, json.dumps(raw, indent=2) + "\n")
-    _write_text(folder / MASKS / DESCRIPTION, json.dumps(masks, indent=2) + "\n")
+    write_json(folder / DESCRIPTION, raw, overwrite=overwrite)
+    write_json(folder / MASKS / DESCRIPTION, masks, overwrite=overwrite)
     rows = ["index\tname", "0\tbackground", *(f"{label.value}\t{label.name}" for label in LABELS)]
-    _write_text(folder / MASKS / "dseg.tsv", "\n".join(rows) + "\n")
-    _write_text(folder / "README", README)
+    write_file(folder / MASKS / "dseg.tsv", "\n".join(rows) + "\n", overwrite=overwrite)
+    write_file(folder / "README", README, overwrite=overwrite)
 
 
-def _clear(folder: Path, overwrite: bool) -> None:
-    """Raises InputError unless the folder is empty; with `overwrite`, removes the subjects of an earlier cohort only."""
-    try:
+def _earlier_subjects(folder: Path, overwrite: bool) -> list[Path]:
+    """The files of the subjects of an earlier cohort in `folder`, to be deleted.
+
+    Raises InputError unless the folder is empty or, with `overwrite`, its subjects hold nothing but such files.
+    """
+    with reporting_os_errors(folder):
         if folder.exists() and not folder.is_dir():
             raise InputError(f"{folder}: is a file, not a folder")
-        if not folder.exists() or not any(folder.iterdir()):
-            return
+        if not folder.exists() or not any(map(_is_content, folder.iterdir())):
+            return []
         if not overwrite:
             raise InputError(
                 f"{folder}: the folder is not empty; {overwrite_advice()} to replace a cohort, or choose another folder"
             )
-        old = [*folder.glob("sub-*"), *(folder / MASKS).glob("sub-*")]
-        # Generated volumes and other files beside the subjects must not be removed.
-        if not is_cohort(folder, "raw") or not all(path.is_dir() for path in old):
+        if not is_cohort(folder, "raw"):
             raise InputError(f"{folder}: contains files other than those of a voxtune cohort; choose another folder")
-        (folder / "participants.tsv").unlink(missing_ok=True)
-        for path in old:
-            shutil.rmtree(path)
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be written to ({error.strerror or error})") from None
+        subjects = [*folder.glob("sub-*"), *(folder / MASKS).glob("sub-*")]
+        files = [file for entry in subjects for file in _files_below(entry)]
+    others = FileProblems()
+    for file in files:
+        names = filter(COHORT_SUBJECT.fullmatch, file.relative_to(folder).parts)
+        own = any(file in _subject_files(folder, name) for name in names)
+        if not own or file.is_symlink() or not written_by_voxtune(file):
+            others.add(
+                file, "is not a file of this cohort, whose subjects are replaced; move it or choose another folder"
+            )
+    others.raise_all()
+    return files
+
+
+def _files_below(entry: Path) -> list[Path]:
+    """Everything but folders: `entry` itself, or what is below it without following links."""
+    if entry.is_symlink() or not entry.is_dir():
+        return [entry]
+    return [file for child in sorted(filter(_is_content, entry.iterdir())) for file in _files_below(child)]
+
+
+def _is_content(path: Path) -> bool:
+    """Whether the file is more than the lock or a temporary file of a killed command."""
+    return path.name != LOCK and PART.fullmatch(path.name) is None
+
+
+def _delete(files: list[Path]) -> None:
+    """Deletes files of an earlier cohort, and the folders that this empties."""
+    for file in files:
+        delete_file(file)
+    for folder in sorted({parent for file in files for parent in (file.parent, file.parent.parent)}, reverse=True):
+        with suppress(OSError):  # not empty
+            folder.rmdir()
 
 
 def is_cohort(folder: Path, dataset_type: str | None = None) -> bool:
@@ -133,10 +187,6 @@ def is_simulated(path: Path) -> bool:
     return is_cohort(dataset_root(path))
 
 
-def mark_simulated(path: Path) -> None:
+def mark_simulated(path: Path, *, overwrite: bool = False) -> None:
     """Writes a sidecar that marks a volume as that of a simulated subject."""
-    _write_text(sidecar_path(path), json.dumps({"Simulated": True}) + "\n")
-
-
-def _write_text(path: Path, text: str) -> None:
-    write_file(path, text.encode(), state=True)
+    write_file(sidecar_path(path), json.dumps({"Simulated": True}) + "\n", overwrite=overwrite)

@@ -31,6 +31,7 @@ from voxtune.data.nifti import Volume, read_volume
 from voxtune.data.pairing import group_by_subject, nifti_files
 from voxtune.data.preflight import check_pair
 from voxtune.errors import InputError
+from voxtune.files import counted
 
 # The order of the images of a case; other kinds follow.
 ORDER = {kind.name: place for place, kind in enumerate(KINDS)}
@@ -133,31 +134,76 @@ def find_cases(
     folder = Path(folder)
     if limit is not None and limit < 1:
         raise InputError(f"--limit {limit}: must be 1 or more")
-    files = nifti_files(folder)
+    given = GivenFolders(roots=tuple(Path(p) for p in (masks, real, folder) if p is not None))
+    files = given.nifti_files(folder)
     images = [p for p in files if split_name(p)[1] not in MASK_ENDINGS]
     synthetic = [p for p in images if SYNTHETIC.search(p.name)]
     if not images:
+        if given.outside:
+            raise InputError(f"{folder}: {given.warnings()[0]}")
         raise InputError(f"{folder}: no volumes ({NIFTI_ENDINGS}) in this folder; give one written by voxtune sample")
-    references = _references(images if synthetic else [], real)
-    mask_pool = _masks(files, real, masks)
+    real_files = [] if real is None else given.nifti_files(real)
+    mask_files = None if masks is None else given.nifti_files(masks)
+    pools = Pools(
+        references=_references(images if synthetic and real is None else real_files),
+        masks=_masks([*files, *real_files], mask_files),
+        sources=[*files, *real_files, *(mask_files or [])],
+    )
     groups = _group(synthetic or images)
-    roots = [Path(p) for p in (masks, real, folder) if p is not None]
-    cases = [
-        _case(group, references, mask_pool, roots, real=real is not None, masks=masks is not None)
-        for group in groups[:limit]
-    ]
+    cases = [_case(group, pools, given, real=real is not None, masks=masks is not None) for group in groups[:limit]]
     _check_matches(cases, real, masks)
-    warnings = [] if limit is None or len(groups) <= limit else [f"{limit} of {len(groups)} cases shown (--limit)"]
+    warnings = given.warnings()
+    warnings += [] if limit is None or len(groups) <= limit else [f"{limit} of {len(groups)} cases shown (--limit)"]
     warnings += _missing([c for c in cases if c.mask is None], cases, "mask", "--masks DIR")
     if real is not None:
         without = [c for c in cases if any(image.reference is None for image in c.images)]
         warnings += _missing(without, cases, "real volume", "--real DIR")
     warnings += _images_absent(cases)
     # `labels` may be "model", which names nothing.
-    legend = ({} if labels is None else read_legend(labels)) or _legend(roots, cases)
+    legend = ({} if labels is None else read_legend(labels)) or _legend(given, cases)
     for name in {case.from_image.name: None for case in cases if case.from_image is not None}:
         legend = with_image_label(legend, name)
     return Cases(cases=tuple(cases), legend=legend, warnings=tuple(warnings))
+
+
+@dataclass(kw_only=True)
+class GivenFolders:
+    """The folders that the user gave. Only regular files in them are opened, after symbolic links are resolved.
+
+    A folder of strangers must not make the page contain other files of the reader. `outside` collects what is skipped.
+    """
+
+    roots: tuple[Path, ...]
+    outside: list[Path] = field(default_factory=list)
+
+    def hold(self, file: Path) -> bool:
+        # ValueError: a null character; RuntimeError: links in a circle.
+        with suppress(OSError, ValueError, RuntimeError):
+            full = file.resolve()
+            return full.is_file() and any(full.is_relative_to(root.resolve()) for root in self.roots)
+        return False
+
+    def nifti_files(self, folder: str | Path) -> list[Path]:
+        files = nifti_files(folder)
+        self.outside += [file for file in files if not self.hold(file)]
+        return [file for file in files if self.hold(file)]
+
+    def warnings(self) -> list[str]:
+        if not self.outside:
+            return []
+        return [
+            f"{counted(len(self.outside), 'file')} not shown, such as {self.outside[0].name}: not a regular file in the given "
+            "folders; pass the folder that a link leads to with --real or --masks"
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pools:
+    """The files in the given folders that a case is composed from: references and masks by subject, and all of them."""
+
+    references: dict[str, list[Path]]
+    masks: dict[str, list[Path]]
+    sources: list[Path]
 
 
 def _group(volumes: list[Path]) -> list[list[Path]]:
@@ -194,38 +240,30 @@ def _kind(path: Path) -> str:
     return "" if ending in PLAIN_ENDINGS else kind_name(ending)
 
 
-def _references(beside: list[Path], real: str | Path | None) -> dict[str, list[Path]]:
-    """Reference volumes by subject: those of --real, else those beside the generated volumes."""
-    files = beside if real is None else [p for p in nifti_files(real) if split_name(p)[1] not in MASK_ENDINGS]
-    return group_by_subject([p for p in files if not SYNTHETIC.search(p.name)])
+def _references(files: list[Path]) -> dict[str, list[Path]]:
+    """Reference volumes by subject."""
+    images = [p for p in files if split_name(p)[1] not in MASK_ENDINGS]
+    return group_by_subject([p for p in images if not SYNTHETIC.search(p.name)])
 
 
-def _masks(files: list[Path], real: str | Path | None, masks: str | Path | None) -> dict[str, list[Path]]:
-    if masks is None:
-        nearby = [*files, *(nifti_files(real) if real is not None else [])]
-        return group_by_subject([p for p in nearby if split_name(p)[1] in MASK_ENDINGS])
-    given = nifti_files(masks)
+def _masks(nearby: list[Path], given: list[Path] | None) -> dict[str, list[Path]]:
+    """Masks by subject: those of --masks, else those beside the volumes."""
+    files = nearby if given is None else given
+    named = [p for p in files if split_name(p)[1] in MASK_ENDINGS]
     # File names in a folder of masks need not end in _dseg or the like.
-    return group_by_subject([p for p in given if split_name(p)[1] in MASK_ENDINGS] or given)
+    return group_by_subject(named or ([] if given is None else given))
 
 
-def _case(
-    files: list[Path],
-    references: dict[str, list[Path]],
-    mask_pool: dict[str, list[Path]],
-    roots: list[Path],
-    *,
-    real: bool,
-    masks: bool,
-) -> Case:
+def _case(files: list[Path], pools: Pools, given: GivenFolders, *, real: bool, masks: bool) -> Case:
     path = files[0]
-    record = read_json(sidecar_path(path))
+    sidecar = sidecar_path(path)
+    record = read_json(sidecar) if given.hold(sidecar) else {}
     subject = subject_of(path)
     number = _number(path)
-    partners = references.get(subject, [])
+    partners = pools.references.get(subject, [])
     images = tuple(CaseImage(kind=_kind(f), volume=f, reference=_partner(partners, split_name(f)[1])) for f in files)
     reference = next((image.reference for image in images if image.reference is not None), None)
-    mask = None if masks else _recorded_mask(path, record)
+    mask = None if masks else _recorded_mask(path, record, given)
     origin: Origin = "synthetic" if number or real else "simulated" if is_simulated(path) else "volume"
     simulated = reference is not None and is_simulated(reference)
     return Case(
@@ -234,8 +272,8 @@ def _case(
         images=images,
         origin=origin,
         reference_origin="simulated" if simulated else "real" if real else "reference",
-        mask=mask or _by_name(mask_pool, record.get("mask")) or _partner(mask_pool.get(subject, []), ""),
-        from_image=_from_image(path, record, roots),
+        mask=mask or _by_name(pools.masks, record.get("mask")) or _partner(pools.masks.get(subject, []), ""),
+        from_image=_from_image(path, record, subject, pools, given),
         record=record,
     )
 
@@ -252,42 +290,46 @@ def _by_name(pool: dict[str, list[Path]], name: Any) -> Path | None:
     return matches[0] if len(matches) == 1 else None
 
 
-def _recorded_mask(path: Path, record: dict[str, Any]) -> Path | None:
-    """The mask that the sidecar names, if it still exists."""
+def _recorded_mask(path: Path, record: dict[str, Any], given: GivenFolders) -> Path | None:
+    """The mask that the sidecar names, if it is in the given folders."""
     sources = record.get("Sources")
     for source in sources if isinstance(sources, list) else []:
-        if isinstance(source, str) and Path(source).name == record.get("mask") and NIFTI_NAME.search(source):
-            # Relative to the dataset.
-            mask = dataset_root(path) / source
-            if mask.is_file():
+        if isinstance(source, str) and Path(source).name == record.get("mask"):
+            mask = _inside(dataset_root(path), source, given)
+            if mask is not None:
                 return mask
     return None
 
 
-def _from_image(path: Path, record: dict[str, Any], roots: list[Path]) -> FromImage | None:
-    """The label that was taken from the image, with the images if they are in the folders `roots`."""
+def _from_image(
+    path: Path, record: dict[str, Any], subject: str, pools: Pools, given: GivenFolders
+) -> FromImage | None:
+    """The label that was taken from the image, with the images if they are in the given folders."""
     name = record_image_label(record)
     if not name:
         return None
     sources = record.get("Sources")
     images: list[Path] = []
-    for source in sources[1:] if isinstance(sources, list) else []:
-        # After the mask. The sidecar is not trusted: it must not name a file elsewhere.
-        image = _inside(dataset_root(path), source, roots)
+    for source in sources[1:] if isinstance(sources, list) else []:  # after the mask
+        image = _inside(dataset_root(path), source, given) or _of_subject(pools.sources, source, subject)
         if image is None:
             return FromImage(name=name, images=())
         images.append(image)
     return FromImage(name=name, images=tuple(images))
 
 
-def _inside(folder: Path, source: Any, roots: list[Path]) -> Path | None:
-    """The NIfTI file `source`, relative to `folder`, if it exists and is in one of the folders `roots`."""
-    if isinstance(source, str) and NIFTI_NAME.search(source):
-        # ValueError: a null character.
-        with suppress(OSError, ValueError):
-            file = (folder / source).resolve()
-            return file if file.is_file() and any(file.is_relative_to(root.resolve()) for root in roots) else None
+def _inside(folder: Path, source: Any, given: GivenFolders) -> Path | None:
+    """The NIfTI file `source`, relative to `folder`, if it is in the given folders: the sidecar is not trusted."""
+    if isinstance(source, str) and NIFTI_NAME.search(source) and given.hold(folder / source):
+        return (folder / source).resolve()
     return None
+
+
+def _of_subject(files: list[Path], source: Any, subject: str) -> Path | None:
+    """The only file with the name of `source`, or the only one of the subject."""
+    matches = [p for p in files if isinstance(source, str) and p.name == source.rpartition("/")[2]]
+    matches = matches if len(matches) == 1 else [p for p in matches if subject_of(p) == subject]
+    return matches[0] if len(matches) == 1 else None
 
 
 def _images_absent(cases: list[Case]) -> list[str]:
@@ -301,7 +343,7 @@ def _images_absent(cases: list[Case]) -> list[str]:
     ]
 
 
-def _legend(roots: list[Path], cases: list[Case]) -> Legend:
+def _legend(given: GivenFolders, cases: list[Case]) -> Legend:
     """Label names from the sidecars, which hold the model's contract; else from a dseg.tsv of the dataset."""
     for case in cases:
         legend = record_legend(case.record)
@@ -309,7 +351,8 @@ def _legend(roots: list[Path], cases: list[Case]) -> Legend:
             return legend
     first = next((case.mask for case in cases if case.mask is not None), None)
     above = [] if first is None else [p / "dseg.tsv" for p in first.parents[:4]]
-    for file in [*(f for root in roots for f in sorted(root.rglob("*dseg.tsv"))), *above]:
+    below = [f for root in given.roots for f in sorted(root.rglob("*dseg.tsv")) if given.hold(f)]
+    for file in [*below, *above]:
         # The names are optional: a table that cannot be read is no reason to fail.
         with suppress(InputError):
             return read_legend(file)

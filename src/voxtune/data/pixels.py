@@ -16,6 +16,7 @@ from voxtune.data.legend import first_voxel
 from voxtune.data.nifti import Volume
 from voxtune.data.orientation import axis_codes, reorder
 from voxtune.errors import InputError
+from voxtune.marks import PNG_COMMENT
 
 # Numbers of channels that a PNG can store.
 PNG_CHANNELS = (1, 3)
@@ -59,12 +60,15 @@ def check_png(channels: int) -> None:
 
 
 def png(pixels_HWC: np.ndarray) -> bytes:
-    """Encodes a greyscale or RGB image as PNG."""
+    """Encodes a greyscale or RGB image as PNG, with the mark of Voxtune."""
     from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
 
     check_png(pixels_HWC.shape[-1])
-    file = io.BytesIO()
-    Image.fromarray(pixels_HWC[..., 0] if pixels_HWC.shape[-1] == 1 else pixels_HWC).save(file, format="PNG")
+    file, info = io.BytesIO(), PngInfo()
+    info.add_text(*PNG_COMMENT)
+    image = Image.fromarray(pixels_HWC[..., 0] if pixels_HWC.shape[-1] == 1 else pixels_HWC)
+    image.save(file, format="PNG", pnginfo=info)
     return file.getvalue()
 
 

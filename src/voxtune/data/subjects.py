@@ -221,6 +221,7 @@ def pack(
     callback: Callable[[int, int], None] | None = None,
     *,
     origin: str = "",
+    overwrite: bool = False,
 ) -> Path:
     """Writes both sources into one .npz file, held-out subjects last, for machines without a NIfTI reader.
 
@@ -244,8 +245,7 @@ def pack(
     np.savez_compressed(
         buffer, images=np.stack(images), labels=values[np.stack(labels)].astype(np.uint8), header=json.dumps(header)
     )
-    write_file(Path(path), buffer.getvalue(), state=True)
-    return Path(path)
+    return write_file(Path(path), buffer.getvalue(), overwrite=overwrite)
 
 
 MEMBERS = ("images.npy", "labels.npy", "header.npy")

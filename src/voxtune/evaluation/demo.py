@@ -11,12 +11,14 @@ from typing import Any, Protocol
 
 from voxtune.data import cohort
 from voxtune.data.bids import mark_simulated
+from voxtune.data.derivative import output_names, sidecar_path
 from voxtune.data.legend import contract_legend
-from voxtune.data.nifti import write_volume
+from voxtune.data.nifti import volume_bytes
 from voxtune.diffusion.noise import check_seed
 from voxtune.errors import InputError
 from voxtune.evaluation.describe import find_sets
-from voxtune.evaluation.evaluate import evaluate, write_result
+from voxtune.evaluation.evaluate import evaluate, result_files, write_result
+from voxtune.files import check_outputs, locked_folder, write_file
 from voxtune.quality.result import Evaluation
 from voxtune.report.picture import SlicePanel, slice_picture
 from voxtune.report.view import view_page
@@ -80,46 +82,80 @@ def demonstrate(
     seed: int = 0,
     steps: int | None = None,
     minutes: float = 1.0,
+    overwrite: bool = False,
 ) -> DemoResult:
     """Generates a volume from the mask of a held-out subject with the model at `path`, measures it and writes pages.
 
-    On a CPU the plan is tuned first; no candidate is started after `minutes`, and 0 disables tuning.
+    On a CPU the plan is tuned first; no candidate is started after `minutes`, and 0 disables tuning. `overwrite` replaces
+    the files of an earlier demo.
     """
     model = load(path, device=device)
     contract = mask_contract(model)
     if len(contract.images) != 1 or set(contract.values) != {cohort.BRAIN, cohort.TUMOUR}:
         raise InputError(f"{path}: the demo requires a model with one image and the labels 1 (brain) and 2 (tumour)")
-    simulated = cohort.subject(
-        0, cohort.HELD_OUT + subject, contract.size, spacing=contract.spacing[0], healthy_fraction=0.0
-    )
-    result, folder, clock = DemoResult(subject=simulated.id), out / simulated.id, Clock()
-    _make_folder(folder)
-    mask, image = simulated.label_volume(), simulated.image_volume()
-    result.files["mask"] = write_volume(folder / f"{simulated.id}_dseg.nii.gz", mask.array, mask)
-    result.files["simulated"] = write_volume(folder / f"{simulated.id}_T1w.nii.gz", image.array, image)
-    mark_simulated(result.files["simulated"])
-    size = "x".join(map(str, contract.size))
-    output.say(f"subject  {simulated.id}: held-out simulated subject of the cohort, {size} voxels")
+    folder = out / f"sub-{cohort.HELD_OUT + subject:04d}"
+    files = _files(out, folder, model)
+    check_outputs(files.values(), overwrite=overwrite, folder=out)
     check_seed(seed)
     settings = model.resolve(steps=steps)
-    planned = _planned(model, settings, folder / "plan.json", result, output, minutes)
-    result.seconds["plan"] = clock.lap()
-    volume = _generate(planned, settings, folder, result, output, seed, provenance(path, model))
-    result.seconds["drawing"] = clock.lap()
-    panels = [
-        SlicePanel(title="mask", volume_DHW=simulated.labels_DHW, labels=True),
-        SlicePanel(title="simulated subject", volume_DHW=simulated.image_DHW),
-        # The cohort is in RAS; a model's grid has an orientation of its own.
-        SlicePanel(title="synthetic", volume_DHW=volume.request.placement.ras_array(volume.images_CDHW[0])[0]),
-    ]
-    result.files["picture"] = slice_picture(
-        panels, folder / "picture.png", around=simulated.labels_DHW, legend=contract_legend(contract)
-    )
-    _report_metrics(_evaluate(folder, model, output), folder, result, output)
-    result.seconds["metrics"] = clock.lap()
-    _write_pages(folder, out / "study.html", result, output)
-    result.seconds["pages"] = clock.lap()
+    with locked_folder(out):
+        simulated = cohort.subject(
+            0, cohort.HELD_OUT + subject, contract.size, spacing=contract.spacing[0], healthy_fraction=0.0
+        )
+        result, clock = DemoResult(subject=simulated.id), Clock()
+        _write_subject(simulated, files, result, overwrite=overwrite)
+        size = "x".join(map(str, contract.size))
+        output.say(f"subject  {simulated.id}: held-out simulated subject of the cohort, {size} voxels")
+        planned = _planned(model, settings, files["plan"], result, output, minutes, overwrite=overwrite)
+        result.seconds["plan"] = clock.lap()
+        volume = _generate(
+            planned, settings, folder, result, output, seed, provenance(path, model), overwrite=overwrite
+        )
+        result.seconds["drawing"] = clock.lap()
+        panels = [
+            SlicePanel(title="mask", volume_DHW=simulated.labels_DHW, labels=True),
+            SlicePanel(title="simulated subject", volume_DHW=simulated.image_DHW),
+            # The cohort is in RAS; a model's grid has an orientation of its own.
+            SlicePanel(title="synthetic", volume_DHW=volume.request.placement.ras_array(volume.images_CDHW[0])[0]),
+        ]
+        result.files["picture"] = slice_picture(
+            panels,
+            files["picture"],
+            around=simulated.labels_DHW,
+            legend=contract_legend(contract),
+            overwrite=overwrite,
+        )
+        _report_metrics(_evaluate(folder, model, output), folder, result, output, overwrite=overwrite)
+        result.seconds["metrics"] = clock.lap()
+        _write_pages(folder, files, result, output, overwrite=overwrite)
+        result.seconds["pages"] = clock.lap()
     return result
+
+
+def _files(out: Path, folder: Path, model: Model) -> dict[str, Path]:
+    """All files of the demo by content."""
+    names = {
+        "mask": f"{folder.name}_dseg.nii.gz",
+        "simulated": f"{folder.name}_T1w.nii.gz",
+        "plan": "plan.json",
+        "picture": "picture.png",
+        "view": "view.html",
+    }
+    files = {content: folder / name for content, name in names.items()}
+    files["simulated_sidecar"] = sidecar_path(files["simulated"])
+    [[images]] = output_names([files["mask"]], 1, mask_contract(model).images, flat=True)
+    files["synthetic"] = folder / images[0]
+    files["synthetic_sidecar"] = sidecar_path(files["synthetic"])
+    files["metrics"], files["metrics_table"] = result_files(folder)
+    return files | {"study": out / "study.html"}
+
+
+def _write_subject(simulated: cohort.Subject, files: dict[str, Path], result: DemoResult, *, overwrite: bool) -> None:
+    mask, image = simulated.label_volume(), simulated.image_volume()
+    # The image and its sidecar first, because they mark the mask.
+    mark_simulated(files["simulated"], overwrite=overwrite)
+    result.files["mask"] = write_file(files["mask"], volume_bytes(mask.array, mask), overwrite=overwrite)
+    result.files["simulated"] = write_file(files["simulated"], volume_bytes(image.array, image), overwrite=overwrite)
 
 
 class Clock:
@@ -134,7 +170,14 @@ class Clock:
 
 
 def _planned(
-    model: Model, settings: SamplerSettings, path: Path, result: DemoResult, output: DemoOutput, minutes: float
+    model: Model,
+    settings: SamplerSettings,
+    path: Path,
+    result: DemoResult,
+    output: DemoOutput,
+    minutes: float,
+    *,
+    overwrite: bool,
 ) -> Model:
     from voxtune.plan.tuner import CPU_IN_SHORT
 
@@ -158,7 +201,7 @@ def _planned(
             say=lambda line: output.say(f"         {line}"),
             progress=lambda fraction: update(round(100 * fraction)),
         )
-    plan.save(path)
+    plan.save(path, overwrite=overwrite)
     result.files["plan"], result.plan = path, plan.names
     return planned
 
@@ -171,6 +214,8 @@ def _generate(
     output: DemoOutput,
     seed: int,
     made_by: dict[str, Any],
+    *,
+    overwrite: bool,
 ) -> GeneratedVolume:
     masks = prepare(model, [result.files["mask"]])
     output.say(f"sampling {settings.describe()}, seed {seed}, on {model.device}")
@@ -182,7 +227,7 @@ def _generate(
             settings=settings,
             seed=seed,
             flat=True,
-            overwrite=True,
+            overwrite=overwrite,
             provenance=made_by,
             progress=lambda done, _total: update(done),
         )
@@ -202,16 +247,22 @@ def _evaluate(folder: Path, model: Model, output: DemoOutput) -> Evaluation:
         )
 
 
-def _report_metrics(evaluation: Evaluation, folder: Path, result: DemoResult, output: DemoOutput) -> None:
+def _report_metrics(
+    evaluation: Evaluation, folder: Path, result: DemoResult, output: DemoOutput, *, overwrite: bool
+) -> None:
     title = f"{result.subject}, generated volume and simulated subject"
-    result.files["metrics"] = write_result(evaluation, folder, title, folders={})[0]
+    result.files["metrics"] = write_result(evaluation, folder, title, folders={"subject": folder}, overwrite=overwrite)[
+        0
+    ]
     values = {m.name: m.value for m in evaluation.metrics if m.value is not None}
     result.metrics = {name: round(values[name], 4) for name in METRICS if name in values}
     for number, (name, value) in enumerate(result.metrics.items()):
         output.say(f"{'metrics' if number == 0 else '':8} {value:7.3f}  {METRICS[name]}")
 
 
-def _write_pages(folder: Path, study: Path, result: DemoResult, output: DemoOutput) -> None:
+def _write_pages(
+    folder: Path, files: dict[str, Path], result: DemoResult, output: DemoOutput, *, overwrite: bool
+) -> None:
     """The viewer's page, and the page of the recorded H200 sessions."""
     from voxtune.profile.session import load_session
     from voxtune.report.build import build
@@ -220,7 +271,7 @@ def _write_pages(folder: Path, study: Path, result: DemoResult, output: DemoOutp
 
     folders = recorded_sessions()
     with output.progress("pages", len(folders) + 3) as update:
-        result.files["view"] = view_page(folder, folder / "view.html").path
+        result.files["view"] = view_page(folder, files["view"], overwrite=overwrite).path
         update(1)
         sessions = []
         for number, session in enumerate(folders):
@@ -228,13 +279,5 @@ def _write_pages(folder: Path, study: Path, result: DemoResult, output: DemoOutp
             update(number + 2)
         document = build(in_order(sessions))
         update(len(folders) + 2)
-        study.write_text(render_html(document), encoding="utf-8")
+        result.files["study"] = write_file(files["study"], render_html(document), overwrite=overwrite)
         update(len(folders) + 3)
-    result.files["study"] = study
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{folder}: {error.strerror}; choose a writable folder with -o") from None

@@ -5,8 +5,7 @@ Pairs are compared on their own grid; everything else is measured on a common gr
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from voxtune.data.labels import LabelMap
 from voxtune.data.modality import kind_name, listed
 from voxtune.evaluation.describe import EvaluationSets, Progress, Reader, SetReadings, grid_of, kinds_read
 from voxtune.evaluation.judge import other_labels, other_names, weak_segmenter
-from voxtune.files import write_file
+from voxtune.files import recorded_path, recorded_text, write_file, write_json
+from voxtune.marks import marked_markdown
 from voxtune.quality.bootstrap import Bootstrap, metric_value
 from voxtune.quality.metrics import (
     LABEL_MEASUREMENTS,
@@ -318,10 +318,45 @@ def _rows(
     return rows
 
 
-def write_result(result: Evaluation, folder: Path, title: str, **about: Any) -> tuple[Path, Path]:
-    """Writes metrics.json and metrics.md to `folder`; `about`: further entries, such as folders and options."""
-    files = folder / "metrics.json", folder / "metrics.md"
-    data = json.dumps(result.to_json(**about), indent=2, allow_nan=False) + "\n"
-    write_file(files[0], data.encode(), state=True)
-    write_file(files[1], result.markdown(title).encode(), state=True)
+def result_files(folder: Path) -> tuple[Path, Path]:
+    return folder / "metrics.json", folder / "metrics.md"
+
+
+def write_result(
+    result: Evaluation,
+    folder: Path,
+    title: str,
+    *,
+    folders: Mapping[str, str | Path | None],
+    overwrite: bool = False,
+    **about: Any,
+) -> tuple[Path, Path]:
+    """Writes metrics.json and metrics.md to `folder`; `about`: further entries, such as options.
+
+    `folders` are those of the volumes; files are named relative to them.
+    """
+    files = result_files(folder)
+    recorded = without_paths(result, folders)
+    write_json(files[0], recorded.to_json(folders=recorded_folders(folders), **about), overwrite=overwrite)
+    write_file(files[1], marked_markdown(recorded.markdown(title)), overwrite=overwrite)
     return files
+
+
+def recorded_folders(folders: Mapping[str, str | Path | None]) -> dict[str, str | None]:
+    return {name: None if path is None else recorded_path(path) for name, path in folders.items()}
+
+
+def without_paths(result: Evaluation, folders: Mapping[str, str | Path | None]) -> Evaluation:
+    """The result with files named relative to the folder that they are in."""
+    roots = [Path(path) for path in folders.values() if path is not None]
+
+    def named(file: str) -> str:
+        root = next((root for root in roots if Path(file).is_relative_to(root)), None)
+        return recorded_path(file, inside=root)
+
+    return replace(
+        result,
+        warnings=tuple(recorded_text(text, roots) for text in result.warnings),
+        left_out={name: recorded_text(text, roots) for name, text in result.left_out.items()},
+        volumes=tuple(row | {key: named(row[key]) for key in ("file", "nearest")} for row in result.volumes),
+    )

@@ -26,7 +26,8 @@ from voxtune.data.splits import (
 from voxtune.data.training_data import measure, unlike_subjects
 from voxtune.errors import InputError
 from voxtune.evaluation.step_search import TableOptions, confirm_table, numerics_table, step_table
-from voxtune.files import check_output_path, write_file
+from voxtune.files import check_outputs, delete_file, locked_folder, recorded_path, write_file
+from voxtune.marks import marked_markdown
 from voxtune.quality.bootstrap import Bootstrap
 from voxtune.quality.step_table import FORMAT, NON_INFERIOR, StepTable
 from voxtune.reading import file_sha256, read_json
@@ -159,9 +160,9 @@ class StepsRequest:
             )
         if self.skip is not None and self.skip < 0:
             raise InputError(f"--skip {self.skip}: must be >= 0")
+        check_outputs(self.files, overwrite=self.overwrite, folder=self.out)
         if self.store:
-            config_file(self.model)
-        check_output_path(self.result, self.overwrite)
+            check_outputs([config_file(self.model)], overwrite=True)
         if self.numerics and self.plan not in ("auto", "baseline") and torch.device(self.device).type != "cuda":
             raise InputError(
                 f"--plan {self.plan} cannot be combined with --numerics on a CPU, which compares FP32 and BF16 autocast"
@@ -176,6 +177,11 @@ class StepsRequest:
         """Holds the rows so far while the command runs, and after an interrupted run."""
         return self.out / "steps-unfinished.json"
 
+    @property
+    def files(self) -> list[Path]:
+        results = (self.result,) if self.numerics else (self.result, self.unfinished)
+        return [file for result in results for file in (result, result.with_suffix(".md"))]
+
     def options(self) -> TableOptions:
         bootstrap = Bootstrap(resamples=self.resamples, seed=self.seed)
         return TableOptions(seed=self.seed, batch=self.batch, margin=self.margin, bootstrap=bootstrap)
@@ -183,7 +189,12 @@ class StepsRequest:
 
 def run(request: StepsRequest, say: Say, warn: Say | None = None) -> StepTable:
     """Runs the search, writes the table and, with `store`, the choice. Without `warn`, warnings go to `say`."""
-    options = request.options()
+    with locked_folder(request.out):
+        return _run(request, say, warn or say)
+
+
+def _run(request: StepsRequest, say: Say, warn: Say) -> StepTable:
+    options, title = request.options(), recorded_path(request.model)
     samplers = parse_names(request.samplers, "--samplers")
     timestep_spacings = parse_names(request.timestep_spacings, "--timestep-spacings")
     numbers, caches = parse_steps(request.steps), parse_caches(request.cache)
@@ -191,11 +202,10 @@ def run(request: StepsRequest, say: Say, warn: Say | None = None) -> StepTable:
     segmenter = _segmenter(request.segmenter)
     contract = mask_model_contract(model.config.data)
     check_segmenter(segmenter, contract)
-    about: dict[str, Any] = {"model_sha256": weights_sha256(request.model), "plan": request.plan}
+    about: dict[str, Any] = {"model_sha256": weights_sha256(request.model), "plan": recorded_path(request.plan)}
     earlier = None if request.confirm is None else read_earlier(request.confirm, model, about["model_sha256"])
     seen = 0 if earlier is None else earlier.seen
     skip = seen if request.skip is None else request.skip
-    warn = warn or say
     subjects = _subjects(request, contract, skip, warn)
     _warn_of_unlike(subjects, {"the model": model.config, "the segmenter": segmenter.config}, warn)
     about |= {"skip": skip} | ({} if earlier is None else {"confirms": earlier.to_json()})
@@ -204,7 +214,8 @@ def run(request: StepsRequest, say: Say, warn: Say | None = None) -> StepTable:
         return replace(table, about={**table.about, **about})
 
     def save_unfinished(table: StepTable) -> None:
-        write(complete(table), request.unfinished, request.model.name)
+        # After the first row, the file is its own.
+        write(complete(table), request.unfinished, title, overwrite=request.overwrite or len(table.rows) > 1)
 
     if request.numerics:
         settings = {"sampler": _one(samplers, "--samplers"), "steps": _one(numbers, "--steps") or "auto"}
@@ -225,10 +236,11 @@ def run(request: StepsRequest, say: Say, warn: Say | None = None) -> StepTable:
         planned = by_plan(model, request.plan, say)
         table = step_table(planned, subjects, segmenter, options=options, say=say, on_update=save_unfinished, **choices)
     table = complete(table)
-    digest = write(table, request.result, request.model.name)
+    digest = write(table, request.result, title, overwrite=request.overwrite)
     if not request.numerics:
-        for file in (request.unfinished, request.unfinished.with_suffix(".md")):
-            file.unlink(missing_ok=True)
+        # The Markdown file may be recognised by the JSON file, so it goes first.
+        for file in (request.unfinished.with_suffix(".md"), request.unfinished):
+            delete_file(file)
     for line in table.text():
         say(line)
     say(table.conclusion())
@@ -240,11 +252,12 @@ def run(request: StepsRequest, say: Say, warn: Say | None = None) -> StepTable:
     return table
 
 
-def write(table: StepTable, path: Path, title: str) -> str:
+def write(table: StepTable, path: Path, title: str, *, overwrite: bool = False) -> str:
     """Writes the table as JSON to `path` and as Markdown next to it; returns the hash of the JSON."""
     data = (json.dumps(table.to_json(), indent=2, allow_nan=False) + "\n").encode()
-    write_file(path, data, state=True)
-    write_file(path.with_suffix(".md"), table.markdown(f"{title}: {table.about['table']}").encode(), state=True)
+    write_file(path, data, overwrite=overwrite)
+    markdown = marked_markdown(table.markdown(f"{title}: {table.about['table']}"))
+    write_file(path.with_suffix(".md"), markdown, overwrite=overwrite)
     return hashlib.sha256(data).hexdigest()
 
 

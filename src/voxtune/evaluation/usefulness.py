@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -26,7 +25,8 @@ from voxtune.data.splits import (
 from voxtune.diffusion.noise import check_seed
 from voxtune.errors import InputError
 from voxtune.evaluation.bench import units
-from voxtune.files import check_output_path, write_file
+from voxtune.files import check_outputs, locked_folder, recorded_path, write_file, write_json
+from voxtune.marks import marked_markdown
 from voxtune.precision import tf32_allowed
 from voxtune.quality.bootstrap import Bootstrap
 from voxtune.quality.per_volume import dice_by_label
@@ -225,7 +225,7 @@ class UsefulnessRequest:
             raise InputError(
                 f"--held-out {self.held_out}: at least 2 subjects are required, {ENOUGH} or more for a reliable result"
             )
-        check_output_path(self.result, self.overwrite)
+        check_outputs([self.result, self.result.with_suffix(".md")], overwrite=self.overwrite, folder=self.out)
 
     @property
     def result(self) -> Path:
@@ -238,11 +238,15 @@ class UsefulnessRequest:
 
 def run(request: UsefulnessRequest, say: Say, warn: Say | None = None) -> UsefulnessTable:
     """Generates volumes, then trains and measures every arm; the files are written after each seed."""
+    with locked_folder(request.out):
+        return _run(request, say, warn or say)
+
+
+def _run(request: UsefulnessRequest, say: Say, warn: Say) -> UsefulnessTable:
     bootstrap = Bootstrap(resamples=request.resamples, seed=request.seed)
     model = load(request.model, device=request.device)
     training = request.training()
     check_seed(request.seed)
-    warn = warn or say
     settings = model.resolve(warn=warn, **(request.sampling or {"steps": "auto"}))
     unmeasured = model.config.sampling.unmeasured(settings)
     if unmeasured is not None:
@@ -271,18 +275,20 @@ def run(request: UsefulnessRequest, say: Say, warn: Say | None = None) -> Useful
         device=request.device,
         say=say,
     ):
+        first = result is None
         result = UsefulnessTable(arms=arms, settings=bootstrap, about=about, notes=notes)
-        write(result, request.result, request.model.name)
+        # After the first seed, the files are its own.
+        write(result, request.result, recorded_path(request.model), overwrite=request.overwrite or not first)
     assert result is not None
     for line in result.text():
         say(line)
     return result
 
 
-def write(result: UsefulnessTable, path: Path, title: str) -> None:
+def write(result: UsefulnessTable, path: Path, title: str, *, overwrite: bool = False) -> None:
     """Writes the result as JSON to `path` and as Markdown next to it."""
-    write_file(path, (json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n").encode(), state=True)
-    write_file(path.with_suffix(".md"), result.markdown(f"{title}: usefulness").encode(), state=True)
+    write_json(path, result.to_json(), overwrite=overwrite)
+    write_file(path.with_suffix(".md"), marked_markdown(result.markdown(f"{title}: usefulness")), overwrite=overwrite)
 
 
 def _split(request: UsefulnessRequest, model: Model, warn: Say) -> Split:
@@ -317,7 +323,7 @@ def _about(
         "drawing": {
             **settings.record(),
             "seed": request.seed,
-            "plan": request.plan,
+            "plan": recorded_path(request.plan),
             "passes": list(getattr(model.network, "passes", ())),
             "volumes": request.volumes,
             "broken": synthetic.broken,

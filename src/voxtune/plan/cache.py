@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from voxtune.errors import InputError
+from voxtune.files import write_json
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import Inputs, Signature
 
@@ -160,7 +161,6 @@ def remember(plan: Plan) -> None:
     """Best effort: if the cache cannot be written, only the next run takes longer."""
     path = _plan_path(plan.made_for)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        plan.save(path)
+        write_json(path, plan.to_json(), state=True)
     except (OSError, InputError) as error:
         log.warning("the plan could not be cached in %s: %s", path.parent, error)

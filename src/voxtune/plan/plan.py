@@ -71,8 +71,8 @@ class Plan:
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
 
-    def save(self, path: Path) -> None:
-        write_file(path, (json.dumps(self.to_json(), indent=2) + "\n").encode(), state=True)
+    def save(self, path: Path, *, overwrite: bool = False) -> None:
+        write_file(path, (json.dumps(self.to_json(), indent=2) + "\n").encode(), overwrite=overwrite)
 
     @classmethod
     def load(cls, path: Path) -> Plan:

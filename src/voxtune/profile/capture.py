@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from voxtune.errors import InputError
+from voxtune.files import check_outputs
 from voxtune.profile.census import Census, StepRecorder, synchronize, take_census
 from voxtune.profile.counters import COUNTER_TIERS
 from voxtune.profile.environment import clocks, environment, provenance
-from voxtune.profile.session import Session, frame
+from voxtune.profile.session import Session, frame, session_files
 
 _ONLY_CENSUS = "not available for steps recorded in this process; use voxtune profile for counters"
 
@@ -93,7 +94,7 @@ class capture:  # noqa: N801  used as a verb: with capture(...) as session
     """Records steps of the loop inside it: `warmup` steps, `repeats` timed without the profiler, `steps` recorded.
 
     Call `step()` at the end of each step of the loop. `done` is true when everything is recorded; further steps are
-    ignored. On exit, the session is stored as `result`, and saved to `out` if given.
+    ignored. On exit, the session is stored as `result`, and saved to `out` if given; `overwrite` replaces an earlier session.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class capture:  # noqa: N801  used as a verb: with capture(...) as session
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         out: str | Path | None = None,
+        overwrite: bool = False,
         name: str = "own loop",
         mode: str = "train",
         config: str = "own",
@@ -113,7 +115,9 @@ class capture:  # noqa: N801  used as a verb: with capture(...) as session
         _check_counts(steps, repeats, warmup)
         self.device = _device(device, model)
         self.meta = {"name": name, "mode": mode, "config": config}
-        self.out = Path(out) if out is not None else None
+        self.out, self.overwrite = Path(out) if out is not None else None, overwrite
+        if self.out is not None:
+            check_outputs(session_files(self.out), overwrite=overwrite)
         self.warmup, self.repeats, self.steps = warmup, repeats, steps
         self.result: Session | None = None
         self._recorder = StepRecorder(self.device, network=model, optimizer=optimizer)
@@ -181,7 +185,7 @@ class capture:  # noqa: N801  used as a verb: with capture(...) as session
         census = self._recorder.census(bare=self._bare, peak=self._peak)
         self.result = session_of(census, self.device, self.meta)
         if self.out is not None:
-            self.result.save(self.out)
+            self.result.save(self.out, overwrite=self.overwrite)
 
 
 def _check_counts(steps: int, repeats: int, warmup: int) -> None:

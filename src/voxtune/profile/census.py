@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from voxtune.files import write_file
+from voxtune.marks import RAW_FOLDER, marked_gzip
 from voxtune.profile.attribution import Attribution, launch_rows
 from voxtune.profile.memory import KnownStorages, memory_rows, peak_bytes
-from voxtune.profile.trace import MODULE, STEP, Trace, decode_trace, export_trace, read_trace
+from voxtune.profile.trace import MODULE, STEP, Trace, decode_trace, export_trace, read_trace, recorded_trace
 
 
 def is_compiled(network: nn.Module | None) -> bool:
@@ -63,8 +64,9 @@ def _hook(module: nn.Module, path: str) -> list[Any]:
 
 
 Step = Callable[[], Any]
-# Folder of the raw recording inside the session's folder, and the profiler's trace in it.
-RAW, TRACE = "raw", "trace.json.gz"
+# Folder of the raw recording inside the session's folder, the profiler's trace in it, and the rest of the census.
+RAW, TRACE, CENSUS = RAW_FOLDER, "trace.json.gz", "census.json"
+FORMAT = "voxtune-census/1"
 
 
 @dataclass(kw_only=True)
@@ -110,6 +112,7 @@ def take_census(
     warmup: int = 3,
     repeats: int = 5,
     raw: Path | None = None,
+    overwrite: bool = False,
 ) -> Census:
     """Warms up, times unprofiled steps, then records `steps` whole steps; `raw` is a folder for the raw recording."""
     inputs = list(inputs)
@@ -125,7 +128,7 @@ def take_census(
         for _ in range(steps):
             with recorder.step():
                 step()
-    return recorder.census(bare=bare, peak=peak, raw=raw)
+    return recorder.census(bare=bare, peak=peak, raw=raw, overwrite=overwrite)
 
 
 @dataclass(kw_only=True)
@@ -154,17 +157,17 @@ class RawCensus:
             peak_bytes=self.peak if self.peak is not None else peak_bytes(memory),
         )
 
-    def save(self, folder: Path, trace: bytes) -> None:
+    def save(self, folder: Path, trace: bytes, *, overwrite: bool = False) -> None:
         """`trace` is the file that the profiler exported."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / TRACE).write_bytes(gzip.compress(trace, 6))
+        write_file(folder / TRACE, marked_gzip(recorded_trace(trace)), overwrite=overwrite)
         rest = {k: getattr(self, k) for k in ("modules", "bare", "peak", "on_gpu")}
         rest["holders"] = [[[a, c, n] for a, (c, n) in h.known.items()] for h in self.holders]
-        (folder / "census.json").write_text(json.dumps(rest))
+        write_file(folder / CENSUS, json.dumps({"format": FORMAT, **rest}), overwrite=overwrite)
 
     @classmethod
     def load(cls, folder: Path) -> RawCensus:
-        rest = json.loads((folder / "census.json").read_text())
+        rest = json.loads((folder / CENSUS).read_text())
+        rest.pop("format", None)
         holders = [KnownStorages({a: (c, n) for a, c, n in known}) for known in rest.pop("holders")]
         return cls(**rest, holders=holders, trace=read_trace(folder / TRACE))
 
@@ -205,7 +208,9 @@ class StepRecorder:
     def step(self) -> _RecordedStep:
         return _RecordedStep(self)
 
-    def census(self, *, bare: list[float], peak: int | None, raw: Path | None = None) -> Census:
+    def census(
+        self, *, bare: list[float], peak: int | None, raw: Path | None = None, overwrite: bool = False
+    ) -> Census:
         assert self.trace is not None, "the recorder was not closed"
         recording = RawCensus(
             trace=self.trace,
@@ -216,7 +221,7 @@ class StepRecorder:
             on_gpu=self.device.type == "cuda",
         )
         if raw is not None:
-            recording.save(raw, self.trace_file)
+            recording.save(raw, self.trace_file, overwrite=overwrite)
         return recording.census()
 
 

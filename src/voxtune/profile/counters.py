@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from voxtune.errors import optional_import
+from voxtune.files import recorded_values, write_file
+from voxtune.marks import marked_gzip
 from voxtune.profile.align import Key, align, launch_key
-from voxtune.profile.ncu import CountedLaunch, read_raw, read_rules
+from voxtune.profile.ncu import CountedLaunch, raw_files, read_raw, read_rules, recorded_page
 from voxtune.profile.session import Session, frame
 
 with optional_import("profiling"):
@@ -205,6 +207,7 @@ _REQUIRED = {"few": 0.9999, "full": 0.99, "opcodes": 0.90}
 
 # JSON keys of a saved report that differ from the attribute.
 _KEYS = {"result": "told"}
+FORMAT = "voxtune-counters/1"
 
 
 @dataclass(kw_only=True)
@@ -219,22 +222,23 @@ class TierReport:
     result: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, overwrite: bool = False) -> None:
         """Writes the report to `folder`, for `voxtune.profile.replay`."""
-        folder.mkdir(parents=True, exist_ok=True)
         rest = {_KEYS.get(k, k): v for k, v in vars(self).items() if k not in ("raw", "details")}
-        (folder / f"{self.tier}.json").write_text(json.dumps(rest, indent=1))
-        (folder / f"{self.tier}-raw.csv.gz").write_bytes(gzip.compress(self.raw.encode(), 6))
+        text = json.dumps(recorded_values({"format": FORMAT, **rest}), indent=1)
+        raw, details, about = raw_files(folder, self.tier)
+        write_file(raw, marked_gzip(recorded_page(self.raw).encode()), overwrite=overwrite)
         if self.details is not None:
-            (folder / f"{self.tier}-details.csv.gz").write_bytes(gzip.compress(self.details.encode(), 6))
+            write_file(details, marked_gzip(recorded_page(self.details).encode()), overwrite=overwrite)
+        write_file(about, text, overwrite=overwrite)
 
     @classmethod
     def load(cls, folder: Path, tier: str) -> TierReport:
-        details = folder / f"{tier}-details.csv.gz"
-        rest = json.loads((folder / f"{tier}.json").read_text())
+        raw, details, about = raw_files(folder, tier)
+        rest = json.loads(about.read_text())
         return cls(
             **{name: rest[_KEYS.get(name, name)] for name in ("tier", "columns", "unknown", "result", "seconds")},
-            raw=gzip.decompress((folder / f"{tier}-raw.csv.gz").read_bytes()).decode(),
+            raw=gzip.decompress(raw.read_bytes()).decode(),
             details=gzip.decompress(details.read_bytes()).decode() if details.exists() else None,
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import platform
-import shlex
 import subprocess
 import sys
 from importlib import metadata
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from voxtune.files import recorded_command
 from voxtune.versions import commit
 
 _QUERY = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")
@@ -106,4 +106,4 @@ def _command() -> str:
     """The command line, without the path of the program on this machine."""
     program, *rest = sys.argv
     name = {"__main__.py": "python -m voxtune"}.get(Path(program).name, Path(program).name)
-    return " ".join([name, *map(shlex.quote, rest)])
+    return f"{name} {recorded_command(rest)}".rstrip()

@@ -11,12 +11,14 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from voxtune.errors import optional_import
+from voxtune.files import recorded_text
 from voxtune.profile import schema
 from voxtune.profile.align import (
     SHARES,
@@ -198,7 +200,7 @@ class _SessionRecording:
         assert self.session is not None
         with self.lock:
             self.session.meta["proof"] = prove_precision(self.session, claims_fp32=self.job.config.fp32)
-            self.session.save(self.job.folder)
+            self.session.save(self.job.folder, overwrite=True)  # of its own
 
     def _say(self, text: str) -> None:
         self.job.say(f"[{time.monotonic() - self.started:6.1f} s] {self.job.folder.name}: {text}")
@@ -210,7 +212,7 @@ class _SessionRecording:
             lines = [line for line in outcome.log.splitlines() if line.strip()]
             reason = lines[-1][:300] if lines else f"status {outcome.status}"
             cut = " (interrupted)" if self.pool.stop.is_set() else " (time limit)" if outcome.stopped else ""
-            error = f"census failed{cut}: {reason}"
+            error = f"census failed{cut}: {recorded_text(reason)}"
             self._say(error)
             return error
         self.numbered = [(Key(*key), number) for key, number in outcome.result["numbered"]]
@@ -240,7 +242,7 @@ class _SessionRecording:
         self._say(f"{tier} {outcome.seconds:.1f} s" + (f", of which counting {counting:.1f} s" if counting else ""))
         # Printing a report takes seconds but no GPU, so it overlaps with the next tier.
         report = self.pool.workers[tier].report
-        self.reading.append(self.reader.submit(self._assign, tier, report, outcome, refused))
+        self.reading.append(self.reader.submit(copy_context().run, self._assign, tier, report, outcome, refused))
 
     def _failure(self, tier: str, selection: Selection, outcome: WorkerOutcome) -> str | None:
         """Why a tier has no report to read; None if it has one."""
@@ -315,7 +317,7 @@ class _SessionRecording:
                 seconds=outcome.seconds,
             )
             if self.job.options.keep_raw:
-                tier_report.save(self.job.folder / RAW)
+                tier_report.save(self.job.folder / RAW, overwrite=self.job.options.overwrite)
             with self.lock:
                 line, self.identities = assign_counters(session, tier_report, self.identities)
             self._save()
@@ -329,7 +331,7 @@ class _SessionRecording:
     def _missing(self, tier: str, reason: str) -> None:
         assert self.session is not None
         with self.lock:
-            self.session.meta["tiers"][tier] = {"done": False, "why": reason}
+            self.session.meta["tiers"][tier] = {"done": False, "why": recorded_text(reason)}
         self._save()
         self._say(f"{tier}: not recorded: {reason}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import logging
 import os
 import re
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from voxtune.files import paths_are_recorded, recorded_text
 from voxtune.profile import schema
 from voxtune.profile.align import Key, launch_key
 from voxtune.profile.schema import TableColumn
@@ -21,6 +23,7 @@ log = logging.getLogger("voxtune")
 
 # A cell with all instances of an opcode metric exceeds the csv module's limit of 128 KiB.
 csv.field_size_limit(2**31 - 1)
+PRIVATE_COLUMNS = {"Process ID", "Process Name", "Host Name"}
 # An imported report is printed in units of its own choice ("ms", "Gbyte"), whatever --print-units says.
 _SCALES = {f"{prefix}byte": 1000.0**power for power, prefix in enumerate(("", "K", "M", "G", "T"))}
 _SCALES |= {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3, "s": 1e6, "second": 1e6}
@@ -107,6 +110,26 @@ def _rows(text: str) -> Iterator[dict[str, str]]:
         yield {k: v or "" for k, v in row.items() if k is not None}
 
 
+def raw_files(folder: Path, tier: str) -> tuple[Path, Path, Path]:
+    """The raw recording of a tier: Nsight Compute's two pages, and the rest."""
+    return folder / f"{tier}-raw.csv.gz", folder / f"{tier}-details.csv.gz", folder / f"{tier}.json"
+
+
+def recorded_page(text: str) -> str:
+    """A CSV page for a record: without the tool's messages, which name paths, and without the process and its host."""
+    if paths_are_recorded():
+        return text
+    lines = text.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
+    rows = list(csv.reader(line for line in lines[start:] if line.startswith('"')))
+    hidden = {i for i, name in enumerate(rows[0] if rows else ()) if name in PRIVATE_COLUMNS}
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, quoting=csv.QUOTE_ALL, lineterminator="\n")
+    writer.writerows(rows[:1])
+    writer.writerows([["" if i in hidden else cell for i, cell in enumerate(row)] for row in rows[1:]])
+    return buffer.getvalue()
+
+
 def _triple(text: str) -> str:
     return text.strip("()").replace(" ", "")
 
@@ -152,18 +175,13 @@ def explain(log: str, status: int) -> str:
         return "another tool (such as DCGM) is using the GPU's performance counters: stop it, or pause it with dcgmi"
     errors = re.findall(r"^==ERROR==\s*(.+)$", log, re.MULTILINE)
     if errors:
-        return f"Nsight Compute: {_without_paths(errors[0].strip())}"
+        return f"Nsight Compute: {recorded_text(errors[0].strip())}"
     if "No kernels were profiled" in log:
         return "Nsight Compute recorded no kernel while the counters were on"
     last = [line for line in log.strip().splitlines() if line.strip()]
     return f"Nsight Compute exited with status {status}" + (
-        f": {_without_paths(last[-1].strip())[:200]}" if last else ""
+        f": {recorded_text(last[-1].strip())[:200]}" if last else ""
     )
-
-
-def _without_paths(text: str) -> str:
-    """Shortens paths to their last part: sessions are read on other machines."""
-    return re.sub(r"(?<![\w.])/[^\s'\"]*/([^\s'\"/]+)", r"\1", text)
 
 
 def unknown_metric(log: str) -> str | None:

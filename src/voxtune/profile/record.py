@@ -6,10 +6,10 @@ saved after each part; a part that fails or runs out of time does not affect the
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from voxtune.errors import InputError
+from voxtune.files import check_outputs, locked_folder, paths_are_recorded, slug
+from voxtune.profile.census import CENSUS, RAW, TRACE
 from voxtune.profile.configs import StepConfig, parse_config
-from voxtune.profile.ncu import Ncu, find_ncu
-from voxtune.profile.session import Session, load_session
+from voxtune.profile.ncu import Ncu, find_ncu, raw_files
+from voxtune.profile.session import Session, load_session, session_files
 from voxtune.profile.steps import MODES, Target, find_target
 
 TIERS = ("census", "few", "full", "opcodes")
@@ -29,7 +31,7 @@ TIERS = ("census", "few", "full", "opcodes")
 class RecordOptions:
     """`limit_s` limits the counters of one session, `budget_s` all sessions together (None: no limit). `ahead` starts
     workers early. `keep_raw` keeps the trace and Nsight Compute's pages in the session's folder, for
-    `voxtune.profile.replay`.
+    `voxtune.profile.replay`. `overwrite` replaces existing sessions.
     """
 
     mode: str = "train"
@@ -45,6 +47,7 @@ class RecordOptions:
     clock_control: str = "none"
     ahead: bool = True
     keep_raw: bool = False
+    overwrite: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -99,6 +102,7 @@ class SessionJob:
             "size": list(self.target.size),
             "batch": o.batch,
             "device": str(self.device),
+            "record_paths": paths_are_recorded(),
             **more,
         }
 
@@ -113,6 +117,7 @@ class SessionJob:
             number=self.ncu is not None and "full" in o.tiers,
             ncu_version=self.ncu.version if self.ncu else None,
             keep_raw=o.keep_raw,
+            overwrite=o.overwrite,
             meta=self.meta(),
         )
 
@@ -150,31 +155,50 @@ def record(
     torch_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     target = find_target(source, options.size)
     parsed = list(dict.fromkeys(parse_config(c) for c in configs))
+    check_outputs(recorded_files(out, configs, options), overwrite=options.overwrite, folder=Path(out))
     ncu, missing = _counters(options, torch_device, say)
-    scratch = Path(tempfile.mkdtemp(prefix="voxtune-profile-"))
-    jobs = [
-        SessionJob(
-            target=target,
-            source=source,
-            config=config,
-            options=options,
-            device=torch_device,
-            folder=Path(out) / f"{options.mode}-{config.name}",
-            scratch=scratch / config.name,
-            ncu=ncu,
-            say=say,
-            missing=missing,
+    with ExitStack() as stack:
+        scratch = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="voxtune-profile-", ignore_cleanup_errors=True)
         )
-        for config in parsed
-    ]
-    try:
+        jobs = [
+            SessionJob(
+                target=target,
+                source=source,
+                config=config,
+                options=options,
+                device=torch_device,
+                folder=session_folder(out, options.mode, config),
+                scratch=Path(scratch, config.name),
+                ncu=ncu,
+                say=say,
+                missing=missing,
+            )
+            for config in parsed
+        ]
+        for job in jobs:
+            stack.enter_context(locked_folder(job.folder))
         if torch_device.type == "cuda":
             from voxtune.profile.gpu_recording import record_on_gpu
 
             return record_on_gpu(jobs)
         return [_record_here(job) for job in jobs]
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def session_folder(out: str | Path, mode: str, config: StepConfig) -> Path:
+    return Path(out) / slug(f"{mode}-{config.name}")
+
+
+def recorded_files(out: str | Path, configs: Sequence[str], options: RecordOptions) -> list[Path]:
+    """The files that `record` writes."""
+    files: list[Path] = []
+    for config in dict.fromkeys(parse_config(c) for c in configs):
+        folder = session_folder(out, options.mode, config)
+        files += session_files(folder)
+        if options.keep_raw:
+            files += [folder / RAW / TRACE, folder / RAW / CENSUS]
+            files += [file for tier in options.tiers if tier != "census" for file in raw_files(folder / RAW, tier)]
+    return files
 
 
 def _record_here(job: SessionJob) -> RecordResult:
@@ -185,7 +209,7 @@ def _record_here(job: SessionJob) -> RecordResult:
     census(job.census_spec())
     session = load_session(job.folder)
     session.meta["proof"] = {"claim": "fp32" if job.config.fp32 else None, "holds": None, "by": None, "why": "no GPU"}
-    session.save(job.folder)
+    session.save(job.folder, overwrite=True)  # of its own
     seconds = time.monotonic() - started
     job.say(f"{job.folder.name}: census done in {seconds:.1f} s")
     return RecordResult(config=job.config.name, folder=job.folder, session=session, seconds=seconds)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from voxtune.errors import InputError
+from voxtune.files import printable
 from voxtune.profile.census import RAW, RawCensus
 from voxtune.profile.configs import parse_config
 from voxtune.profile.counters import COUNTER_TIERS, Identity, TierReport, assign_counters, prove_precision
@@ -34,7 +35,7 @@ def replay(folder: str | Path) -> Session:
     if any((raw / f"{tier}.json").exists() for tier in COUNTER_TIERS):
         claims = parse_config(session.meta["config"]).fp32
         session.meta["proof"] = prove_precision(session, claims_fp32=claims)
-    session.save(folder)
+    session.save(folder, overwrite=True)
     return session
 
 
@@ -42,9 +43,9 @@ def main(arguments: list[str]) -> int:
     try:
         for folder in (f for a in arguments for f in find_sessions(a)):
             tiers = replay(folder).meta["tiers"]
-            print(folder, json.dumps({t: s.get("time_share", s["done"]) for t, s in tiers.items()}))  # noqa: T201
+            print(printable(str(folder)), json.dumps({t: s.get("time_share", s["done"]) for t, s in tiers.items()}))  # noqa: T201
     except InputError as error:
-        print(f"voxtune: error: {error}", file=sys.stderr)  # noqa: T201
+        print(f"voxtune: error: {printable(str(error))}", file=sys.stderr)  # noqa: T201
         return 2
     return 0
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from voxtune.errors import InputError, optional_import
-from voxtune.files import reporting_os_errors
+from voxtune.files import write_file, writing
+from voxtune.marks import PARQUET_MARK
 from voxtune.profile import schema
 
 if TYPE_CHECKING:
@@ -41,19 +42,24 @@ class Session:
     def name(self) -> str:
         return str(self.meta["name"])
 
-    def save(self, folder: str | Path) -> Path:
+    def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
+        """Writes the session's files; `overwrite` replaces those of an earlier session."""
         with optional_import("reading a profiling session"):
             import pyarrow.parquet as pq
 
         folder = Path(folder)
-        with reporting_os_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            for table in schema.TABLES:
-                arrow = _to_arrow(getattr(self, table), table)
-                pq.write_table(arrow, folder / f"{table}.parquet", compression="zstd", compression_level=12)
-            text = json.dumps({"format": FORMAT, "version": schema.VERSION, **self.meta}, indent=2, default=str)
-            (folder / "session.json").write_text(text + "\n")
+        for table in schema.TABLES:
+            arrow = _to_arrow(getattr(self, table), table)
+            with writing(folder / f"{table}.parquet", overwrite=overwrite) as part:
+                pq.write_table(arrow, part, compression="zstd", compression_level=12)
+        text = json.dumps({"format": FORMAT, "version": schema.VERSION, **self.meta}, indent=2, default=str)
+        write_file(folder / "session.json", text + "\n", overwrite=overwrite)
         return folder
+
+
+def session_files(folder: str | Path) -> list[Path]:
+    """The files of the session in `folder`."""
+    return [*(Path(folder) / f"{table}.parquet" for table in schema.TABLES), Path(folder) / "session.json"]
 
 
 def frame(rows: list[dict[str, Any]], table: str) -> pd.DataFrame:
@@ -158,7 +164,8 @@ def _arrow_schema(table: str) -> Any:
 def _to_arrow(rows: pd.DataFrame, table: str) -> Any:
     import pyarrow as pa
 
-    return pa.Table.from_pandas(rows, schema=_arrow_schema(table), preserve_index=False)
+    arrow = pa.Table.from_pandas(rows, schema=_arrow_schema(table), preserve_index=False)
+    return arrow.replace_schema_metadata({**(arrow.schema.metadata or {}), "format": PARQUET_MARK})
 
 
 def _types_mapper() -> Any:

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch.profiler import profile
 
+from voxtune.files import paths_are_recorded, recorded_values
+
 STEP = "voxtune::step#"
 MODULE = "module::"
 NODE = "autograd::engine::evaluate_function: "
@@ -89,6 +91,19 @@ def export_trace(profiler: profile) -> bytes:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         return path.read_bytes()
+
+
+def recorded_trace(data: bytes) -> bytes:
+    """A trace for a record: without its own path, and with paths among the arguments of its events shortened."""
+    if paths_are_recorded():
+        return data
+    trace = json.loads(data)
+    trace.pop("traceName", None)
+    for event in trace["traceEvents"]:
+        if "args" in event:
+            event["args"] = recorded_values(event["args"])
+    others = recorded_values({key: value for key, value in trace.items() if key != "traceEvents"})
+    return json.dumps({**others, "traceEvents": trace["traceEvents"]}).encode()
 
 
 def decode_trace(data: bytes) -> Trace:

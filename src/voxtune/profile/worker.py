@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from voxtune.files import recording_paths
 from voxtune.profile.worker_pool import PARENT
 
 WAIT_LIMIT_S = 1800.0
@@ -28,7 +29,8 @@ def main(arguments: list[str]) -> int:
         return 3
     began = time.monotonic()
     spec = json.loads(spec_path.read_text())
-    result = census(spec) if spec["action"] == "census" else count(spec, began)
+    with recording_paths(spec.get("record_paths", False)):
+        result = census(spec) if spec["action"] == "census" else count(spec, began)
     partial = spec_path.with_name("result.json.part")
     partial.write_text(json.dumps(result))
     partial.replace(spec_path.with_name("result.json"))
@@ -74,6 +76,7 @@ def census(spec: dict[str, Any]) -> dict[str, Any]:
     from voxtune.profile.operators import number_launches
 
     device, config, step = _step(spec)
+    overwrite = spec.get("overwrite", False)
     try:
         result = take_census(
             step.run,
@@ -85,9 +88,10 @@ def census(spec: dict[str, Any]) -> dict[str, Any]:
             warmup=spec["warmup"],
             repeats=spec["repeats"],
             raw=Path(spec["out"]) / RAW if spec.get("keep_raw") else None,
+            overwrite=overwrite,
         )
         session = session_of(result, device, {**spec["meta"], "flags": step.flags}, ncu_version=spec.get("ncu_version"))
-        session.save(spec["out"])
+        session.save(spec["out"], overwrite=overwrite)
         numbered: list[Any] = []
         if device.type == "cuda" and spec.get("number") and not config.compile:
             numbered = number_launches(step.run, device)

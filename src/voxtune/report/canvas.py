@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from xml.sax.saxutils import escape, quoteattr
 
+from voxtune.marks import COMMENT
 from voxtune.report import palette
 
 # Light colours and their counterparts in a dark theme. INK differs from palette.ink: labels inside bars do not change.
@@ -100,7 +101,7 @@ class Canvas:
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
             f'viewBox="{-MARGIN:g} {-MARGIN:g} {width:.0f} {height:.0f}" role="img" aria-label={label} '
-            f'font-family="{FONT}">\n<title>{clean(title)}</title>\n{body}\n</svg>\n'
+            f'font-family="{FONT}">\n{COMMENT}\n<title>{clean(title)}</title>\n{body}\n</svg>\n'
         )
 
 

@@ -37,6 +37,7 @@ def case_sheet(
     masks: str | Path | None = None,
     labels: str | Path | None = None,
     limit: int | None = None,
+    overwrite: bool = False,
 ) -> ContactSheet:
     """Writes a PNG of the first cases of `find_cases`, in at most twelve columns: one for each image of a case.
 
@@ -50,7 +51,7 @@ def case_sheet(
     columns = [_columns(case, cases.legend, warnings) for case in shown]
     # The kinds are above the columns.
     names = [c.name if len(c.images) == 1 else f"{c.subject} {c.number}".strip() for c in shown]
-    path = gallery(columns, names, Path(output), legend=cases.legend)
+    path = gallery(columns, names, Path(output), legend=cases.legend, overwrite=overwrite)
     return ContactSheet(path=path, cases=tuple(c.name for c in shown), warnings=tuple(dict.fromkeys(warnings)))
 
 

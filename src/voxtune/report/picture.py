@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from voxtune.data.legend import Legend, first_voxel
-from voxtune.data.pixels import coloured
-from voxtune.errors import InputError
+from voxtune.data.pixels import coloured, png
+from voxtune.files import write_file
 
 VIEWS = ("axial", "coronal", "sagittal")
 GAP, CAPTION = 8, 26
@@ -56,11 +56,17 @@ def slice_picture(
         _caption(draw, (left, 4), panel.title, side)
         for row, view in enumerate(VIEWS):
             _place(sheet, panel, view, centre, (left, CAPTION + row * (side + GAP)), side)
-    return _save(sheet, path)
+    return write_file(path, png(np.asarray(sheet)), overwrite=overwrite)
 
 
 def gallery(
-    cases: Sequence[Sequence[SheetColumn]], names: Sequence[str], path: Path, *, legend: Legend, side: int = 150
+    cases: Sequence[Sequence[SheetColumn]],
+    names: Sequence[str],
+    path: Path,
+    *,
+    legend: Legend,
+    side: int = 150,
+    overwrite: bool = False,
 ) -> Path:
     """Writes a PNG with the columns of each case side by side, and a row for each view and panel title.
 
@@ -92,7 +98,7 @@ def gallery(
                 if title in by_title:
                     _place(sheet, by_title[title], view, centre, (x, top + row * step), side)
             x += step
-    return _save(sheet, path)
+    return write_file(path, png(np.asarray(sheet)), overwrite=overwrite)
 
 
 def _canvas(width: int, height: int) -> tuple[Any, Any]:
@@ -115,15 +121,6 @@ def _place(
     size = [max(1, round(length * side / max(mm))) for length in mm]
     tile = tile.resize(size, Image.Resampling.NEAREST if panel.labels else Image.Resampling.BICUBIC)
     sheet.paste(tile, (corner[0] + (side - tile.width) // 2, corner[1] + (side - tile.height) // 2))
-
-
-def _save(sheet: Any, path: Path) -> Path:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sheet.save(path)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})") from None
-    return path
 
 
 def _caption(draw: Any, corner: tuple[int, int], text: str, width: int) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from voxtune.files import check_outputs, locked_folder, slug, write_file
 from voxtune.report import palette
 from voxtune.report.canvas import CHARACTER, INK, MARGIN, MUTED, PAPER, Canvas, linear_ticks, log_ticks, x_axis, y_axis
 from voxtune.report.document import Document
@@ -18,17 +18,18 @@ from voxtune.report.numbers import MISSING, clip, number
 NAMED_LAUNCHES = 1500
 
 
-def write_svgs(document: Document, folder: str | Path) -> list[Path]:
+def write_svgs(document: Document, folder: str | Path, *, overwrite: bool = False) -> list[Path]:
     """One file per figure, numbered in the order of the report."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths, figures = [], document.figures()
+    folder, figures = Path(folder), document.figures()
     digits = max(2, len(str(len(figures))))
-    for place, figure in enumerate(figures, 1):
-        stem = re.sub(r"[^A-Za-z0-9]+", "-", figure.id).strip("-") or "figure"
-        path = folder / f"{place:0{digits}d}-{stem[:80]}.svg"
-        path.write_text(render_svg(figure), encoding="utf-8")
-        paths.append(path)
+    paths = [
+        folder / f"{place:0{digits}d}-{slug(figure.id, default='figure')}.svg"
+        for place, figure in enumerate(figures, 1)
+    ]
+    check_outputs(paths, overwrite=overwrite, folder=folder)
+    with locked_folder(folder):
+        for path, figure in zip(paths, figures, strict=True):
+            write_file(path, render_svg(figure), overwrite=overwrite)
     return paths
 
 

@@ -67,6 +67,7 @@ def view_page(
     metrics: str | Path | None = None,
     labels: str | Path | None = None,
     limit: int | None = None,
+    overwrite: bool = False,
 ) -> WrittenPage:
     """Writes a page with every volume below `folder`, its reference volume and its mask.
 
@@ -83,7 +84,7 @@ def view_page(
         warnings.append(
             f"the page has {len(page) / MEGABYTE:.0f} MB; browsers open it slowly; pass --limit N to show fewer cases"
         )
-    write_file(Path(output), page, state=True)
+    write_file(Path(output), page, overwrite=overwrite)
     return WrittenPage(
         path=Path(output),
         cases=tuple(case.name for case in cases.cases),
@@ -149,6 +150,8 @@ def _metrics(folder: Path, given: Path | None) -> tuple[Metrics, list[str]]:
     beside = folder / "metrics.json"
     if not beside.is_file():
         return Metrics(), []
+    if beside.is_symlink():
+        return Metrics(), [f"{beside}: is a symbolic link; the page shows no metrics; pass the file with --metrics"]
     try:
         return read_metrics(beside), []
     except InputError as error:

@@ -28,8 +28,8 @@ COMPARED = {
 }
 
 
-def write_waterfall(results: Path, target: Path) -> None:
-    write_file(target, render_svg(waterfall(read_results(results))).encode(), state=True)
+def write_waterfall(results: Path, target: Path, *, overwrite: bool = False) -> None:
+    write_file(target, render_svg(waterfall(read_results(results))), overwrite=overwrite)
 
 
 def read_results(path: Path) -> dict[str, Any]:

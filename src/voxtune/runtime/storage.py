@@ -22,6 +22,7 @@ from voxtune.files import (
     write_json,
     writing,
 )
+from voxtune.marks import marked_markdown
 from voxtune.reading import file_sha256, read_json
 from voxtune.runtime.model import Model, ModelConfig, checked_device
 from voxtune.runtime.sampling import AutoSampling
@@ -119,7 +120,7 @@ def write_model_folder(
             write_json(folder / CONFIG, config, **rules)
         (folder / CARD).unlink(missing_ok=True)
         write_safetensors(folder / WEIGHTS, weights, {"format": "pt"}, **rules)
-        write_file(folder / CARD, card, **rules)
+        write_file(folder / CARD, marked_markdown(card), **rules)
 
 
 def check_model_folder(folder: Path, *, overwrite: bool) -> None:
@@ -128,7 +129,7 @@ def check_model_folder(folder: Path, *, overwrite: bool) -> None:
         raise InputError(
             f"{folder}: already contains a model; choose another folder, or {overwrite_advice()} to replace it"
         )
-    check_outputs([folder / WEIGHTS, folder / CONFIG, folder / CARD], overwrite=overwrite)
+    check_outputs(model_files(folder), overwrite=overwrite)
 
 
 def _holds_json(path: Path, data: dict[str, Any]) -> bool:
@@ -136,6 +137,11 @@ def _holds_json(path: Path, data: dict[str, Any]) -> bool:
         return bool(read_json(path) == json.loads(json.dumps(data)))
     except InputError:
         return False
+
+
+def model_files(folder: Path) -> tuple[Path, ...]:
+    """The files of the model folder `folder`."""
+    return folder / CONFIG, folder / CARD, folder / WEIGHTS
 
 
 def network_from_state(config: NetworkConfig, state: Mapping[str, Tensor], where: str) -> nn.Module:
@@ -216,5 +222,4 @@ def store_auto(path: str | Path, auto: AutoSampling) -> Path:
     file = config_file(path)
     config = ModelConfig.from_json(read_json(file), str(file))
     changed = replace(config, sampling=replace(config.sampling, auto=auto))
-    write_file(file, (json.dumps(changed.to_json(), indent=2) + "\n").encode(), state=True)
-    return file
+    return write_file(file, json.dumps(changed.to_json(), indent=2) + "\n", overwrite=True)

@@ -15,6 +15,7 @@ from voxtune.data.contract import DataContract, Label
 from voxtune.data.splits import contract_difference
 from voxtune.data.training_data import TrainingData
 from voxtune.errors import InputError
+from voxtune.files import recorded_path
 from voxtune.reading import file_sha256, read_json
 from voxtune.runtime.storage import CONFIG, WEIGHTS, check_state, write_model_folder
 from voxtune.tensorfiles import read_safetensors
@@ -120,8 +121,8 @@ def shipped_segmenter() -> Path:
 
 
 def _portable(path: Path) -> str:
-    """A file of the package relative to it, which is the same on every machine; any other path unchanged."""
-    return str(Path("voxtune") / path.relative_to(PACKAGE)) if path.is_relative_to(PACKAGE) else str(path)
+    """A file of the package relative to it, which is the same on every machine; of any other path, the last name."""
+    return str(Path("voxtune") / path.relative_to(PACKAGE)) if path.is_relative_to(PACKAGE) else recorded_path(path)
 
 
 def load_segmenter(path: str | Path, *, device: torch.device | str = "cpu") -> Segmenter:
