@@ -231,7 +231,7 @@ def test_command(folder, tmp_path, capsys):
     ("options", "words"),
     [
         (["absent"], "no such folder"),
-        (["in", "--metrics", "absent.json"], "cannot be read as metrics"),
+        (["in", "--metrics", "absent.json"], "absent.json: no such file"),
         (["in", "--labels", "absent.tsv"], "give a dseg.tsv or a model folder"),
         (["in", "--limit", "0"], "limit"),
         (["in", "-o", "in"], "must end in .html"),

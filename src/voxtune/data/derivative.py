@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from voxtune import reading
 from voxtune.data.modality import NIFTI_NAME, SYNTHETIC, bids_stem, split_name
 from voxtune.errors import InputError
 from voxtune.files import write_file
@@ -145,9 +146,7 @@ def sidecar_path(path: Path) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a small file; empty if the file is absent, large or not valid."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            return {}
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        content = reading.read_json(path, limit=MAX_JSON_BYTES)
+    except InputError:
         return {}
     return content if isinstance(content, dict) else {}

@@ -17,6 +17,7 @@ from voxtune.data.orientation import flipped, reorder
 from voxtune.data.pixels import sheet, to_pixels
 from voxtune.errors import install_command
 from voxtune.files import writing
+from voxtune.reading import read_file
 
 METRICS, TENSORBOARD, SAMPLES = "metrics.jsonl", "tensorboard", "samples"
 CELL_PIXELS = 128
@@ -92,10 +93,11 @@ def _summary_writer(folder: Path, step: int, warn: Callable[[str], None]) -> Any
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a run's log, up to the first line that is not valid (cut off by a kill)."""
     rows = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+    data = read_file(path) if path.exists() else b""
+    for line in data.decode(errors="replace").splitlines():
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             break
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             break

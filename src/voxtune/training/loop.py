@@ -17,6 +17,7 @@ from voxtune.config import to_mapping
 from voxtune.data.subjects import Source
 from voxtune.errors import InputError
 from voxtune.files import reporting_os_errors, writing
+from voxtune.reading import read_json
 from voxtune.runtime.card import model_card
 from voxtune.runtime.model import Model, ModelConfig
 from voxtune.runtime.storage import load, save
@@ -432,8 +433,8 @@ def _add_command(out: Path, command: str | None) -> list[str]:
     """The commands that started and resumed the run, this one included; stored in the run folder."""
     path = out / COMMANDS
     try:
-        stored = json.loads(path.read_text()) if path.exists() else []
-    except ValueError:
+        stored = read_json(path) if path.exists() else []
+    except InputError:
         stored = []
     commands = [line for line in stored if isinstance(line, str)] if isinstance(stored, list) else []
     if command is None or commands[-1:] == [command]:
