@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from voxtune.profile.attribution import Attribution, launch_rows
 from voxtune.profile.memory import KnownStorages, memory_rows, peak_bytes
 from voxtune.profile.trace import MODULE, STEP, Trace, decode_trace, export_trace, read_trace
+from voxtune.reading import read_json, reading
 
 
 def is_compiled(network: nn.Module | None) -> bool:
@@ -65,6 +66,7 @@ def _hook(module: nn.Module, path: str) -> list[Any]:
 Step = Callable[[], Any]
 # Folder of the raw recording inside the session's folder, and the profiler's trace in it.
 RAW, TRACE = "raw", "trace.json.gz"
+MAX_RAW_BYTES = 2**28
 
 
 @dataclass(kw_only=True)
@@ -164,9 +166,12 @@ class RawCensus:
 
     @classmethod
     def load(cls, folder: Path) -> RawCensus:
-        rest = json.loads((folder / "census.json").read_text())
-        holders = [KnownStorages({a: (c, n) for a, c, n in known}) for known in rest.pop("holders")]
-        return cls(**rest, holders=holders, trace=read_trace(folder / TRACE))
+        path = folder / "census.json"
+        rest = read_json(path, limit=MAX_RAW_BYTES)
+        trace = read_trace(folder / TRACE)
+        with reading(path, "recording"):
+            holders = [KnownStorages({a: (c, n) for a, c, n in known}) for known in rest.pop("holders")]
+            return cls(**rest, holders=holders, trace=trace)
 
 
 class StepRecorder:

@@ -18,6 +18,7 @@ from voxtune.errors import optional_import
 from voxtune.profile.align import Key, align, launch_key
 from voxtune.profile.ncu import CountedLaunch, read_raw, read_rules
 from voxtune.profile.session import Session, frame
+from voxtune.reading import gunzip, read_json, reading
 
 with optional_import("profiling"):
     import pandas as pd
@@ -230,13 +231,14 @@ class TierReport:
 
     @classmethod
     def load(cls, folder: Path, tier: str) -> TierReport:
-        details = folder / f"{tier}-details.csv.gz"
-        rest = json.loads((folder / f"{tier}.json").read_text())
-        return cls(
-            **{name: rest[_KEYS.get(name, name)] for name in ("tier", "columns", "unknown", "result", "seconds")},
-            raw=gzip.decompress((folder / f"{tier}-raw.csv.gz").read_bytes()).decode(),
-            details=gzip.decompress(details.read_bytes()).decode() if details.exists() else None,
-        )
+        path, details = folder / f"{tier}.json", folder / f"{tier}-details.csv.gz"
+        rest = read_json(path)
+        with reading(path, "recording"):
+            return cls(
+                **{name: rest[_KEYS.get(name, name)] for name in ("tier", "columns", "unknown", "result", "seconds")},
+                raw=gunzip(folder / f"{tier}-raw.csv.gz", "page of counters").decode(),
+                details=gunzip(details, "page of counters").decode() if details.exists() else None,
+            )
 
 
 def assign_counters(

@@ -20,7 +20,7 @@ from voxtune.profile.schema import TableColumn
 log = logging.getLogger("voxtune")
 
 # A cell with all instances of an opcode metric exceeds the csv module's limit of 128 KiB.
-csv.field_size_limit(2**31 - 1)
+MAX_CELL = 2**27
 # An imported report is printed in units of its own choice ("ms", "Gbyte"), whatever --print-units says.
 _SCALES = {f"{prefix}byte": 1000.0**power for power, prefix in enumerate(("", "K", "M", "G", "T"))}
 _SCALES |= {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3, "s": 1e6, "second": 1e6}
@@ -103,7 +103,13 @@ def _rows(text: str) -> Iterator[dict[str, str]]:
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
         return
-    for row in csv.DictReader(line for line in lines[start:] if line.startswith('"')):
+    # The limit is a setting of the whole process.
+    before = csv.field_size_limit(MAX_CELL)
+    try:
+        table = list(csv.DictReader(line for line in lines[start:] if line.startswith('"')))
+    finally:
+        csv.field_size_limit(before)
+    for row in table:
         yield {k: v or "" for k, v in row.items() if k is not None}
 
 
