@@ -23,6 +23,8 @@ FORMAT = "voxtune-session"
 MAX_ROWS = 2_000_000
 # A number with its mask, as pyarrow reads it and as pandas holds it.
 BYTES_PER_VALUE = 18
+# Tables whose rows have every value.
+COMPLETE = ("opcodes", "memory", "timings")
 # No time in microseconds or count of instructions is larger.
 LARGEST_NUMBER = 1e18
 
@@ -174,6 +176,8 @@ def _read_table(path: Path, table: str) -> pd.DataFrame:
         for column in schema.TABLES[table]:
             if column.type != "string":
                 _check_column(frame[column.name])
+            if table in COMPLETE and frame[column.name].isna().any():
+                raise InputError(f"a row has no {column.name!r}")
     return frame
 
 
