@@ -43,7 +43,41 @@ LIBRARIES: dict[str, set[str]] = {
     "plan": {"torch", "triton"},
     "ladder": {"torch", "triton", "numpy"},
 }
-LEAVES = {"config", "errors", "files", "marks", "precision", "reading", "versions"}
+LEAVES = {"config", "errors", "files", "marks", "precision", "reading", "tensorfiles", "unpickle", "versions"}
+# Calls that open or parse a file; a user's file is read through `voxtune.reading`, which limits sizes and guards errors.
+READERS = {
+    *("open", "os.open", "os.fdopen", "io.open", "read_text", "read_bytes", "json.load", "json.loads"),
+    *("np.load", "np.fromfile", "np.memmap", "np.loadtxt", "np.genfromtxt", "torch.load", "safe_open", "load_file"),
+    *("gzip.open", "gzip.decompress", "zipfile.ZipFile", "csv.reader", "csv.DictReader", "yaml.load", "nib.load"),
+    *("pickle.load", "pickle.loads", "pickle.Unpickler", "pd.read_parquet", "pd.read_csv", "Image.open"),
+}
+# Module -> (the readers it calls, why).
+MAY_READ: dict[str, tuple[set[str], str]] = {
+    "reading.py": ({"os.open", "os.fdopen", "json.loads", "zipfile.ZipFile"}, "the readers"),
+    "files.py": ({"os.open"}, "the writer"),
+    "cli/main.py": ({"os.open", "os.fdopen"}, "/dev/null, and a temporary file that it writes"),
+    "analysis/estimate.py": ({"read_text", "json.loads"}, "data of the package"),
+    "analysis/mix.py": ({"read_text", "json.loads"}, "data of the package"),
+    "analysis/study.py": ({"read_text", "json.loads"}, "data of the package"),
+    "report/html.py": ({"read_text"}, "data of the package"),
+    "report/view.py": ({"read_text"}, "data of the package"),
+    "data/subjects.py": ({"open"}, "a member of an archive of opening_zip"),
+    "tensorfiles.py": ({"open"}, "a member of an archive of opening_zip"),
+    "plan/saved_graph.py": ({"read_bytes"}, "source of the package"),
+    "runtime/batching.py": ({"read_text"}, "/proc"),
+    "profile/environment.py": ({"read_text"}, "/proc"),
+    "profile/worker.py": ({"read_text", "json.loads"}, "files of its own parent process"),
+    "profile/worker_pool.py": ({"read_text", "json.loads", "open"}, "files of its own worker processes"),
+    "profile/trace.py": (
+        {"read_bytes", "json.loads"},
+        "a temporary file of the profiler; traces parsed within the guard",
+    ),
+    "profile/ncu.py": ({"csv.DictReader"}, "output of Nsight Compute, parsed within the guard"),
+    "kernels/compile_workers.py": ({"pickle.loads", "os.fdopen"}, "pipes of its own worker processes"),
+    "training/config.py": ({"yaml.load"}, "within the guard; its loader limits depth and aliases"),
+    "training/log.py": ({"open", "json.loads"}, "rows of its own log, which may hold NaN"),
+    "training/loop.py": ({"open"}, "its lock"),
+}
 # Modules of fewer lines than this belong in their importer, if they have only one.
 SMALL = 60
 LARGE = 600
@@ -197,6 +231,24 @@ def test_small_modules_with_one_importer_are_merged():
         if len(users[module]) == 1:
             splinters.append(f"{relative} (only importer: {next(iter(users[module]))})")
     assert not splinters, splinters
+
+
+def readers_called(file: Path) -> set[str]:
+    """The names in READERS that a file calls: json.loads, or a method such as path.read_text as read_text."""
+    called = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            method = name.rpartition(".")[2]
+            called |= {name} & READERS - {"read_text"} or ({method} & READERS if method != name else set())
+    return called
+
+
+def test_files_of_users_are_read_by_one_module():
+    wrong = {name_of(f): readers_called(f) - MAY_READ.get(name_of(f), (set(), ""))[0] for f in source_files()}
+    assert not {name: sorted(calls) for name, calls in wrong.items() if calls}
+    unused = {name: allowed - readers_called(SOURCE / name) for name, (allowed, _) in MAY_READ.items()}
+    assert not {name: sorted(calls) for name, calls in unused.items() if calls}
 
 
 def test_a_class_name_has_one_meaning():

@@ -122,11 +122,11 @@ def test_sizes():
 
 
 def test_tables(tmp_path):
-    assert tsv_rows("index\tname\n1\tbrain\n\n2\n", "x") == [
+    assert tsv_rows("index\tname\n1\tbrain\n\n2\n") == [
         {"index": "1", "name": "brain"},
         {"index": "2", "name": ""},
     ]
-    assert tsv_rows("", "x") == []
+    assert tsv_rows("") == []
     for bad in ("a\n1\t2\n", "a\n" + "x" * 200_000 + "\n"):
         with pytest.raises(InputError, match="line 2"):
-            tsv_rows(bad, "x")
+            tsv_rows(bad)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import os
 import re
 import struct
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from voxtune.errors import InputError
-from voxtune.reading import open_regular, read_file, read_head, read_json, reading
+from voxtune.reading import open_regular, opening, opening_zip, parse_json, read_file, read_head, read_json, reading
 
 MARK = "voxtune"
 # In the field `descrip` of a NIfTI header, at this offset in NIfTI-1 and NIfTI-2.
@@ -129,11 +128,8 @@ def _marked_file(path: Path) -> bool:
 def _nifti(path: Path) -> bool:
     head = read_head(path, 4096)
     if head[:2] == b"\x1f\x8b":
-        try:
-            with gzip.open(path) as stream:
-                head = stream.read(540)
-        except (OSError, EOFError):
-            return False
+        with opening(path, "NIfTI file") as file, gzip.GzipFile(fileobj=file) as stream:
+            head = stream.read(540)
     if any(head[place : place + len(NIFTI_DESCRIPTION)] == NIFTI_DESCRIPTION for place in DESCRIPTION_PLACES):
         return True
     stem = re.sub(r"\.nii(\.gz)?$", "", path.name, flags=re.IGNORECASE)
@@ -188,22 +184,15 @@ def _safetensors(path: Path) -> bool:
     if len(head) < 8:
         return False
     size = struct.unpack("<Q", head[:8])[0]
-    try:
-        metadata = json.loads(head[8 : 8 + size]).get("__metadata__", {}) if size <= len(head) - 8 else {}
-    except (ValueError, AttributeError, RecursionError):
-        return False
+    header = parse_json(head[8 : 8 + size], path) if size <= len(head) - 8 else {}
+    metadata = header.get("__metadata__") if isinstance(header, dict) else None
     marked = isinstance(metadata, dict) and str(metadata.get("format", "")).startswith(MARK)
     return marked or _beside(path, "config.json")
 
 
 def _npz(path: Path) -> bool:
-    import zipfile
-
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return {"images.npy", "labels.npy", "header.npy"} == set(archive.namelist())
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
-        return False
+    with opening_zip(path, "file of packed subjects") as archive:
+        return {"images.npy", "labels.npy", "header.npy"} == set(archive.namelist())
 
 
 def _markdown(path: Path) -> bool:

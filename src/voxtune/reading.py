@@ -214,7 +214,7 @@ def _constant(text: str) -> float:
     raise ValueError(f"{text} is not a number in JSON")
 
 
-def tsv_rows(text: str, where: object) -> list[dict[str, str]]:
+def tsv_rows(text: str) -> list[dict[str, str]]:
     """The rows of a tab-separated table with a header line; missing cells are empty, more cells than columns an error."""
     lines = text.splitlines()
     if not lines:
@@ -226,9 +226,7 @@ def tsv_rows(text: str, where: object) -> list[dict[str, str]]:
             continue
         cells = line.split("\t")
         if len(cells) > len(names) or max(map(len, cells)) > MAX_FIELD:
-            raise InputError(
-                f"{where}: line {number} has more cells than the header or a cell of over {MAX_FIELD} characters"
-            )
+            raise InputError(f"line {number} has more cells than the header or a cell of over {MAX_FIELD} characters")
         rows.append(dict(zip(names, [*cells, *[""] * (len(names) - len(cells))], strict=True)))
     return rows
 

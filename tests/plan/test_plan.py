@@ -27,7 +27,7 @@ def test_a_plan_may_list_names_only(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is not valid JSON"),
+        ("{", "not valid JSON"),
         ("[1]", "expected a plan of format"),
         ('{"format": "voxtune-plan/9", "passes": []}', "voxtune-plan/9"),
         (f'{{"format": "{FORMAT}", "passes": {{}}}}', "must be a list"),
@@ -49,10 +49,10 @@ def test_errors_of_malformed_files(tmp_path, content, message):
 
 
 def test_unreadable_files(tmp_path):
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="no such file"):
         Plan.load(tmp_path / "none.json")
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="not valid JSON"):
         Plan.load(tmp_path / "binary.json")
 
 

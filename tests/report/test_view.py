@@ -231,8 +231,8 @@ def test_command(folder, tmp_path, capsys):
     ("options", "words"),
     [
         (["absent"], "no such folder"),
-        (["in", "--metrics", "absent.json"], "cannot be read as metrics"),
-        (["in", "--labels", "absent.tsv"], "give a dseg.tsv or a model folder"),
+        (["in", "--metrics", "absent.json"], "absent.json: no such file"),
+        (["in", "--labels", "absent.tsv"], "absent.tsv: no such file"),
         (["in", "--limit", "0"], "limit"),
         (["in", "-o", "in"], "must end in .html"),
         (["in", "-o", "."], "must end in .html"),

@@ -77,6 +77,6 @@ def test_input_errors(tmp_path, capsys):
     with pytest.raises(InputError, match="baseline_fp32"):
         waterfall(results(tf32=1.0))
     assert main(["report", "--waterfall", str(tmp_path / "absent.json")]) == 2
-    assert "absent.json: cannot be read" in capsys.readouterr().err
+    assert "absent.json: no such file" in capsys.readouterr().err
     assert main(["report", "--waterfall", str(RESULTS), "--recorded"]) == 2
     assert "--waterfall cannot be combined with" in capsys.readouterr().err

@@ -8,12 +8,12 @@ sub-01/ses-2/anat/sub-01_ses-2_desc-synth01_T1w.nii.gz  and a sidecar .json
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from voxtune import reading
 from voxtune.data.modality import NIFTI_NAME, SYNTHETIC, bids_stem, split_name
 from voxtune.errors import InputError
 from voxtune.files import slug, write_json
@@ -145,9 +145,7 @@ def sidecar_path(path: Path) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a small file; empty if the file is absent, large or not valid."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            return {}
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        content = reading.read_json(path, limit=MAX_JSON_BYTES)
+    except InputError:
         return {}
     return content if isinstance(content, dict) else {}

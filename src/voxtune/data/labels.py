@@ -6,13 +6,12 @@ dseg.tsv, from a model folder, or from the name of a preset.
 
 from __future__ import annotations
 
-import csv
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from voxtune.data.contract import PRESETS, DataContract, Kind, Label, label_key
 from voxtune.data.nifti import Volume, read_labels, read_volume
 from voxtune.data.preflight import MODEL, Consumer, Report, check_mask, check_pair
 from voxtune.errors import InputError
-from voxtune.files import one_line
+from voxtune.reading import parse_json, read_text, reading, tsv_rows
 
 EXAMPLE = '"tumour=1,4; oedema=2; brain=image"'
 FORMS = f"write NAME=VALUES such as {EXAMPLE}, a dseg.tsv, a model folder, or one of {', '.join(PRESETS)}"
@@ -399,42 +398,22 @@ def _name(text: str) -> str:
 
 def _from_file(text: str) -> LabelMap:
     """The labels of a dseg.tsv, where rows with the same name are values of one label, or of a model's config.json."""
+    path = Path(text)
     try:
-        path = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
+        path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
             raise InputError(f"--labels {_short(text)}: no such preset or file; {FORMS}")
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise InputError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB, not a table of labels")
-        raw = path.read_bytes()
-    except InputError:
-        raise
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or one_line(error)
-        raise InputError(f"--labels {_short(text)}: cannot be read ({reason}); {FORMS}") from None
-    try:
-        content = _decoded(raw)
-        return _from_config(content) if path.suffix.lower() == ".json" else _from_table(content)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-
-
-def _decoded(raw: bytes) -> str:
-    try:
-        return raw.decode("utf-8-sig")
-    except ValueError:
-        raise InputError("is not text in UTF-8") from None
+    except OSError as error:  # a name that is too long
+        raise InputError(f"--labels {_short(text)}: {error.strerror}; {FORMS}") from None
+    with reading(path, "table of labels"):
+        content = read_text(path, limit=MAX_FILE_BYTES, what="table of labels")
+        return _from_config(parse_json(content, path)) if path.suffix.lower() == ".json" else _from_table(content)
 
 
 def _from_table(content: str) -> LabelMap:
-    try:
-        rows = [
-            ((row.get("name") or "").strip(), (row.get("index") or "").strip())
-            for row in csv.DictReader(content.splitlines(), delimiter="\t")
-        ]
-    except csv.Error as error:
-        raise InputError(f"not a table with columns index and name ({one_line(error)})") from None
     values: dict[str, list[str]] = {}
-    for name, index in rows:
+    for row in tsv_rows(content):
+        name, index = row.get("name", "").strip(), row.get("index", "").strip()
         # The background of a table is 0; a row without a name or a value is a comment.
         if name and index and not re.fullmatch(r"0+", index):
             values.setdefault(_name(name), []).append(index)
@@ -443,10 +422,10 @@ def _from_table(content: str) -> LabelMap:
     return _from_pairs(values.items())
 
 
-def _from_config(content: str) -> LabelMap:
+def _from_config(config: Any) -> LabelMap:
     try:
-        labels = json.loads(content)["data"]["labels"]
-    except (ValueError, LookupError, TypeError, RecursionError):
+        labels = config["data"]["labels"]
+    except (LookupError, TypeError):
         raise InputError("no labels; pass a model folder whose config.json has a data contract") from None
     if not isinstance(labels, list):
         raise InputError("data.labels must be a list")

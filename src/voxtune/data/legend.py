@@ -5,7 +5,6 @@ Read from the sidecar of a generated volume, or from what --labels accepts; of a
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,9 +14,9 @@ from typing import Any, get_args
 import numpy as np
 
 from voxtune.data.contract import DataContract, Kind, Label
-from voxtune.data.labels import BACKGROUND, IMAGE, MAX_NAME, LabelEntry, parse_labels
+from voxtune.data.labels import BACKGROUND, IMAGE, MAX_FILE_BYTES, MAX_NAME, LabelEntry, parse_labels
 from voxtune.errors import InputError
-from voxtune.files import one_line
+from voxtune.reading import read_text, reading, tsv_rows
 
 COLOUR = re.compile(r"#[0-9a-fA-F]{6}")
 # Of the largest area that three slices can show.
@@ -79,10 +78,8 @@ def read_legend(source: str | Path) -> Legend:
     if path.suffix.lower() != ".tsv":
         labels = parse_labels(str(source))
         return {v: LabelName(name=BACKGROUND) for v in labels.background} | _of_labels(labels.entries)
-    try:
-        legend = _from_tsv(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({one_line(error)}); give a dseg.tsv or a model folder") from None
+    with reading(path, "table of labels", fix="give a dseg.tsv or a model folder"):
+        legend = _from_tsv(read_text(path, limit=MAX_FILE_BYTES, what="table of labels"))
     if not legend:
         raise InputError(f"{path}: contains no label names; a dseg.tsv has the columns index and name")
     return legend
@@ -91,12 +88,11 @@ def read_legend(source: str | Path) -> Legend:
 def _from_tsv(text: str) -> Legend:
     """The columns index, name and color are those of BIDS; `role` (organ, pathology, other) is optional."""
     rows = []
-    for row in csv.DictReader(text.splitlines(), delimiter="\t"):
-        value, name = (row.get("index") or "").strip(), (row.get("name") or "").strip()
-        colour = (row.get("color") or "").strip()
+    for row in tsv_rows(text):
+        value, name, colour, role = (row.get(column, "").strip() for column in ("index", "name", "color", "role"))
         if _is_value(value) and name:
             colour = colour if COLOUR.fullmatch(colour) else ""
-            rows.append((int(value), LabelName(name=name, colour=colour, role=_role((row.get("role") or "").strip()))))
+            rows.append((int(value), LabelName(name=name, colour=colour, role=_role(role))))
     return _join(rows)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from voxtune.errors import InputError
 from voxtune.files import write_file
+from voxtune.reading import read_json
 
 FORMAT = "voxtune-plan/1"
 
@@ -76,14 +77,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: Path) -> Plan:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{path}: cannot be read as a plan: {error}") from None
-        try:
-            return cls.from_json(json.loads(text), str(path))
-        except (ValueError, RecursionError) as error:  # also a number of too many digits
-            raise InputError(f"{path}: is not valid JSON: {error}") from None
+        return cls.from_json(read_json(path), str(path))
 
 
 def _step(entry: Any) -> Step:

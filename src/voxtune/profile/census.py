@@ -19,6 +19,7 @@ from voxtune.marks import RAW_FOLDER, marked_gzip
 from voxtune.profile.attribution import Attribution, launch_rows
 from voxtune.profile.memory import KnownStorages, memory_rows, peak_bytes
 from voxtune.profile.trace import MODULE, STEP, Trace, decode_trace, export_trace, read_trace, recorded_trace
+from voxtune.reading import read_json, reading
 
 
 def is_compiled(network: nn.Module | None) -> bool:
@@ -67,6 +68,7 @@ Step = Callable[[], Any]
 # Folder of the raw recording inside the session's folder, the profiler's trace in it, and the rest of the census.
 RAW, TRACE, CENSUS = RAW_FOLDER, "trace.json.gz", "census.json"
 FORMAT = "voxtune-census/1"
+MAX_RAW_BYTES = 2**28
 
 
 @dataclass(kw_only=True)
@@ -166,10 +168,13 @@ class RawCensus:
 
     @classmethod
     def load(cls, folder: Path) -> RawCensus:
-        rest = json.loads((folder / CENSUS).read_text())
+        path = folder / CENSUS
+        rest = read_json(path, limit=MAX_RAW_BYTES)
         rest.pop("format", None)
-        holders = [KnownStorages({a: (c, n) for a, c, n in known}) for known in rest.pop("holders")]
-        return cls(**rest, holders=holders, trace=read_trace(folder / TRACE))
+        trace = read_trace(folder / TRACE)
+        with reading(path, "recording"):
+            holders = [KnownStorages({a: (c, n) for a, c, n in known}) for known in rest.pop("holders")]
+            return cls(**rest, holders=holders, trace=trace)
 
 
 class StepRecorder:

@@ -6,7 +6,6 @@ read once per distinct launch and is assigned to all launches like it. Launches 
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from voxtune.marks import marked_gzip
 from voxtune.profile.align import Key, align, launch_key
 from voxtune.profile.ncu import CountedLaunch, raw_files, read_raw, read_rules, recorded_page
 from voxtune.profile.session import Session, frame
+from voxtune.reading import gunzip, read_json, reading
 
 with optional_import("profiling"):
     import pandas as pd
@@ -234,13 +234,14 @@ class TierReport:
 
     @classmethod
     def load(cls, folder: Path, tier: str) -> TierReport:
-        raw, details, about = raw_files(folder, tier)
-        rest = json.loads(about.read_text())
-        return cls(
-            **{name: rest[_KEYS.get(name, name)] for name in ("tier", "columns", "unknown", "result", "seconds")},
-            raw=gzip.decompress(raw.read_bytes()).decode(),
-            details=gzip.decompress(details.read_bytes()).decode() if details.exists() else None,
-        )
+        raw, details, path = raw_files(folder, tier)
+        rest = read_json(path)
+        with reading(path, "recording"):
+            return cls(
+                **{name: rest[_KEYS.get(name, name)] for name in ("tier", "columns", "unknown", "result", "seconds")},
+                raw=gunzip(raw, "page of counters").decode(),
+                details=gunzip(details, "page of counters").decode() if details.exists() else None,
+            )
 
 
 def assign_counters(

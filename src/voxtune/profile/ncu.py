@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +23,7 @@ from voxtune.profile.schema import TableColumn
 log = logging.getLogger("voxtune")
 
 # A cell with all instances of an opcode metric exceeds the csv module's limit of 128 KiB.
-csv.field_size_limit(2**31 - 1)
+MAX_CELL = 2**27
 PRIVATE_COLUMNS = {"Process ID", "Process Name", "Host Name"}
 # An imported report is printed in units of its own choice ("ms", "Gbyte"), whatever --print-units says.
 _SCALES = {f"{prefix}byte": 1000.0**power for power, prefix in enumerate(("", "K", "M", "G", "T"))}
@@ -106,7 +107,9 @@ def _rows(text: str) -> Iterator[dict[str, str]]:
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
         return
-    for row in csv.DictReader(line for line in lines[start:] if line.startswith('"')):
+    with _large_cells():
+        table = list(csv.DictReader(line for line in lines[start:] if line.startswith('"')))
+    for row in table:
         yield {k: v or "" for k, v in row.items() if k is not None}
 
 
@@ -115,13 +118,24 @@ def raw_files(folder: Path, tier: str) -> tuple[Path, Path, Path]:
     return folder / f"{tier}-raw.csv.gz", folder / f"{tier}-details.csv.gz", folder / f"{tier}.json"
 
 
+@contextmanager
+def _large_cells() -> Iterator[None]:
+    """Within the block, the csv module reads cells of up to MAX_CELL characters; its limit is one of the whole process."""
+    before = csv.field_size_limit(MAX_CELL)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
 def recorded_page(text: str) -> str:
     """A CSV page for a record: without the tool's messages, which name paths, and without the process and its host."""
     if paths_are_recorded():
         return text
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
-    rows = list(csv.reader(line for line in lines[start:] if line.startswith('"')))
+    with _large_cells():
+        rows = list(csv.reader(line for line in lines[start:] if line.startswith('"')))
     hidden = {i for i, name in enumerate(rows[0] if rows else ()) if name in PRIVATE_COLUMNS}
     buffer = io.StringIO()
     writer = csv.writer(buffer, quoting=csv.QUOTE_ALL, lineterminator="\n")

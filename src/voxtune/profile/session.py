@@ -6,8 +6,7 @@ A session folder holds session.json, launches.parquet and, if recorded, opcodes,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +15,19 @@ from voxtune.errors import InputError, optional_import
 from voxtune.files import write_file, writing
 from voxtune.marks import PARQUET_MARK
 from voxtune.profile import schema
+from voxtune.reading import check_memory, file_size, opening, read_json, reading
 
 if TYPE_CHECKING:
     import pandas as pd
 
 FORMAT = "voxtune-session"
 MAX_ROWS = 2_000_000
+# A number with its mask, as pyarrow reads it and as pandas holds it.
+BYTES_PER_VALUE = 18
+# Tables whose rows have every value.
+COMPLETE = ("opcodes", "memory", "timings")
+# No time in microseconds or count of instructions is larger.
+LARGEST_NUMBER = 1e18
 
 
 @dataclass(kw_only=True)
@@ -99,24 +105,54 @@ def find_sessions(path: str | Path) -> list[Path]:
     return folders
 
 
+# What `session.json` may hold besides the required entries; an entry that was not recorded is null or absent.
+REQUIRED: dict[str, type] = {"name": str, "mode": str, "config": str, "environment": dict, "tiers": dict}
+OPTIONAL: dict[str, Any] = {
+    **dict.fromkeys(("workload", "device", "cache_control", "clock_control", "commit", "command", "created"), str),
+    **dict.fromkeys(("batch", "steps"), int),
+    **dict.fromkeys(("clocks", "window", "proof", "flags"), dict),
+    "size": list,
+    "peak_bytes": (int, float),
+}
+TIER = {"done": bool, "why": str, **dict.fromkeys(("time_share", "counting_s", "seconds", "read"), (int, float))}
+
+
 def _read_meta(path: Path) -> dict[str, Any]:
-    try:
-        meta = json.loads(path.read_bytes())
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}; a session folder contains session.json") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not valid JSON ({error}); the session is damaged, record it again") from None
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        raise InputError(f"{path}: not a session of Voxtune")
-    version = meta.get("version")
-    if version != schema.VERSION:
-        raise InputError(
-            f"{path}: session version {version!r} is not supported (expected {schema.VERSION}); record it again"
-        )
-    for key, kind in (("name", str), ("mode", str), ("config", str), ("environment", dict), ("tiers", dict)):
-        if not isinstance(meta.get(key), kind):
-            raise InputError(f"{path}: {key!r} is missing or not a {kind.__name__}; the session is damaged")
+    meta = read_json(path)
+    with reading(path, "session", fix="record it again"):
+        if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+            raise InputError(f"{path}: not a session of Voxtune")
+        version = meta.get("version")
+        if version != schema.VERSION:
+            raise InputError(
+                f"{path}: session version {version!r} is not supported (expected {schema.VERSION}); record it again"
+            )
+        _check_entries(meta, REQUIRED, required=True)
+        _check_entries(meta, OPTIONAL)
+        for tier, state in meta["tiers"].items():
+            if not isinstance(state, dict):
+                raise InputError(f"tier {tier[:40]!r} is not an object")
+            _check_entries(state, TIER)
+        if not all(type(n) is int and n > 0 for n in meta.get("size") or []):
+            raise InputError("'size' is not a list of whole numbers above 0")
+        _check_numbers(meta)
     return meta
+
+
+def _check_entries(values: dict[str, Any], kinds: Mapping[str, Any], *, required: bool = False) -> None:
+    for key, kind in kinds.items():
+        value = values.get(key)
+        if (required or value is not None) and (not isinstance(value, kind) or (kind is not bool and value is True)):
+            raise InputError(f"{key!r} is missing or has the wrong type")
+
+
+def _check_numbers(value: Any) -> None:
+    """Raises for a number with which sums or squares would be infinite. The depth of a JSON document is limited."""
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            _check_numbers(part)
+    elif isinstance(value, int | float) and abs(value) > LARGEST_NUMBER:
+        raise InputError(f"the number {str(value)[:20]} is out of range")
 
 
 def _read_table(path: Path, table: str) -> pd.DataFrame:
@@ -124,30 +160,52 @@ def _read_table(path: Path, table: str) -> pd.DataFrame:
         return empty(table)
     with optional_import("reading a profiling session"):
         import pandas  # noqa: F401  a table becomes a frame
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
-    with _reporting(path, (OSError, pa.ArrowException)):
-        file = pq.ParquetFile(path)
-        if file.metadata.num_rows > MAX_ROWS:
-            raise InputError(f"{path}: {file.metadata.num_rows} rows, more than the maximum of {MAX_ROWS}")
-        arrow = file.read()
     names = [c.name for c in schema.TABLES[table]]
-    missing = [n for n in names if n not in arrow.column_names]
-    if missing:
-        raise InputError(f"{path}: column {missing[0]!r} is missing; the session is damaged or of another version")
-    with _reporting(path, (pa.ArrowException, ValueError, TypeError, OverflowError)):
-        cast = arrow.select(names).cast(_arrow_schema(table))
-        return cast.to_pandas(types_mapper=_types_mapper())
+    texts = [c.name for c in schema.TABLES[table] if c.type == "string"]
+    with opening(path, "table", fix="record the session again") as stream:
+        # Text is read as a dictionary: a long text that millions of rows share takes its bytes only once.
+        file = pq.ParquetFile(stream, read_dictionary=texts)
+        rows, size = file.metadata.num_rows, file_size(stream)
+        if rows > MAX_ROWS:
+            raise InputError(f"{path}: {rows} rows, more than the maximum of {MAX_ROWS}")
+        missing = [n for n in names if n not in file.schema_arrow.names]
+        if missing:
+            raise InputError(f"{path}: column {missing[0]!r} is missing; the session is damaged or of another version")
+        groups = [file.metadata.row_group(n) for n in range(file.metadata.num_row_groups)]
+        unpacked = sum(group.total_byte_size for group in groups)
+        check_memory(path, max(unpacked, rows * len(names) * BYTES_PER_VALUE), size)
+        arrow = file.read(columns=names, use_threads=False)
+        check_memory(path, sum(_text_bytes(arrow[name]) for name in texts), size)
+        frame = arrow.select(names).cast(_arrow_schema(table)).to_pandas(types_mapper=_types_mapper())
+        for column in schema.TABLES[table]:
+            if column.type != "string":
+                _check_column(frame[column.name])
+            if table in COMPLETE and frame[column.name].isna().any():
+                raise InputError(f"a row has no {column.name!r}")
+    return frame
 
 
-@contextmanager
-def _reporting(path: Path, errors: tuple[type[Exception], ...]) -> Iterator[None]:
-    try:
-        yield
-    except errors as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{path}: damaged or truncated table ({reason}); record the session again") from None
+def _text_bytes(column: Any) -> int:
+    """The bytes of the text in a column, with all repetitions."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    total = 0
+    for chunk in column.chunks:
+        if pa.types.is_dictionary(chunk.type):
+            lengths = pc.binary_length(chunk.dictionary.cast(pa.string())).take(chunk.indices)
+            total += pc.sum(lengths.cast(pa.int64())).as_py() or 0
+    return total
+
+
+def _check_column(values: pd.Series) -> None:
+    """Raises for numbers that are not finite or out of range; a value that was not measured is null."""
+    known = values.dropna().to_numpy(dtype="float64")
+    wrong = known[~(abs(known) <= LARGEST_NUMBER)]
+    if len(wrong):
+        raise InputError(f"the column {values.name!r} has the number {wrong[0]}, which is out of range")
 
 
 def _dtype(kind: str) -> str:

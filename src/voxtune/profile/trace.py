@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 from torch.profiler import profile
 
 from voxtune.files import paths_are_recorded, recorded_values
+from voxtune.reading import gunzip, reading
 
 STEP = "voxtune::step#"
 MODULE = "module::"
@@ -112,7 +112,8 @@ def decode_trace(data: bytes) -> Trace:
 
 def read_trace(path: Path) -> Trace:
     """The trace of a gzipped JSON file."""
-    return decode_trace(gzip.decompress(path.read_bytes()))
+    with reading(path, "trace"):
+        return decode_trace(gunzip(path, "trace"))
 
 
 def parse_trace(events: list[dict[str, Any]]) -> Trace:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from voxtune.errors import InputError
-from voxtune.files import one_line
+from voxtune.reading import read_json
 from voxtune.report.numbers import MISSING, number
 
 
@@ -34,10 +33,7 @@ class Metrics:
 def read_metrics(path: Path) -> Metrics:
     """A metrics.json: {"figures": [{"name", "value", "low", "high", "n", "unit"}], "volumes": [{"file", "psnr", ...}]}."""
     fix = 'expected {"figures": [{"name": ..., "value": ...}]}, as written by voxtune evaluate'
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read as metrics ({one_line(error)}); {fix}") from None
+    data = read_json(path)
     figures = data.get("figures") if isinstance(data, dict) else None
     if not isinstance(figures, list):
         raise InputError(f"{path}: no list of metrics; {fix}")

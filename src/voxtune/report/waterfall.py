@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from voxtune.errors import InputError
-from voxtune.files import one_line, write_file
+from voxtune.files import write_file
+from voxtune.reading import read_json
 from voxtune.report.figure import Waterfall, WaterfallRow
 from voxtune.report.numbers import cudnn_version
 from voxtune.report.svg import render_svg
@@ -34,10 +34,7 @@ def write_waterfall(results: Path, target: Path, *, overwrite: bool = False) -> 
 
 def read_results(path: Path) -> dict[str, Any]:
     """A file of benchmarks/results: machine, versions, commit, and rows with name and p50_ms."""
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read as benchmark results ({one_line(error)})") from None
+    results = read_json(path)
     rows = results.get("rows") if isinstance(results, dict) else None
     if not isinstance(rows, list) or not all(isinstance(r, dict) and _time(r) for r in rows):
         raise InputError(f"{path}: no benchmark results; expected a list of rows, each with a name and p50_ms > 0")

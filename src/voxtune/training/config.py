@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -20,7 +19,7 @@ from voxtune.diffusion import get_sampler
 from voxtune.diffusion.noise import check_seed
 from voxtune.errors import InputError, install_command, optional_import
 from voxtune.files import recorded_path
-from voxtune.reading import read_text, reading
+from voxtune.reading import MAX_DEPTH, MAX_FIELD, parse_json, read_text, reading
 from voxtune.workloads import DEFAULT_WORKLOAD, WORKLOADS
 from voxtune.workloads import workload as find_workload
 
@@ -30,26 +29,25 @@ RECIPE = WORKLOADS[DEFAULT_WORKLOAD].recipe
 NUMBER = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
 
 
-def parse_yaml(text: str) -> Any:
-    """The YAML document in `text`. Raises InputError, or ValueError for an invalid number or date."""
+def parse_yaml(text: str, where: object) -> Any:
+    """The YAML document in `text`; `where` is the file or the option."""
     with optional_import("a config in YAML instead of JSON"):
         import yaml
-    try:
-        return yaml.load(text, Loader=_loader())
-    except yaml.YAMLError as error:
-        raise InputError(f"not valid YAML: {' '.join(str(error).split())[:300]}") from None
-    except (KeyError, AttributeError, TypeError, IndexError) as error:
-        # PyYAML's constructors fail on a tag that does not match its value (!!bool maybe).
-        raise InputError(f"not valid YAML: a value does not match its tag ({error})") from None
+    # PyYAML's constructors fail in many ways on a tag that does not match its value (!!bool maybe).
+    with reading(where, "YAML document"):
+        try:
+            return yaml.load(text, Loader=_loader())
+        except yaml.YAMLError as error:
+            raise InputError(f"not valid YAML: {' '.join(str(error).split())[:300]}") from None
 
 
 def parse_value(text: str) -> Any:
     """The value of an option such as `--set clip=1.0`. Without PyYAML: JSON, or else a string."""
     if importlib.util.find_spec("yaml") is not None:
-        return parse_yaml(text)
+        return parse_yaml(text, text[:80])
     try:
-        return json.loads(text)
-    except ValueError:
+        return parse_json(text, text[:80])
+    except InputError:
         if set(text) & set("[]{}\"'"):
             raise InputError(
                 f"{text[:80]}: not valid JSON, and YAML requires PyYAML: {install_command('yaml')}"
@@ -62,12 +60,25 @@ def _loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
+        depth = 0
+
         def compose_node(self, parent: Any, index: Any) -> Any:
             # Nested aliases can expand to gigabytes.
             if self.check_event(yaml.AliasEvent):
                 mark = self.peek_event().start_mark
                 raise InputError(f"line {mark.line + 1}: aliases (*name) are not supported; repeat the value")
-            return super().compose_node(parent, index)
+            if self.depth > MAX_DEPTH:
+                raise InputError(f"nested more than {MAX_DEPTH} deep")
+            self.depth += 1
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
+
+        def construct_scalar(self, node: Any) -> Any:
+            # A number in base 60 takes time that grows with the square of its length.
+            if len(node.value) > MAX_FIELD:
+                raise InputError(f"a value of {len(node.value)} characters")
+            return super().construct_scalar(node)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen = set()
@@ -376,11 +387,8 @@ def read_settings(path: Path) -> dict[Any, Any]:
     """The mapping in a YAML or JSON file as plain values; nothing in it is executed or expanded."""
     text = read_text(path, limit=MAX_FILE_BYTES, what="config of a training run")
     with reading(path, "config of a training run"):
-        try:
-            is_json = path.suffix.lower() == ".json"
-            data = json.loads(text, object_pairs_hook=_unique_pairs) if is_json else parse_yaml(text)
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
+        is_json = path.suffix.lower() == ".json"
+        data = parse_json(text, path, pairs=_unique_pairs) if is_json else parse_yaml(text, path)
     if not isinstance(data, dict):
         raise InputError(f"{path}: expected a mapping of settings, got {_kind(data)}")
     return data
