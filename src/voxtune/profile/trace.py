@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.profiler import profile
 
-from voxtune.files import paths_are_recorded
+from voxtune.files import paths_are_recorded, recorded_values
 
 STEP = "voxtune::step#"
 MODULE = "module::"
