@@ -288,6 +288,94 @@ def test_wording():
     assert not wrong, "\n".join(wrong[:40])
 
 
+# Calls that write, move or delete a file. Only `voxtune.files` may make them, so that its rules hold everywhere.
+WRITES = {
+    "write_text",
+    "write_bytes",
+    "rmtree",
+    "unlink",
+    "mkstemp",
+    "mkdtemp",
+    "rename",
+    "renames",
+    "remove",
+    "copyfile",
+}
+WRITES |= {"copy2", "copytree", "move", "symlink_to", "savefig", "to_parquet", "to_csv", "touch", "truncate", "link"}
+# Libraries whose functions of these names take the file as an argument; `part` is the file that `files.writing` yields.
+WRITES_TO = {"save", "savez", "savez_compressed", "save_file", "write_table", "dump", "export_chrome_trace"}
+OWN_WRITERS = {
+    "files.py": "the writer",
+    "cli/main.py": "the list of many errors, in the system's temporary folder",
+    "profile/worker.py": "the scratch folder of a worker process",
+    "profile/worker_pool.py": "the scratch folder of a worker process",
+    "plan/saved_graph.py": "the cache",
+    "training/checkpoint.py": "the locked folder of a run",
+    "training/log.py": "the locked folder of a run",
+    "training/loop.py": "the locked folder of a run",
+    "profile/trace.py": "the profiler's trace, in a temporary folder",
+}
+
+
+def writes_directly(node: ast.Call) -> bool:
+    """Whether a call writes a file by another function than those of `voxtune.files`."""
+    function = node.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    places = [function.value, *node.args] if isinstance(function, ast.Attribute) else node.args
+    if any(isinstance(place, ast.Name) and place.id in ("part", "buffer") for place in places):
+        return False
+    if name == "open":
+        mode = next((a for a in [*node.args, *(k.value for k in node.keywords)] if isinstance(a, ast.Constant)), None)
+        return isinstance(mode, ast.Constant) and isinstance(mode.value, str) and bool(set("wax+") & set(mode.value))
+    if name == "replace":  # of a path; a text has two arguments, a dataclass keywords
+        return isinstance(function, ast.Attribute) and len(node.args) == 1 and not node.keywords
+    if name in WRITES_TO:
+        owner = function.value if isinstance(function, ast.Attribute) else None
+        library = isinstance(owner, ast.Name) and owner.id in ("torch", "np", "nib", "pq", "json", "profiler")
+        return (
+            library
+            or name in ("save_file", "write_table")
+            or any(k.arg in ("format", "pnginfo") for k in node.keywords)
+        )
+    text = bool(node.args) and isinstance(node.args[0], ast.Constant)  # of a column
+    return name in WRITES and not (name in ("rename", "remove", "link") and (text or node.keywords or not node.args))
+
+
+def test_files_are_written_by_the_writer_alone():
+    found_in: dict[str, list[str]] = collections.defaultdict(list)
+    for file in source_files():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and writes_directly(node):
+                found_in[name_of(file)].append(f"{name_of(file)}:{node.lineno} {ast.unparse(node)[:80]}")
+    others = [line for name, lines in found_in.items() if name not in OWN_WRITERS for line in lines]
+    assert not others, "\n".join(others)
+
+
+def test_the_test_of_writers_finds_them():
+    for text in (
+        'path.write_text("x")',
+        'open(path, "w")',
+        'path.open("ab")',
+        'io.open(path, mode="x")',
+        "path.replace(other)",
+        "shutil.rmtree(folder)",
+        "path.unlink(missing_ok=True)",
+        "torch.save(state, path)",
+        "np.savez_compressed(path, a=a)",
+        'image.save(path, format="PNG")',
+        "tempfile.mkstemp()",
+    ):
+        assert writes_directly(ast.parse(text, mode="eval").body), text
+    for text in (
+        'open(path, "rb")',
+        'text.replace("a", "b")',
+        "replace(row, a=1)",
+        "part.write_bytes(data)",
+        "path.open()",
+    ):
+        assert not writes_directly(ast.parse(text, mode="eval").body), text
+
+
 def test_the_project_speaks_of_itself_alone():
     words = ("/" + "work/", "." + "library", "sub" + "agent")
     for file in [*source_files(), *documents()]:

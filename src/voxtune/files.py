@@ -140,6 +140,9 @@ def delete_file(path: Path) -> bool:
     return True
 
 
+NOT_A_FOLDER = "is not a folder; choose another output path"
+
+
 def check_outputs(files: Iterable[Path], *, overwrite: bool = False, folder: Path | None = None) -> None:
     """Raises one FilesError with every file that cannot or must not be written; call it before the work starts.
 
@@ -150,7 +153,9 @@ def check_outputs(files: Iterable[Path], *, overwrite: bool = False, folder: Pat
         try:
             _check_output(file, overwrite=overwrite, folder=folder)
         except InputError as error:
-            problems.add(file, error)
+            # Of many files in what is not a folder, one row.
+            name, _, problem = str(error).rpartition(f": {NOT_A_FOLDER}")
+            problems.add(*((name, NOT_A_FOLDER) if name and not problem else (file, error)))
     problems.raise_all()
 
 
@@ -163,7 +168,7 @@ def _check_output(file: Path, *, overwrite: bool, folder: Path | None) -> None:
     with reporting_os_errors(file):
         parent = next(path for path in file.absolute().parents if path.exists() or path.is_symlink())
         if not parent.is_dir():
-            raise InputError(f"{parent}: is not a folder; choose another output path")
+            raise InputError(f"{parent}: {NOT_A_FOLDER}")
         if folder is not None and not file.parent.resolve().is_relative_to(folder.resolve()):
             raise InputError(f"{file}: is outside the output folder {folder}; rename what it is named after")
         _check_existing(file, overwrite=overwrite, state=False)

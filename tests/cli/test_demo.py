@@ -88,4 +88,4 @@ def test_an_unwritable_folder_is_an_input_error(capsys, folder, tmp_path):
     (tmp_path / "file").write_text("x")
     code, _, err = run(capsys, "--model", folder, "-o", tmp_path / "file" / "deeper")
     assert code == 2
-    assert "choose a writable folder" in err
+    assert "file: is not a folder; choose another output path" in err

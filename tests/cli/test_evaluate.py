@@ -77,7 +77,11 @@ def test_every_metric_has_its_interval_count_seed_and_hash(capsys, folders, tmp_
     assert metrics["ms_ssim"]["low"] <= metrics["ms_ssim"]["value"] <= metrics["ms_ssim"]["high"]
     assert "| fid |" in (tmp_path / "out" / "metrics.md").read_text()
     [row, *_] = stored["volumes"]
-    assert row["nearest"].startswith(str(training)) and 0 < row["ms_ssim"] < 1
+    assert row["nearest"] in files_below(training) and row["file"] in files_below(synth) and 0 < row["ms_ssim"] < 1
+
+
+def files_below(folder):
+    return [path.relative_to(folder).as_posix() for path in folder.rglob("*.nii.gz")]
 
 
 def test_the_same_volumes_are_perfect_copies(capsys, folders, tmp_path):
@@ -100,8 +104,8 @@ def test_metrics_with_missing_inputs_are_skipped_with_the_reason(capsys, folders
         path.rename(path.with_name(f"volume{number}.nii.gz"))
     code, out, err = run(capsys, real, tmp_path / "s", "-o", tmp_path / "out", "--resamples", 50, "--features", network)
     assert code == 0, err
-    assert "skipped  psnr, ms_ssim: no synthetic volume matches a reference volume by name" in out
-    assert "skipped  dice: no masks" in out
+    assert "skipped psnr, ms_ssim: no synthetic volume matches a reference volume by name" in out
+    assert "skipped dice: no masks" in out
     assert "fid" in out
 
 
@@ -155,7 +159,7 @@ def test_damaged_volumes_end_with_one_line_that_names_them(capsys, folders, tmp_
         (lambda a, r, s, m, n: [r, s, "--segmenter", a / "x"], "no such segmenter"),
         (lambda a, r, s, m, n: [r, s, "--image", "FLAIR"], "FLAIR"),
         (lambda a, r, s, m, n: [r, s, "--resamples", 3], "resamples"),
-        (lambda a, r, s, m, n: [r, s, "-o", n / "config.json" / "x"], "is a file"),
+        (lambda a, r, s, m, n: [r, s, "-o", n / "config.json" / "x"], "is not a folder"),
     ],
 )
 def test_wrong_folders_are_refused(capsys, folders, tmp_path, change, word):
@@ -181,7 +185,7 @@ def test_masks_of_other_labels_leave_dice_out_and_name_the_segmenter(capsys, fol
     assert code == 0, err
     result = json.loads(out)
     reason = result["left_out"]["dice"]
-    assert f"of 4 masks do not have the labels of the segmenter {network}" in reason
+    assert f"of 4 masks do not have the labels of the segmenter {network.name}" in reason
     assert reason.startswith("4 of 4" if every else "1 of 4") and "unknown label 4" in reason
     assert "sub-0002_dseg.nii.gz" in reason or every
     assert "1 (brain), 2 (tumour)" in reason and "--segmenter" in reason
@@ -200,7 +204,7 @@ def test_networks_for_other_image_kinds_are_left_out(capsys, folders, tmp_path):
     assert code == 0, err
     result = json.loads(out)
     for name in ("fid", "mmd", "nearest_feature", "dice"):
-        assert f"the segmenter {network} reads T1w images, not FLAIR" in result["left_out"][name]
+        assert f"the segmenter {network.name} reads T1w images, not FLAIR" in result["left_out"][name]
     assert {"psnr", "ms_ssim", "histogram_w1", "nearest_voxel"} <= set(figures(out))
     assert result["features"] is result["segmenter"] is None
 
@@ -221,7 +225,7 @@ def test_the_reference_value_stands_beside_the_synthetic_one(capsys, folders, tm
     assert header.split()[:3] == ["metric", "value", "reference"]
     # Random weights do not recognise the tumour.
     weak = next(line for line in stored["warnings"] if "weak" in line)
-    assert f"the segmenter {network} is weak on the reference volumes" in weak
+    assert f"the segmenter {network.name} is weak on the reference volumes" in weak
     assert "dice_tumour_real is 0.0" in weak and "dice_tumour" in weak.split("so ")[1]
 
 

@@ -251,7 +251,8 @@ def test_an_interrupted_run_leaves_its_rows(capsys, folders, tmp_path, monkeypat
     assert [row["name"] for row in saved["rows"]] == ["ddpm 4, reference", "ddpm 4, seed 1", "ddim 1"]
     assert "unfinished: the rows so far" in saved["notes"] and len(saved["model_sha256"]) == 64
     assert not (tmp_path / "steps.json").exists()
-    code, _, err = run(capsys, *requested)
+    assert run(capsys, *requested)[0] == 2, "the rows are not lost without --overwrite"
+    code, _, err = run(capsys, *requested, "--overwrite")
     assert code == 0, err
     assert sorted(f.name for f in tmp_path.iterdir()) == ["steps.json", "steps.md"]
 
@@ -271,7 +272,7 @@ def test_ambiguous_options_are_rejected(capsys, folders, tmp_path, options, word
     assert code == 2 and word in err
     (tmp_path / "file").write_text("x")
     code, _, err = run(capsys, *requested[:-1], tmp_path / "file", *QUICK)
-    assert code == 2 and "is a file" in err
+    assert code == 2 and "is not a folder" in err
 
 
 def test_a_lesion_lost_in_resampling_is_reported(folders, tmp_path, caplog):

@@ -84,7 +84,7 @@ def test_the_cohort_and_more_volumes_than_subjects(capsys, folders, tmp_path):
     assert code == 2 and "--overwrite" in err
     (tmp_path / "file").write_text("x")
     code, _, err = run(capsys, "usefulness", folders[0], "-o", tmp_path / "file", *options)
-    assert code == 2 and "is a file" in err
+    assert code == 2 and "is not a folder" in err
     more = ("--subjects", folders[1], "--volumes", 6, "--seeds", 1, "--steps", 1, "--overwrite", "--json", *QUICK)
     code, out, err = run(
         capsys, "usefulness", folders[0], "-o", tmp_path, *more, "--timestep-spacing", "logsnr", "--no-clip"

@@ -89,7 +89,7 @@ def test_images_that_a_sidecar_names_are_found_by_name(tmp_path):
     put(tmp_path / "out" / "x_desc-synth01_T1w.nii.gz")
     put(
         tmp_path / "real" / "x_T1w.nii.gz",
-        tmp_path / "real" / "other" / "x_T1w.nii.gz",
+        tmp_path / "m" / "x_T1w.nii.gz",
         tmp_path / "m" / "x_seg.nii.gz",
     )
     record = {"mask": "x_seg.nii.gz", "Sources": ["x_seg.nii.gz", "x_T1w.nii.gz"]}
@@ -97,7 +97,7 @@ def test_images_that_a_sidecar_names_are_found_by_name(tmp_path):
     (tmp_path / "out" / "x_desc-synth01_T1w.json").write_text(json.dumps(record))
     case = find_cases(tmp_path / "out", real=tmp_path / "real", masks=tmp_path / "m").cases[0]
     assert case.from_image.images == (), "two files of this name"
-    (tmp_path / "real" / "other" / "x_T1w.nii.gz").unlink()
+    (tmp_path / "m" / "x_T1w.nii.gz").unlink()
     case = find_cases(tmp_path / "out", real=tmp_path / "real", masks=tmp_path / "m").cases[0]
     assert case.from_image.images == (tmp_path / "real" / "x_T1w.nii.gz",)
 

@@ -46,7 +46,7 @@ def test_the_module_is_the_same_command(tmp_path, golden_model) -> None:
     assert "self-check: FAILED: baseline few" in done.stdout
     assert "  window   kernels 6 to 8 of " in done.stdout
     recorded = load_session(tmp_path / "sample-baseline").meta["command"]
-    assert recorded.startswith(f"python -m voxtune profile {golden_model}")
+    assert recorded.startswith(f"python -m voxtune profile {golden_model.name} ")
 
 
 @pytest.mark.parametrize(

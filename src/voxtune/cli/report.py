@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from voxtune.cli.common import JsonOption, Output, OverwriteOption, QuietOption, parse_window_option
+from voxtune.cli.common import JsonOption, Output, OverwriteOption, QuietOption, RecordPathsOption, parse_window_option
 from voxtune.errors import InputError
 from voxtune.files import check_outputs, write_file
 
@@ -54,6 +54,7 @@ def command(
         ),
     ] = None,
     overwrite: OverwriteOption = False,
+    record_paths: RecordPathsOption = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:

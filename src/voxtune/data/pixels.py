@@ -65,11 +65,11 @@ def png(pixels_HWC: np.ndarray) -> bytes:
     from PIL.PngImagePlugin import PngInfo
 
     check_png(pixels_HWC.shape[-1])
-    file, info = io.BytesIO(), PngInfo()
+    buffer, info = io.BytesIO(), PngInfo()
     info.add_text(*PNG_COMMENT)
     image = Image.fromarray(pixels_HWC[..., 0] if pixels_HWC.shape[-1] == 1 else pixels_HWC)
-    image.save(file, format="PNG", pnginfo=info)
-    return file.getvalue()
+    image.save(buffer, format="PNG", pnginfo=info)
+    return buffer.getvalue()
 
 
 def sheet(images_NHWC: np.ndarray, *, cell: int = 64) -> np.ndarray:

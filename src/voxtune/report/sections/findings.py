@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from voxtune.analysis.certificate import certificate
@@ -11,6 +13,7 @@ from voxtune.analysis.ledger import layout_ledger, precision_audit
 from voxtune.analysis.mix import kernel_shares
 from voxtune.analysis.roofline import roofline as roofline_table
 from voxtune.analysis.table import Column, Table
+from voxtune.files import recorded_command, recorded_values
 from voxtune.report.charts import bars_from_rows, block, not_recorded, overview, present
 from voxtune.report.document import Badge, Block, Section, Text
 from voxtune.report.figure import Bars, Point, Roof, Scatter, Series
@@ -154,7 +157,7 @@ def _roofs(ceilings: dict[str, Any] | None) -> list[Roof]:
 
 def environment(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     """The metadata of all sessions."""
-    facts = [_flat({k: v for k, v in s.meta.items() if k not in ("format", "version")}) for s in sessions]
+    facts = [_flat(_recorded({k: v for k, v in s.meta.items() if k not in ("format", "version")})) for s in sessions]
     keys = list(dict.fromkeys(k for f in facts for k in f))
     columns = [Column("what", kind="text"), *(Column(n, kind="text") for n in names)]
     common = [k for k in keys if len(sessions) > 1 and len({f.get(k) for f in facts}) == 1]
@@ -177,6 +180,15 @@ def environment(names: Sequence[str], sessions: Sequence[Session]) -> Section:
             *_differences(keys, facts),
         ],
     )
+
+
+def _recorded(meta: dict[str, Any]) -> dict[str, Any]:
+    """The metadata without paths, which sessions of version 0.1 have."""
+    command = meta.get("command")
+    if isinstance(command, str):
+        with suppress(ValueError):  # an open quotation
+            meta = {**meta, "command": recorded_command(shlex.split(command))}
+    return dict(recorded_values(meta))
 
 
 def _flat(meta: dict[str, Any], prefix: str = "") -> dict[str, str | None]:
