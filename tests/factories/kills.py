@@ -52,7 +52,11 @@ CALLS = (
 )
 # A full disk does not prevent these.
 NEED_NO_SPACE = ("remove", "truncate", "rmdir")
-MODULES = ("voxtune.cli.main", "voxtune.training.loop", "voxtune.segmentation.train", "voxtune.runtime.generate")
+# Imported once. torch._dynamo takes half of the time of a small training otherwise.
+MODULES = (
+    *("torch._dynamo", "torch.utils.tensorboard.summary", "nibabel", "PIL.Image", "voxtune.analysis.estimate"),
+    *("voxtune.cli.main", "voxtune.training.loop", "voxtune.segmentation.train", "voxtune.runtime.generate"),
+)
 
 
 @dataclass(frozen=True)

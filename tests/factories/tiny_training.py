@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import signal
 from pathlib import Path
 
@@ -68,30 +67,10 @@ def rows(out: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if k != "seconds"} for row in found]
 
 
-def run_tiny(out: str, changes: dict, kill_at_fsync: int = 0, resume: bool = True, delay: float = 0.0) -> None:
-    """Body of a child process; at its `kill_at_fsync`-th fsync it dies as if the power had gone."""
+def run_tiny(out: str, changes: dict, resume: bool = True) -> None:
+    """Body of a child process."""
     torch.set_num_threads(1)
-    if kill_at_fsync:
-        _die_at_fsync(kill_at_fsync)
     train(tiny_config(**changes), Blobs(), out, resume=resume)
-
-
-def run_dying_in_write(out: str, changes: dict, call: int) -> None:
-    """Body of a child process that dies with half of the `call`-th weights file written."""
-    import safetensors.torch
-
-    torch.set_num_threads(1)
-    calls, real = [0], safetensors.torch.save_file
-
-    def save_half(tensors, path, metadata=None):
-        calls[0] += 1
-        real(tensors, path, metadata=metadata)
-        if calls[0] == call:
-            os.truncate(path, Path(path).stat().st_size // 2)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    safetensors.torch.save_file = save_half
-    train(tiny_config(**changes), Blobs(), out, resume=True)
 
 
 def run_limited(out: str, changes: dict, limit_after_step: int, report: str) -> None:
@@ -126,15 +105,3 @@ def finish(target, *arguments) -> int:
     process.join(300)
     assert process.exitcode is not None, "the child hangs"
     return process.exitcode
-
-
-def _die_at_fsync(count: int) -> None:
-    calls, real = [0], os.fsync
-
-    def fsync(handle):
-        calls[0] += 1
-        if calls[0] == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-        real(handle)
-
-    os.fsync = fsync
