@@ -55,7 +55,8 @@ READERS = {
 MAY_READ: dict[str, tuple[set[str], str]] = {
     "reading.py": ({"os.open", "os.fdopen", "json.loads", "zipfile.ZipFile"}, "the readers"),
     "files.py": ({"os.open"}, "the writer"),
-    "cli/main.py": ({"os.open", "os.fdopen"}, "/dev/null, and a temporary file that it writes"),
+    "cli/main.py": ({"os.open"}, "/dev/null"),
+    "cli/problems.py": ({"os.fdopen"}, "a temporary file that it writes"),
     "analysis/estimate.py": ({"read_text", "json.loads"}, "data of the package"),
     "analysis/mix.py": ({"read_text", "json.loads"}, "data of the package"),
     "analysis/study.py": ({"read_text", "json.loads"}, "data of the package"),
@@ -72,11 +73,9 @@ MAY_READ: dict[str, tuple[set[str], str]] = {
         {"read_bytes", "json.loads"},
         "a temporary file of the profiler; traces parsed within the guard",
     ),
-    "profile/ncu.py": ({"csv.DictReader"}, "output of Nsight Compute, parsed within the guard"),
+    "profile/ncu.py": ({"csv.DictReader", "csv.reader"}, "output of Nsight Compute, parsed within the guard"),
     "kernels/compile_workers.py": ({"pickle.loads", "os.fdopen"}, "pipes of its own worker processes"),
     "training/config.py": ({"yaml.load"}, "within the guard; its loader limits depth and aliases"),
-    "training/log.py": ({"open", "json.loads"}, "rows of its own log, which may hold NaN"),
-    "training/loop.py": ({"open"}, "its lock"),
 }
 # Modules of fewer lines than this belong in their importer, if they have only one.
 SMALL = 60
@@ -306,7 +305,9 @@ WRITES |= {"copy2", "copytree", "move", "symlink_to", "savefig", "to_parquet", "
 WRITES_TO = {"save", "savez", "savez_compressed", "save_file", "write_table", "dump", "export_chrome_trace"}
 OWN_WRITERS = {
     "files.py": "the writer",
-    "cli/main.py": "the list of many errors, in the system's temporary folder",
+    "cli/problems.py": "the list of many errors, in the system's temporary folder",
+    "runtime/storage.py": "weights without their config are deleted first",
+    "training/folder.py": "the locked folder of a run",
     "profile/worker.py": "the scratch folder of a worker process",
     "profile/worker_pool.py": "the scratch folder of a worker process",
     "plan/saved_graph.py": "the cache",

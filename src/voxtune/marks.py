@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from voxtune.errors import InputError
-from voxtune.reading import open_regular, opening, opening_zip, parse_json, read_file, read_head, read_json, reading
+from voxtune.reading import opening, opening_zip, parse_json, read_file, read_head, read_json
 
 MARK = "voxtune"
 # In the field `descrip` of a NIfTI header, at this offset in NIfTI-1 and NIfTI-2.
@@ -209,7 +209,7 @@ def _dataset_file(path: Path) -> bool:
 
 
 def _parquet(path: Path) -> bool:
-    with os.fdopen(open_regular(path), "rb") as file, reading(path):
+    with opening(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 8))
         length = int.from_bytes(file.read(4), "little")

@@ -18,7 +18,7 @@ import numpy as np
 from voxtune.diffusion.noise import check_seed
 from voxtune.errors import FileProblems, InputError, advice, overwrite_advice
 from voxtune.files import check_outputs, counted
-from voxtune.reading import read_json
+from voxtune.reading import parse_json, read_json
 from voxtune.runtime.batching import BatchChoice, pads_last_batch
 from voxtune.runtime.model import Model
 from voxtune.runtime.sampling import SamplerSettings
@@ -256,7 +256,7 @@ class Job(ABC, Generic[ItemT, ResultT]):
 
     def _difference(self, item: ItemT, record: dict[str, Any]) -> str | None:
         """How the sidecar of a sample differs from what this job would write, or None."""
-        expected = json.loads(json.dumps(self.record(item), default=str))
+        expected = parse_json(json.dumps(self.record(item), default=str), "record")
         for key in sorted((expected.keys() | record.keys()) - MAY_DIFFER):
             if record.get(key) != expected.get(key):
                 return f"was drawn with {key} {str(record.get(key))[:60]}, not {str(expected.get(key))[:60]}"

@@ -23,7 +23,7 @@ from voxtune.files import (
     writing,
 )
 from voxtune.marks import marked_markdown
-from voxtune.reading import file_sha256, read_json
+from voxtune.reading import file_sha256, parse_json, read_json
 from voxtune.runtime.model import Model, ModelConfig, checked_device
 from voxtune.runtime.sampling import AutoSampling
 from voxtune.tensorfiles import read_safetensors
@@ -134,7 +134,7 @@ def check_model_folder(folder: Path, *, overwrite: bool) -> None:
 
 def _holds_json(path: Path, data: dict[str, Any]) -> bool:
     try:
-        return bool(read_json(path) == json.loads(json.dumps(data)))
+        return bool(read_json(path) == parse_json(json.dumps(data), path))
     except InputError:
         return False
 
