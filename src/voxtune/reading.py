@@ -72,7 +72,8 @@ def open_regular(path: Path) -> int:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
         reason = "is a folder" if error.errno == errno.EISDIR else (error.strerror or one_line(error))
-        raise InputError(f"{path}: {reason[:1].lower()}{reason[1:]}") from None
+        name = f"{str(path)[:200]}..." if error.errno == errno.ENAMETOOLONG else path
+        raise InputError(f"{name}: {reason[:1].lower()}{reason[1:]}") from None
     except ValueError as error:  # a NUL in the name
         raise InputError(f"{path}: {one_line(error)}") from None
     mode = os.fstat(handle).st_mode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import nibabel as nib
 import numpy as np
@@ -117,7 +118,7 @@ def test_a_network_of_all_kinds_measures_volumes(folders, tmp_path, capsys):
     assert {"fid", "mmd", "nearest_feature", "dice_brain", "dice_tumour", "psnr_T2w"} <= metrics.keys()
     assert not any(name.startswith(("fid_", "mmd_")) for name in metrics) and not result["left_out"]
     assert result["segmenter"]["images"] == ["T1", "T1ce", "T2", "FLAIR"]
-    assert result["volumes"][0]["nearest"].startswith(str(training))
+    assert result["volumes"][0]["nearest"] in {file.name for file in Path(training).iterdir()}
     # The order of --image is that of the result; the network has its own.
     again, _ = run(capsys, tmp_path / "b", real, synth, every, "--masks", masks, "--image", "flair,t2,t1ce,t1")
     assert again["images"] == ["FLAIR", "T2w", "T1ce", "T1w"]

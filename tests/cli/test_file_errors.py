@@ -48,9 +48,9 @@ def test_three_files_are_a_table(capsys, imported_model, tmp_path, temporary):
 def test_more_than_twenty_files_are_listed_in_a_text_file(capsys, imported_model, tmp_path, temporary):
     masks = bad_masks(tmp_path / "masks", 60)
     code, _, err = run(capsys, "sample", imported_model, "-m", masks, "-o", tmp_path / "out")
-    title, *rows, last = err.splitlines()
+    progress, title, *rows, last = err.splitlines()
     [listed] = temporary.iterdir()
-    assert code == 2 and "60 files" in title and len(rows) == 20
+    assert code == 2 and progress.startswith("checking masks 60/60") and "60 files" in title and len(rows) == 20
     assert last == f"40 more; all of them: {listed}"
     lines = [line.split("\t") for line in listed.read_text().splitlines()]
     assert [Path(file).name for file, _ in lines] == [f"sub-{i:02d}_dseg.nii.gz" for i in range(60)]
@@ -61,6 +61,8 @@ def test_with_json_the_error_is_one_line(capsys, imported_model, tmp_path, tempo
     masks = bad_masks(tmp_path / "masks", 25)
     code, out, err = run(capsys, "sample", imported_model, "-m", masks, "-o", tmp_path / "out", "--json")
     [listed] = temporary.iterdir()
+    progress, err = err.split("\n", 1)
+    assert progress.startswith("checking masks 25/25")
     assert code == 2 and out == "" and err.count("\n") == 1 and err.startswith("voxtune: error: ")
     assert "sub-00_dseg.nii.gz" in err and "and 24 more files with errors" in err and str(listed) in err
     assert len(listed.read_text().splitlines()) == 25

@@ -55,7 +55,7 @@ def test_the_run_folder(place):
     assert page.shape[0] > 4 * 64
     assert np.ptp(page.astype(int), axis=2).max() > 0, "in colours"
     card = (place / "run" / "model" / "README.md").read_text()
-    for fact in (f"`{place / 'py'}` and their mirror images, 40 in total", "labels are not used", "--count 16"):
+    for fact in ("`py` and their mirror images, 40 in total", "labels are not used", "--count 16"):
         assert fact in card
     assert read_run(place / "run").learning_rate == 2e-4
 

@@ -43,7 +43,7 @@ def test_volumes_from_mgh_masks_are_nifti_with_the_same_affine(capsys, imported_
         assert volume.shape == mask.shape and np.array_equal(volume.affine, mask.affine)
         assert volume.get_sform(coded=True)[1] == volume.get_qform(coded=True)[1] == 1
         assert np.allclose(volume.get_qform(), mask.affine, atol=1e-3)
-    code, text, err = run(capsys, "view", out, "-o", tmp_path / "view.html", "--json")
+    code, text, err = run(capsys, "view", out, "--masks", folder / "masks", "-o", tmp_path / "view.html", "--json")
     assert code == 0 and len(json.loads(text)["cases"]) == 4, err
     assert not any("mask" in warning for warning in json.loads(text)["warnings"])
 

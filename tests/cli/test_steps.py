@@ -199,7 +199,7 @@ PASSED |= {"verdict": "not worse"}  # as version 0.1 wrote it
         ({"chosen": None}, (), "no chosen setting"),
         ({"chosen": "no such row"}, (), "damaged"),
         ({"skip": -1}, (), "damaged"),
-        ({"subjects": float("inf")}, (), "damaged"),
+        ({"subjects": float("inf")}, (), "Infinity is not a number"),
         ({"rows": [7]}, (), "damaged"),
         ({"rows": [PASSED | {"steps": 99}]}, (), "1 to 4"),
         ({"rows": [PASSED | {"clip": "no"}]}, (), "damaged"),

@@ -232,7 +232,10 @@ def test_an_oblique_mask_padded_and_written_back_is_the_same_file(folder, shape,
     placement = fit(mask, generic_contract(3, 1, (10, 11, 12)), "pad")
     back = placement.invert(placement.apply(mask.array, label=True), label=True)
     assert np.array_equal(back, labels)
-    source, written = nib.load(folder / "in.nii"), nib.load(write_volume(folder / "out.nii", back, mask))
+    source, written = (
+        nib.load(folder / "in.nii"),
+        nib.load(write_volume(folder / "out.nii", back, mask, overwrite=True)),
+    )
     assert np.array_equal(written.affine, source.affine) and np.array_equal(written.affine, mask.affine)
     for form in ("get_qform", "get_sform"):
         (was, was_code), (now, now_code) = (getattr(i, form)(coded=True) for i in (source, written))

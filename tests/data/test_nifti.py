@@ -57,7 +57,7 @@ def test_labels_and_geometry_round_trip(folder, shape, spacing, code, dtype, cod
     assert np.array_equal(read.array, array) and read.array.dtype == np.int32
     assert np.allclose(read.spacing, spacing, rtol=1e-5)
 
-    back = nib.load(write_volume(folder / f"out{suffix}", read.array, read))
+    back = nib.load(write_volume(folder / f"out{suffix}", read.array, read, overwrite=True))
     assert type(back) is image_class and back.get_data_dtype() == np.uint8
     assert np.array_equal(np.asanyarray(back.dataobj), array)
     assert np.array_equal(back.affine, read.affine)
@@ -225,7 +225,7 @@ def test_save_replaces_and_reads_back(tmp_path):
     image = Volume(array=np.random.default_rng(0).random((4, 5, 6), dtype=np.float32), affine=np.diag([1.0, 2, 3, 1]))
     for path in (tmp_path / "a" / "image.nii.gz", str(tmp_path / "image.nii")):
         assert image.save(path) == Path(path)
-        with pytest.raises(InputError, match="already exists; pass overwrite=True"):
+        with pytest.raises(InputError, match=r"already exists; .* pass overwrite=True"):
             image.save(path)
         again = read_volume(image.save(path, overwrite=True))
         np.testing.assert_array_equal(again.array, image.array)
@@ -269,7 +269,7 @@ def test_an_mgh_mask_gives_a_nifti_result_with_its_exact_affine(folder, shape, s
     read = read_labels(path)
     assert np.array_equal(read.array, array) and np.array_equal(read.affine, source.affine)
     assert np.array_equal(read_volume(path).array, array)
-    back = nib.load(write_volume(folder / "out.nii.gz", read.array, read))
+    back = nib.load(write_volume(folder / "out.nii.gz", read.array, read, overwrite=True))
     assert type(back) is nib.Nifti1Image and np.array_equal(np.asanyarray(back.dataobj), array)
     assert np.array_equal(back.affine, source.affine)
     assert np.array_equal(back.get_sform(coded=True)[0], source.affine) and back.get_sform(coded=True)[1] == 1

@@ -19,9 +19,10 @@ from tests.factories import analytic
 from tests.factories.networks import make
 from voxtune.errors import InputError
 from voxtune.evaluation.steps import precisions
-from voxtune.plan import Plan
+from voxtune.plan import Plan, cache
 from voxtune.plan import build as building
 from voxtune.plan import tuner as tuning
+from voxtune.plan.gate import Verdict
 from voxtune.plan.hazards import hazards, refuses_half, slow_half, why_no_compiler
 from voxtune.plan.passes import PassOutcome
 from voxtune.plan.run import Signature
@@ -230,9 +231,7 @@ def test_a_given_plan_is_gated_and_one_that_fails_is_refused(tmp_path, monkeypat
     voxtune.optimize(net, args, path)
     monkeypatch.undo()
     # Elsewhere it is gated again; a broken pass is refused there.
-    edited = json.loads(path.read_text()) | {"made_for": {}}
-    path.write_text(json.dumps(edited))
-    real = Plan.load(path)
+    real = Plan(fast.plan.steps, {}, fast.plan.evidence)
 
     def broken(captured, context, options):
         norm = captured.nodes(torch.ops.aten.group_norm.default)[0]
@@ -244,6 +243,45 @@ def test_a_given_plan_is_gated_and_one_that_fails_is_refused(tmp_path, monkeypat
     monkeypatch.setattr(building, "PASSES", passes)
     with pytest.raises(InputError, match="refused by the gate"):
         voxtune.optimize(net, args, real)
+
+
+def test_an_edited_plan_is_gated_again(tmp_path, monkeypatch):
+    net, args = make("med_ddpm")
+    fast = voxtune.optimize(net, args, Plan.of("cleanup", "channels_last"))
+    path = tmp_path / "plan.json"
+    fast.plan.save(path)
+    stored = json.loads(path.read_text())
+    assert Plan.load(path) == fast.plan
+    edits = [
+        {"passes": [{"pass": "cleanup"}, {"pass": "bf16"}]},
+        {"passes": [*stored["passes"][:1], {"pass": "channels_last", "options": {"except": []}}]},
+        {"made_for": stored["made_for"] | {"device": "another card"}},
+        {"evidence": {"gate": stored["evidence"]["gate"] | {"relative": 0.0}}},
+        {"hash": "0" * 32},
+        {"hash": None},
+    ]
+    calls = []
+    monkeypatch.setattr("voxtune.plan.api.judge", lambda *args: calls.append(args) or Verdict(False, "edited", {}))
+    for edit in edits:
+        path.write_text(json.dumps(stored | edit))
+        assert not Plan.load(path).evidence
+        with pytest.raises(InputError, match="refused by the gate: edited"):
+            voxtune.optimize(net, args, path)
+    assert len(calls) == len(edits)
+
+
+def test_an_edited_plan_in_the_cache_is_ignored(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("VOXTUNE_CACHE", str(tmp_path))
+    net, args = make("med_ddpm")
+    fast = voxtune.optimize(net, args, Plan.of("cleanup", "channels_last"))
+    cache.remember(fast.plan)
+    here = fast.plan.made_for
+    assert cache.remembered(here) == fast.plan
+    path = next((tmp_path / "plans").glob("*.json"))
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps(stored | {"passes": [{"pass": "bf16"}]}))
+    assert cache.remembered(here) is None
+    assert "ignoring a cached plan" in caplog.text
 
 
 def test_other_shapes_run_the_original_network(caplog):

@@ -55,7 +55,7 @@ def sampled(folder, orientation):
     volume = GeneratedVolume(
         request=request, replicate=1, index=0, images_CDHW=placed[None] / 2, files=(file,), contract=contract
     )
-    _picture(volume, file.with_suffix(".png"), False)
+    _picture(volume, file.with_suffix(".png"), True)
     return np.asarray(Image.open(file.with_suffix(".png")))
 
 

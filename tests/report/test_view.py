@@ -50,7 +50,7 @@ def test_embedded_volumes_equal_the_files(folder, tmp_path):
         shown, file = embedded(page, image[key]), nib.load(folder / f"sub-1_{name}.nii.gz")
         assert np.abs(shown.get_fdata() - file.get_fdata()).max() <= step
         assert np.array_equal(shown.affine, file.affine)
-        assert shown.header["descrip"].item() == b""
+        assert shown.header["descrip"].item() == b"voxtune"
     assert [(row["value"], row["name"]) for row in data["labels"]] == [(1, "label 1"), (4000, "label 4000")]
     number = {row["value"]: row["number"] for row in data["labels"]}
     mask = np.asarray(embedded(page, case["mask"]).dataobj)

@@ -65,7 +65,7 @@ def test_another_size_and_grey_images(tmp_path):
 
 def test_existing_images_are_not_replaced(model, tmp_path):
     generate_images(model, tmp_path)
-    with pytest.raises(InputError, match=r"image-000000.png: already exists; .*overwrite=True"):
+    with pytest.raises(InputError, match=r"image-000000.png: already exists, and 1 more file; .*overwrite=True"):
         generate_images(model, tmp_path, count=2)
     assert len(generate_images(model, tmp_path, count=2, overwrite=True)) == 2
 

@@ -30,6 +30,7 @@ UPDATES = []
 
 @pytest.fixture(scope="module")
 def table():
+    UPDATES.clear()
     result = step_table(
         analytic.model(),
         analytic.subjects(16),

@@ -18,6 +18,7 @@ from torch import nn
 
 from voxtune.errors import InputError
 from voxtune.files import write_json
+from voxtune.plan.passes import select
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import Inputs, Signature
 
@@ -154,7 +155,14 @@ def remembered(made_for: dict[str, Any]) -> Plan | None:
     except InputError as error:
         log.warning("ignoring a cached plan: %s", error)
         return None
-    return plan if plan.made_for == made_for else None
+    if plan.made_for != made_for:
+        return None
+    if plan.names != select("fp32") and not plan.evidence.get("gate"):
+        log.warning(
+            "ignoring a cached plan without evidence (%s): it was edited, or written by an earlier version", path
+        )
+        return None
+    return plan
 
 
 def remember(plan: Plan) -> None:

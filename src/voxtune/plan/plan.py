@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +15,7 @@ from voxtune.errors import InputError
 from voxtune.files import write_file
 from voxtune.reading import read_json
 
+log = logging.getLogger("voxtune")
 FORMAT = "voxtune-plan/1"
 
 
@@ -52,14 +56,16 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         steps = [{"pass": s.name, **({"options": s.options} if s.options else {})} for s in self.steps]
-        return {"format": FORMAT, "passes": steps, "made_for": self.made_for, "evidence": self.evidence}
+        content = {"passes": steps, "made_for": self.made_for, "evidence": _finite(self.evidence)}
+        return {"format": FORMAT, **content, "hash": _hash(content)}
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> Plan:
+        """A plan without its evidence, if the passes, what it was made for or the evidence were edited."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             given = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise InputError(f"{where}: expected a plan of format {FORMAT!r}, got {given!r}")
-        unknown = set(data) - {"format", "passes", "made_for", "evidence"}
+        unknown = set(data) - {"format", "passes", "made_for", "evidence", "hash"}
         if unknown:
             raise InputError(f"{where}: unknown entry {sorted(unknown)[0]!r}")
         passes = data.get("passes")
@@ -68,9 +74,13 @@ class Plan:
         try:
             steps = tuple(_step(entry) for entry in passes)
             rest = {key: _mapping(data.get(key, {}), key) for key in ("made_for", "evidence")}
-            return cls(steps, rest["made_for"], rest["evidence"])
+            plan = cls(steps, rest["made_for"], rest["evidence"])
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
+        if plan.evidence and data.get("hash") != _hash(data):
+            log.info("%s: ignoring its evidence, because it is not that of these passes", where)
+            return cls(plan.steps, plan.made_for, {})
+        return plan
 
     def save(self, path: Path, *, overwrite: bool = False) -> None:
         write_file(path, (json.dumps(self.to_json(), indent=2) + "\n").encode(), overwrite=overwrite)
@@ -78,6 +88,21 @@ class Plan:
     @classmethod
     def load(cls, path: Path) -> Plan:
         return cls.from_json(read_json(path), str(path))
+
+
+def _hash(data: dict[str, Any]) -> str:
+    """Binds the evidence to the passes with their options, and to the network, the inputs and the card."""
+    content = {name: data.get(name) for name in ("passes", "made_for", "evidence")}
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _finite(value: Any) -> Any:
+    """For JSON, which has no infinity: None stands for the PSNR of equal tensors and for the error of NaN."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _step(entry: Any) -> Step:
