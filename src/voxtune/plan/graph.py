@@ -211,6 +211,10 @@ def _views(node: fx.Node) -> bool:
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
+def is_weight(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "get_attr"
+
+
 def source_line(node: fx.Node) -> str:
     """The line of the network's code that an operator comes from, as text to append; empty if it is unknown."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', str(node.meta.get("stack_trace") or ""))

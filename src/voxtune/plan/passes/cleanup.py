@@ -11,6 +11,7 @@ from torch import fx
 
 from voxtune.plan.graph import CASTS, Captured, argument, aten, is_call, shape, value
 from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage
+from voxtune.plan.passes.written_norm import written_norms
 from voxtune.plan.recipes import Recipe, Ref
 
 COPIES = (
@@ -30,6 +31,7 @@ def cleanup(captured: Captured, _context: Context, _options: dict[str, Any]) -> 
     captured.refresh()
     count += _fold(captured)
     count += _share_equal(captured)
+    count += written_norms(captured)
     captured.refresh()
     return PassOutcome(count)
 
