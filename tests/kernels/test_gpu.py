@@ -141,3 +141,109 @@ def test_add(dtype):
     shift = draw(2, 40, dtype=torch.float32)
     truth = a.double() + b.double() + shift.double()[:, :, None, None, None]
     assert error(torch.ops.voxtune.add(a, b, shift), truth) < BAR[dtype]
+
+
+DOUBLING = [  # (channels of each source, output channels, voxels, kernel, stride)
+    ((64,), 32, (64, 64, 64), (2, 2, 2), (2, 2, 2)),
+    ((320,), 320, (4, 4, 4), (2, 2, 2), (2, 2, 2)),
+    ((40,), 24, (5, 17, 9), (2, 2, 2), (2, 2, 2)),
+    ((64,), 32, (3, 20, 24), (1, 2, 2), (1, 2, 2)),
+    ((32, 32), 16, (32, 32, 32), (3, 3, 3), (2, 2, 2)),
+    ((40, 24), 72, (5, 9, 17), (3, 3, 3), (2, 2, 2)),
+    ((128,), 128, (32, 32, 32), (4, 4, 4), (2, 2, 2)),
+    ((72,), 136, (7, 5, 33), (4, 4, 4), (2, 2, 2)),
+    ((64,), 64, (6, 16, 16), (3, 4, 4), (1, 2, 2)),
+    ((256,), 256, (1, 1, 1), (4, 4, 4), (2, 2, 2)),
+    ((128,), 64, (33, 31), (4, 4), (2, 2)),
+    ((64, 16), 24, (16, 70), (3, 3), (2, 2)),
+]
+STRIDED = [  # (channels in and out, voxels, kernel, stride)
+    (32, 64, (128, 128, 128), (3, 3, 3), (2, 2, 2)),
+    (64, 128, (65, 64, 32), (3, 3, 3), (2, 2, 2)),
+    (320, 320, (8, 8, 8), (3, 3, 3), (2, 2, 2)),
+    (40, 72, (5, 18, 34), (3, 3, 3), (2, 2, 2)),
+    (32, 64, (9, 40, 48), (1, 3, 3), (1, 2, 2)),
+    (64, 64, (6, 20, 24), (3, 3, 3), (1, 2, 2)),
+    (64, 32, (6, 12, 15), (3, 3, 3), (2, 2, 1)),
+    (64, 128, (1, 2, 2), (3, 3, 3), (2, 2, 2)),
+    (64, 128, (34, 62), (3, 3), (2, 2)),
+]
+
+
+def whole_numbers(dtype, c, k, taps, shape):
+    """Weights of -1, 0 and 1, few enough that every type holds the sums; a shift that is a slice of a wider tensor."""
+    generator = torch.Generator().manual_seed(c + k)
+    w = (torch.rand(shape, generator=generator) < 96 / (c * taps)).float()
+    w *= torch.randint(0, 2, shape, generator=generator) * 2 - 1
+    shift = torch.randint(-3, 4, (2, k + 5), generator=generator).to("cuda", torch.float32)[:, 3:-2]
+
+    def x(c, voxels):
+        return lasting(torch.randint(-2, 3, (2, c, *voxels), generator=generator).to("cuda", dtype))
+
+    return w.to("cuda", dtype), shift, x
+
+
+def check_with_statistics(y, plain, statistics, truth):
+    assert float(truth.abs().max()) <= 256, "whole numbers that every type holds"
+    assert torch.equal(y.float(), truth) and torch.equal(plain, y)
+    count, mean, squares = statistics.double().unbind(2)
+    total, flat = count.sum(1), truth.double().flatten(2)
+    assert bool((total == flat.shape[2]).all())
+    middle = (count * mean).sum(1) / total
+    spread = (squares + count * (mean - middle[:, None]).square()).sum(1) / total
+    variance = flat.var(2, correction=0)  # zero for one voxel
+    assert float((middle - flat.mean(2)).abs().max()) < 1e-3
+    assert float((spread - variance).abs().max()) < 1e-4 * (1 + float(variance.max()))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("channels", "k", "voxels", "kernel", "stride"), DOUBLING)
+def test_doubling_conv_is_exact_on_integers(dtype, channels, k, voxels, kernel, stride, caplog):
+    from voxtune.kernels.doubling_conv import pack_transposed, paddings
+
+    w, shift, x = whole_numbers(dtype, sum(channels), k, 8, (sum(channels), k, *kernel))
+    sources = [x(c, voxels) for c in channels]
+    packed = pack_transposed(w)
+    own = torch.ops.voxtune.doubling_conv
+    y, statistics = own(sources, packed, shift, kernel, stride, True)
+    plain = own(sources, packed, shift, kernel, stride, False)[0]
+    padding, output_padding = paddings(kernel, stride)
+    convolution = F.conv_transpose3d if len(kernel) == 3 else F.conv_transpose2d
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        truth = convolution(
+            torch.cat(sources, 1).float(), w.float(), None, stride, padding, output_padding
+        ) + shift.view(2, k, *[1] * len(kernel))
+    check_with_statistics(y, plain, statistics, truth)
+    assert "falls back" not in caplog.text
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("scale", [(2, 2, 2), (1, 2, 2), (2, 2)])
+def test_nearest_upsampling_folded_into_a_convolution(dtype, scale):
+    from voxtune.kernels.doubling_conv import folded_kernel, pack_nearest
+
+    kernel = (3,) * len(scale)
+    x = lasting(draw(2, 64, *(9, 17, 20)[-len(scale) :], dtype=dtype))
+    w, shift = draw(72, 64, *kernel, dtype=torch.float32), draw(2, 72, dtype=torch.float32)
+    packed = pack_nearest(w, scale).to(dtype)
+    y, _ = torch.ops.voxtune.doubling_conv([x], packed, shift, folded_kernel(kernel, scale), scale, True)
+    up = F.interpolate(x.double(), scale_factor=tuple(map(float, scale)), mode="nearest")
+    convolution = F.conv3d if len(scale) == 3 else F.conv2d
+    truth = convolution(up, w.double(), padding=1) + shift.double().view(2, 72, *[1] * len(scale))
+    assert error(y, truth) < 1.5 * BAR[dtype]  # weights and result are rounded
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("c", "k", "voxels", "kernel", "stride"), STRIDED)
+def test_strided_conv_is_exact_on_integers(dtype, c, k, voxels, kernel, stride, caplog):
+    from voxtune.kernels.strided_conv import pack_strided
+
+    w, shift, x = whole_numbers(dtype, c, k, 27, (k, c, *kernel))
+    source, packed, own = x(c, voxels), pack_strided(w), torch.ops.voxtune.strided_conv
+    y, statistics = own(source, packed, shift, kernel, stride, True)
+    plain = own(source, packed, shift, kernel, stride, False)[0]
+    convolution = F.conv3d if len(kernel) == 3 else F.conv2d
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        truth = convolution(source.float(), w.float(), None, stride, [s // 2 for s in kernel])
+    check_with_statistics(y, plain, statistics, truth + shift.view(2, k, *[1] * len(kernel)))
+    assert "falls back" not in caplog.text

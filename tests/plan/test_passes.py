@@ -22,12 +22,12 @@ from voxtune.precision import tf32_allowed
 
 # How often each pass matches.
 MATCHES = {
-    "med_ddpm": {"sdpa": 4, "fuse_norm": 21, "edges": 2, "conv3d": 17, "pointwise": 5, "upsample": 1},
-    "monai_3d": {"sdpa": 4, "fuse_norm": 21, "edges": 2, "conv3d": 17, "pointwise": 5, "upsample": 1},
-    "monai_2d": {"sdpa": 4, "fuse_norm": 25, "edges": 2, "epilogue": 15, "pointwise": 5, "upsample": 2},
-    "diffusers_2d": {"fuse_norm": 21, "edges": 2, "epilogue": 11, "pointwise": 5, "upsample": 1},
-    "diffusers_3d": {"fuse_norm": 58, "edges": 2, "epilogue": 43, "pointwise": 5, "upsample": 1},
-    "convnext": {"fuse_norm": 22, "upsample": 1},
+    "med_ddpm": {"sdpa": 4, "fuse_norm": 21, "upsample": 1, "edges": 2, "conv3d": 17, "strided": 1, "pointwise": 5},
+    "monai_3d": {"sdpa": 4, "fuse_norm": 21, "doubling": 1, "edges": 2, "conv3d": 16, "strided": 1, "pointwise": 5},
+    "monai_2d": {"sdpa": 4, "fuse_norm": 25, "doubling": 1, "upsample": 1, "edges": 2, "epilogue": 14, "pointwise": 5},
+    "diffusers_2d": {"fuse_norm": 21, "doubling": 1, "edges": 2, "epilogue": 11, "pointwise": 5},
+    "diffusers_3d": {"fuse_norm": 58, "doubling": 1, "edges": 2, "epilogue": 43, "pointwise": 5},
+    "convnext": {"fuse_norm": 22, "doubling": 1},
 }
 
 
@@ -70,13 +70,14 @@ def test_half_precision_errs_like_autocast(name, half):
 
 
 FUSED = {
-    *("channels_last", "cleanup", "sdpa", "time", "fuse_norm", "epilogue", "pointwise", "upsample", "cudnn_benchmark")
+    *("channels_last", "cleanup", "sdpa", "time", "fuse_norm", "epilogue", "pointwise", "doubling", "upsample"),
+    "cudnn_benchmark",
 }
 
 
 def test_ready_plans_and_ladders_follow_from_the_flags_of_passes():
     assert [set(plan.names) for plan in READY] == [
-        {"bf16", *FUSED, "edges", "conv3d", "cuda_graph"},
+        {"bf16", *FUSED, "edges", "conv3d", "strided", "cuda_graph"},
         {"bf16", *FUSED, "cuda_graph"},
         {"bf16", *FUSED},
         {"tf32", *FUSED},
@@ -92,9 +93,9 @@ def test_ready_plans_and_ladders_follow_from_the_flags_of_passes():
         {"bf16", "channels_last", "cleanup", "compile"},
         {"bf16", "channels_last", "cleanup", "sdpa", "time", "fuse_norm"},
         {"cudnn_benchmark"},
-        {"epilogue", "pointwise", "upsample"},
+        {"epilogue", "pointwise", "doubling", "upsample"},
         {"edges"},
-        {"conv3d"},
+        {"conv3d", "strided"},
         {"cuda_graph"},
     ]
     assert [rung.add for rung in CPU_LADDER] == [
@@ -110,7 +111,7 @@ def test_ready_plans_and_ladders_follow_from_the_flags_of_passes():
 def test_flags_of_passes():
     assert {p.name for p in PASSES if p.structural} == set(REWRITING) - {"channels_last"}
     assert {p.name for p in PASSES if not p.exact} == {"tf32", "bf16", "fp16"}
-    assert {p.name for p in PASSES if p.needs_hopper} == {"conv3d"}
+    assert {p.name for p in PASSES if p.needs_hopper} == {"conv3d", "doubling", "strided"}
     names = {p.name for p in PASSES}
     assert all(set(p.excludes) | set(p.requires) <= names for p in PASSES)
     for plan, precision in {("strict", "bf16"): "bf16", ("tf32",): "tf32", ("cleanup",): "fp32"}.items():
@@ -120,7 +121,7 @@ def test_flags_of_passes():
 def test_a_new_pass_joins_the_plans_of_its_stage(monkeypatch):
     extra = Pass(name="extra", summary="for this test", stage=PassStage.FUSION)
     monkeypatch.setattr("voxtune.plan.passes.PASSES", (*PASSES, extra))
-    assert select(PassStage.FUSION) == ("upsample", "pointwise", "epilogue", "extra")
+    assert select(PassStage.FUSION) == ("doubling", "upsample", "pointwise", "epilogue", "extra")
     assert select("bf16", PassStage.FUSION)[0] == "bf16"
 
 

@@ -18,10 +18,12 @@ from torch import Tensor, library
 from torch.utils.weak import WeakIdKeyDictionary
 
 from voxtune.kernels import conv3d as _conv3d
+from voxtune.kernels import doubling_conv as _doubling
 from voxtune.kernels import group_norm as _norm
 from voxtune.kernels import head_conv as _head
 from voxtune.kernels import pointwise as _pointwise
 from voxtune.kernels import stem_conv as _stem
+from voxtune.kernels import strided_conv as _strided
 from voxtune.kernels import upsample as _upsample
 from voxtune.kernels.group_norm import empty_channels_last
 
@@ -157,6 +159,53 @@ def upsample(x: Tensor, mode: str) -> Tensor:
 @shapes_of("upsample")
 def _(x, mode):
     return empty_channels_last(x, x.shape[1], voxels=tuple(2 * s for s in x.shape[2:]))
+
+
+@operator(
+    "doubling_conv(Tensor[] sources, Tensor packed, Tensor? shift, int[] kernel, int[] stride, bool statistics) "
+    "-> (Tensor, Tensor)"
+)
+def doubling_conv(
+    sources: list[Tensor], packed: Tensor, shift: Tensor | None, kernel: list[int], stride: list[int], statistics: bool
+) -> tuple[Tensor, Tensor]:
+    lasting = tuple(_lasting(s) for s in sources)
+    rest = (packed, shift, tuple(kernel), tuple(stride), statistics)
+    reason = _doubling.why_not(lasting, packed, tuple(kernel), tuple(stride))
+    if _runs_kernel(lasting[0], reason, "doubling_conv"):
+        y, sums = _doubling.doubling_conv(lasting, *rest, checked=True)
+    else:
+        y, sums = _doubling.doubling_conv_reference(lasting, *rest)
+    return _lasting(y), packed.new_empty(0, dtype=torch.float32) if sums is None else sums
+
+
+@shapes_of("doubling_conv")
+def _(sources, packed, shift, kernel, stride, statistics):
+    voxels = tuple(size * s for size, s in zip(sources[0].shape[2:], stride, strict=True))
+    y = empty_channels_last(sources[0], packed.shape[1], voxels=voxels)
+    return y, packed.new_empty(0, dtype=torch.float32)
+
+
+@operator(
+    "strided_conv(Tensor x, Tensor packed, Tensor? shift, int[] kernel, int[] stride, bool statistics) "
+    "-> (Tensor, Tensor)"
+)
+def strided_conv(
+    x: Tensor, packed: Tensor, shift: Tensor | None, kernel: list[int], stride: list[int], statistics: bool
+) -> tuple[Tensor, Tensor]:
+    x = _lasting(x)
+    rest = (packed, shift, tuple(kernel), tuple(stride), statistics)
+    reason = _strided.why_not(x, packed, tuple(kernel), tuple(stride))
+    if _runs_kernel(x, reason, "strided_conv"):
+        y, sums = _strided.strided_conv(x, *rest, checked=True)
+    else:
+        y, sums = _strided.strided_conv_reference(x, *rest)
+    return _lasting(y), x.new_empty(0, dtype=torch.float32) if sums is None else sums
+
+
+@shapes_of("strided_conv")
+def _(x, packed, shift, kernel, stride, statistics):
+    voxels = _strided.result_voxels(tuple(x.shape[2:]), tuple(stride))
+    return empty_channels_last(x, packed.shape[1], voxels=voxels), x.new_empty(0, dtype=torch.float32)
 
 
 # Weights in the layout that the edge kernels read, packed at the first call.

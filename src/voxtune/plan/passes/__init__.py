@@ -18,6 +18,7 @@ from voxtune.plan.passes.execution import COMPILE, CUDA_GRAPH, CUDNN_BENCHMARK, 
 from voxtune.plan.passes.half import BF16, FP16
 from voxtune.plan.passes.layout import CHANNELS_LAST
 from voxtune.plan.passes.norm import FUSE_NORM
+from voxtune.plan.passes.resampling import DOUBLING, STRIDED
 from voxtune.plan.passes.time import TIME
 from voxtune.plan.passes.upsample import UPSAMPLE
 
@@ -29,9 +30,11 @@ PASSES: tuple[Pass, ...] = (
     SDPA,
     TIME,
     FUSE_NORM,
+    DOUBLING,
     UPSAMPLE,
     EDGES,
     CONV3D,
+    STRIDED,
     POINTWISE,
     EPILOGUE,
     BF16,

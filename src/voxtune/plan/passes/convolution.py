@@ -61,8 +61,8 @@ def as_matrix(weight: Tensor) -> Tensor:
 class Join:
     """What follows a convolution and can be fused into its output: addends per channel and a residual."""
 
-    def __init__(self, captured: Captured, node: fx.Node, bias: fx.Node | None):
-        self.captured, self.last = captured, node
+    def __init__(self, captured: Captured, node: fx.Node, bias: fx.Node | None, *, residual: bool = True):
+        self.captured, self.last, self.takes_residual = captured, node, residual
         self.addends: list[fx.Node] = []
         self.residual: fx.Node | None = None
         self.bias = bias
@@ -78,7 +78,7 @@ class Join:
             return False
         if per_channel(other, shape(user)):
             self.addends.append(other)
-        elif self.residual is None and shape(other) == shape(user) == shape(self.last):
+        elif self.takes_residual and self.residual is None and shape(other) == shape(user) == shape(self.last):
             self.residual = other
         else:
             return False
@@ -121,18 +121,16 @@ def conv3d(captured: Captured, _context: Context, options: dict[str, Any]) -> Pa
 
 def _own_conv3d(captured: Captured, node: fx.Node, packed: fx.Node, bias: fx.Node | None) -> None:
     join = Join(captured, node, bias)
-    shift = join.shift()
+    args = (node.args[0], packed, join.shift(), join.residual)
+    insert_with_statistics(captured, join, torch.ops.voxtune.conv3d.default, *args, of=node)
+
+
+def insert_with_statistics(captured: Captured, join: Join, target: Any, *args: Any, of: fx.Node) -> None:
+    """Inserts an operator in place of a convolution and its join. Its last argument says whether a norm reads its result; it
+    returns the result and the statistics, which the norm then receives.
+    """
     norms = [u for u in join.last.users if is_call(u, torch.ops.voxtune.group_norm_silu.default)]
-    both = captured.insert(
-        join.last,
-        torch.ops.voxtune.conv3d.default,
-        node.args[0],
-        packed,
-        shift,
-        join.residual,
-        bool(norms),
-        of=node,
-    )
+    both = captured.insert(join.last, target, *args, bool(norms), of=of)
     y = captured.insert(join.last, operator.getitem, both, 0)
     if norms:
         statistics = captured.insert(join.last, operator.getitem, both, 1)

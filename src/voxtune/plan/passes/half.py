@@ -37,6 +37,8 @@ SAME_TYPE = {
 STAY = {
     "group_norm_silu": (1, 2, 5, 7),
     "conv3d": (2,),
+    "doubling_conv": (2,),
+    "strided_conv": (2,),
     "pointwise": (2,),
     "add": (2,),
     "stem": (0, 2),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
 
 from voxtune.plan.graph import Captured, argument, aten, shape
 from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage, register_operators
@@ -22,14 +23,26 @@ def upsample(captured: Captured, _context: Context, _options: dict[str, Any]) ->
     count = 0
     for node in captured.nodes(*UPSAMPLES):
         mode = UPSAMPLES[node.target]  # type: ignore[index]
-        before, after = shape(node.args[0]), shape(node)
         aligned = mode == "linear" and argument(node, "align_corners")
-        if aligned or after[2:] != tuple(2 * s for s in before[2:]):
+        if aligned or set(scale_of(node) or ()) != {2}:
             continue
         captured.replace(node, captured.insert(node, torch.ops.voxtune.upsample.default, node.args[0], mode))
         count += 1
     captured.refresh()
     return PassOutcome(count, None if count else "no upsampling by two")
+
+
+def scale_of(node: fx.Node) -> tuple[int, ...] | None:
+    """The whole factor of each axis of an upsampling, or None."""
+    before, after = shape(node.args[0])[2:], shape(node)[2:]
+    scale = tuple(b // a for a, b in zip(before, after, strict=True))
+    # The size alone does not decide: 3 voxels become 6 by a factor of 2.1 too, and other voxels are nearest.
+    if any(declared.name == "scale_factors" for declared in node.target._schema.arguments):  # type: ignore[union-attr]
+        given = argument(node, "scale_factors") or [None] * len(scale)
+    else:
+        given = [argument(node, name) for name in ("scales_d", "scales_h", "scales_w")[-len(scale) :]]
+    exact = all(a * s == b for a, b, s in zip(before, after, scale, strict=True))
+    return scale if exact and all(g is None or g == s for g, s in zip(given, scale, strict=True)) else None
 
 
 UPSAMPLE = Pass(
