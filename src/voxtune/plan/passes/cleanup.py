@@ -1,5 +1,6 @@
 """cleanup: removes operators without effect (casts to the same type, dropout in eval mode, copies) and normalises equivalent
-operators, so that later passes need one pattern each. Exact."""
+operators, so that later passes need one pattern each: InstanceNorm becomes GroupNorm, a BatchNorm in eval mode becomes part of
+the convolution before it. Exact."""
 
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ COPIES = (
     aten.contiguous.default,
     aten.clone.default,
 )
+FORWARD = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv2d.padding, aten.conv3d.padding)
+TRANSPOSED = (aten.conv_transpose2d.input, aten.conv_transpose3d.input)
 
 
 def cleanup(captured: Captured, _context: Context, _options: dict[str, Any]) -> PassOutcome:
@@ -39,6 +42,10 @@ def _simplify(captured: Captured, node: fx.Node) -> int:
         return _chunk_to_split(captured, node)
     if target == aten.conv1d.default:
         return _conv1d_to_linear(captured, node)
+    if target == aten.instance_norm.default and argument(node, "use_input_stats"):
+        return _instance_to_group_norm(captured, node)
+    if (affine := _fixed_affine(captured, node)) is not None:
+        return _fold_affine(captured, node, *affine)
     if _computes_nothing(node):
         captured.replace(node, node.args[0])  # type: ignore[arg-type]
         captured.graph.erase_node(node)
@@ -60,7 +67,74 @@ def _computes_nothing(node: fx.Node) -> bool:
         return (
             before is not None and after is not None and before.dtype == after.dtype and before.device == after.device
         )
+    # x * 1, x / 1, x + 0, x - 0
+    neutral = 1 if is_call(node, aten.mul.Tensor, aten.div.Tensor) else 0
+    if neutral or is_call(node, aten.add.Tensor, aten.sub.Tensor):
+        before, after, number = value(node.args[0]), value(node), node.args[1]
+        return (
+            isinstance(number, int | float)
+            and number == neutral
+            and before is not None
+            and after is not None
+            and before.dtype == after.dtype
+        )
     return False
+
+
+def _instance_to_group_norm(captured: Captured, node: fx.Node) -> int:
+    if argument(node, "running_mean") is not None:
+        return 0  # it would also update the running statistics
+    source, *affine = (argument(node, name) for name in ("input", "weight", "bias"))
+    new = captured.insert(
+        node, aten.group_norm.default, source, shape(node)[1], *affine, argument(node, "eps"), False, of=node
+    )
+    captured.replace(node, new)
+    return 1
+
+
+def _fixed_affine(captured: Captured, node: fx.Node) -> tuple[fx.Node, torch.Tensor, torch.Tensor] | None:
+    """Source, scale and offset per channel of a norm with running statistics, in float64."""
+    norm = node
+    if node.target is operator.getitem and node.args[1] == 0:
+        norm = node.args[0]  # type: ignore[assignment]
+        if not is_call(norm, aten._native_batch_norm_legit_no_training.default):
+            return None
+    elif is_call(node, aten.batch_norm.default):
+        if argument(node, "training"):
+            return None
+    elif not is_call(node, aten.instance_norm.default):
+        return None
+    given = [argument(norm, name) for name in ("weight", "bias", "running_mean", "running_var")]
+    weight, bias, mean, variance = (captured.constant(a) for a in given)
+    if (
+        mean is None
+        or variance is None
+        or (weight is None) != (given[0] is None)
+        or (bias is None) != (given[1] is None)
+    ):
+        return None
+    scale = (variance.double() + argument(norm, "eps")).rsqrt() * (1 if weight is None else weight.double())
+    return argument(norm, "input"), scale, (0 if bias is None else bias.double()) - mean.double() * scale
+
+
+def _fold_affine(captured: Captured, node: fx.Node, source: fx.Node, scale: torch.Tensor, offset: torch.Tensor) -> int:
+    """Into weight and bias of the convolution before it, if nothing else reads that convolution."""
+    transposed = is_call(source, *TRANSPOSED)
+    if not is_call(source, *FORWARD, *TRANSPOSED) or len(source.users) != 1:
+        return 0
+    given = argument(source, "bias")
+    weight, bias = captured.constant(argument(source, "weight")), captured.constant(given)
+    if weight is None or (given is not None and bias is None) or (transposed and argument(source, "groups") != 1):
+        return 0
+    per_output = [1] * weight.dim()
+    per_output[1 if transposed else 0] = -1
+    scaled = (weight.double() * scale.view(per_output)).to(weight.dtype)
+    total = offset if bias is None else offset + bias.double() * scale
+    constants = [captured.add_constant(t, "folded") for t in (scaled, total.to(weight.dtype))]
+    more = {name: a for name, a in source.kwargs.items() if name not in ("weight", "bias")}
+    new = captured.insert(source, source.target, source.args[0], *constants, *source.args[3:], of=source, **more)  # type: ignore[arg-type]
+    captured.replace(node, new)
+    return 1
 
 
 def _chunk_to_split(captured: Captured, node: fx.Node) -> int:

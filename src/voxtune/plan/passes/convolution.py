@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from voxtune.plan.graph import Captured, argument, aten, channel_sources, is_call, shape, sole_user
 from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage, register_operators
-from voxtune.plan.passes.norm import per_channel
+from voxtune.plan.passes.norm import per_channel, set_argument
 
 CONVOLUTIONS = (aten.conv2d.default, aten.conv3d.default)
 
@@ -108,7 +108,8 @@ def conv3d(captured: Captured, _context: Context, options: dict[str, Any]) -> Pa
 def _own_conv3d(captured: Captured, node: fx.Node, packed: Tensor, bias: Tensor | None) -> None:
     join = Join(captured, node, bias)
     shift = join.shift()
-    norms = [u for u in join.last.users if is_call(u, torch.ops.voxtune.group_norm_silu.default)]
+    norms = [u for u in join.last.users if is_call(u, torch.ops.voxtune.norm_act.default)]
+    norms = [n for n in norms if join.last in argument(n, "sources")]  # and not only its residual
     both = captured.insert(
         join.last,
         torch.ops.voxtune.conv3d.default,
@@ -129,12 +130,12 @@ def _own_conv3d(captured: Captured, node: fx.Node, packed: Tensor, bias: Tensor 
 
 def _give_statistics(captured: Captured, norm: fx.Node, source: fx.Node, statistics: fx.Node) -> None:
     """One entry for each of the norm's sources; for an empty tensor the norm computes the statistics itself."""
-    sources, known = list(norm.args[0]), list(norm.args[7])  # type: ignore[arg-type]
+    sources, known = list(norm.args[0]), list(argument(norm, "statistics"))  # type: ignore[arg-type]
     if not known:
         empty = captured.add_constant(torch.empty(0, device=captured.device), "unknown")
         known = [empty] * len(sources)
     known = [statistics if s is source else k for s, k in zip(sources, known, strict=True)]
-    norm.args = (*norm.args[:7], known)
+    set_argument(norm, "statistics", known)
 
 
 def pointwise(captured: Captured, _context: Context, _options: dict[str, Any]) -> PassOutcome:
@@ -205,17 +206,17 @@ def _without_bias(node: fx.Node) -> None:
 
 
 def _into_norm(captured: Captured, node: fx.Node, bias: Tensor | None) -> bool:
-    """A bias that only a norm reads becomes part of the norm's shift."""
+    """A bias that only a norm reads becomes part of the norm's shift, which InstanceNorm does not need."""
     norm = sole_user(node)
-    if bias is None or norm is None or not is_call(norm, torch.ops.voxtune.group_norm_silu.default):
+    if bias is None or norm is None or not is_call(norm, torch.ops.voxtune.norm_act.default):
         return False
-    if list(norm.args[0]) != [node]:  # type: ignore[arg-type]
+    if list(norm.args[0]) != [node] or argument(norm, "residual") is node:  # type: ignore[arg-type]
         return False
-    total = captured.add_constant(bias[None].float(), "bias")
-    shift = norm.args[5]
-    if isinstance(shift, fx.Node):
-        total = captured.insert(norm, aten.add.Tensor, shift, total)
-    norm.args = (*norm.args[:5], total, *norm.args[6:])
+    if argument(norm, "groups") < bias.shape[0]:
+        total, shift = captured.add_constant(bias[None].float(), "bias"), argument(norm, "shift")
+        if isinstance(shift, fx.Node):
+            total = captured.insert(norm, aten.add.Tensor, shift, total)
+        set_argument(norm, "shift", total)
     _without_bias(node)
     return True
 
