@@ -116,7 +116,7 @@ def compile_all(arch):
         found.append(build(gn.voxtune_moments, moments, {"UNIT": 1, "BLOCK_V": 64, "BLOCK_C": 64}))
         pointers = {"x_ptr": dtype, "affine_ptr": "*fp32", "slopes_ptr": "*fp32", "residual_ptr": dtype, "y_ptr": dtype}
         numbers = {**dict.fromkeys(("V", "CS", "C", "first"), "i32"), "slope": "fp32", "slopes_stride": "i32"}
-        for activation in gn.ACTIVATIONS:
+        for activation in gn.ACTIVATIONS if dtype == "*bf16" else ("silu",):
             for residual in (False, True):
                 constants = {"ACTIVATION": activation, "HAS_RESIDUAL": residual, "UNIT": 8 if residual else 1}
                 constants |= {"BLOCK_V": 64, "BLOCK_C": 64}

@@ -1,6 +1,6 @@
 """cleanup: removes operators without effect (casts to the same type, dropout in eval mode, copies) and normalises equivalent
-operators, so that later passes need one pattern each: InstanceNorm becomes GroupNorm, a BatchNorm in eval mode becomes part of
-the convolution before it. Exact."""
+operators, so that later passes need one pattern each; a norm with fixed statistics (BatchNorm in eval mode) becomes part of the
+convolution before it. Exact."""
 
 from __future__ import annotations
 
@@ -42,8 +42,6 @@ def _simplify(captured: Captured, node: fx.Node) -> int:
         return _chunk_to_split(captured, node)
     if target == aten.conv1d.default:
         return _conv1d_to_linear(captured, node)
-    if target == aten.instance_norm.default and argument(node, "use_input_stats"):
-        return _instance_to_group_norm(captured, node)
     if (affine := _fixed_affine(captured, node)) is not None:
         return _fold_affine(captured, node, *affine)
     if _computes_nothing(node):
@@ -81,17 +79,6 @@ def _computes_nothing(node: fx.Node) -> bool:
     return False
 
 
-def _instance_to_group_norm(captured: Captured, node: fx.Node) -> int:
-    if argument(node, "running_mean") is not None:
-        return 0  # it would also update the running statistics
-    source, *affine = (argument(node, name) for name in ("input", "weight", "bias"))
-    new = captured.insert(
-        node, aten.group_norm.default, source, shape(node)[1], *affine, argument(node, "eps"), False, of=node
-    )
-    captured.replace(node, new)
-    return 1
-
-
 def _fixed_affine(captured: Captured, node: fx.Node) -> tuple[fx.Node, torch.Tensor, torch.Tensor] | None:
     """Source, scale and offset per channel of a norm with running statistics, in float64."""
     norm = node
@@ -102,7 +89,7 @@ def _fixed_affine(captured: Captured, node: fx.Node) -> tuple[fx.Node, torch.Ten
     elif is_call(node, aten.batch_norm.default):
         if argument(node, "training"):
             return None
-    elif not is_call(node, aten.instance_norm.default):
+    elif not is_call(node, aten.instance_norm.default) or argument(node, "use_input_stats"):
         return None
     given = [argument(norm, name) for name in ("weight", "bias", "running_mean", "running_var")]
     weight, bias, mean, variance = (captured.constant(a) for a in given)
