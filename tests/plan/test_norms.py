@@ -1,4 +1,5 @@
-"""Norms of segmentation networks and video autoencoders are fused with activation, residual and shift, and stay correct."""
+"""Norms of segmentation networks and video autoencoders are fused with activation, residual and shift or folded into the
+convolution before them, and stay correct."""
 
 from __future__ import annotations
 
@@ -184,3 +185,32 @@ def test_in_training_mode_running_statistics_are_left_alone():
     captured = capture(net.train(), (x,))
     BY_NAME["cleanup"].rewrite(captured, Context(torch.device("cpu"), ("cleanup",)), {})
     assert captured.nodes(aten.instance_norm.default)
+
+
+class Pools(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Conv3d(3, 8, 1)
+        self.b = nn.Conv3d(8, 4, 1, bias=False)
+        self.c = nn.Conv3d(4, 4, 1)
+        self.d = nn.Conv2d(4, 5, 1)
+        self.e = nn.Conv2d(5, 5, 3)
+
+    def forward(self, x):
+        x = self.a(F.avg_pool3d(x, 2))
+        y = F.avg_pool3d(x, 2, 2, ceil_mode=True)  # another size
+        x = F.avg_pool3d(x, 2, 2)
+        z = self.c(self.b(x)) + x[:, :4] + self.b(y)[:, :, :1, :1, :1]  # something else reads the pooled volume
+        w = self.d(F.avg_pool2d(z[:, :, 0], (2, 2), ceil_mode=False))
+        return self.e(F.avg_pool2d(w, 2))  # no 1x1 convolution
+
+
+def test_a_mean_before_a_pointwise_convolution_becomes_a_stride():
+    torch.manual_seed(0)
+    net, x = Pools().eval(), torch.randn(2, 3, 9, 50, 51)
+    fast = build(net, (x,), None, Plan.of("cleanup"))
+    assert error(fast(x), double_answer(net, (x,))) < 5e-6
+    graph = fast.runner.inner.graph
+    assert len([n for n in graph.nodes if is_call(n, aten.avg_pool3d.default, aten.avg_pool2d.default)]) == 3
+    strided = [n for n in graph.nodes if is_call(n, aten.conv3d.default, aten.conv2d.default) and n.args[3:]]
+    assert [n.args[3] for n in strided] == [[2, 2, 2], [2, 2]]

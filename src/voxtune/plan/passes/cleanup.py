@@ -1,6 +1,6 @@
 """cleanup: removes operators without effect (casts to the same type, dropout in eval mode, copies) and normalises equivalent
 operators, so that later passes need one pattern each; a norm with fixed statistics (BatchNorm in eval mode) becomes part of the
-convolution before it. Exact."""
+convolution before it, the mean of 2x2x2 voxels part of a 1x1x1 convolution after it. Exact."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ COPIES = (
     aten.clone.default,
 )
 FORWARD = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv2d.padding, aten.conv3d.padding)
+POINTWISE = (aten.conv2d.default, aten.conv3d.default)
+POOLS = (aten.avg_pool2d.default, aten.avg_pool3d.default)
 TRANSPOSED = (aten.conv_transpose2d.input, aten.conv_transpose3d.input)
 
 
@@ -42,6 +44,8 @@ def _simplify(captured: Captured, node: fx.Node) -> int:
         return _chunk_to_split(captured, node)
     if target == aten.conv1d.default:
         return _conv1d_to_linear(captured, node)
+    if target in POINTWISE and is_call(node.args[0], *POOLS):
+        return _pool_to_stride(captured, node, node.args[0])  # type: ignore[arg-type]
     if (affine := _fixed_affine(captured, node)) is not None:
         return _fold_affine(captured, node, *affine)
     if _computes_nothing(node):
@@ -120,6 +124,35 @@ def _fold_affine(captured: Captured, node: fx.Node, source: fx.Node, scale: torc
     constants = [captured.add_constant(t, "folded") for t in (scaled, total.to(weight.dtype))]
     more = {name: a for name, a in source.kwargs.items() if name not in ("weight", "bias")}
     new = captured.insert(source, source.target, source.args[0], *constants, *source.args[3:], of=source, **more)  # type: ignore[arg-type]
+    captured.replace(node, new)
+    return 1
+
+
+def _pool_to_stride(captured: Captured, node: fx.Node, pool: fx.Node) -> int:
+    """A mean of 2x2x2 voxels, then a 1x1x1 convolution: one convolution of stride 2 with the weight divided by 8.
+
+    Pooling has no kernel for channels-last volumes.
+    """
+    weight, sides = captured.constant(argument(node, "weight")), len(shape(node)) - 2
+    two, one, zero = ([number] * sides for number in (2, 1, 0))
+
+    def is_plain(call: fx.Node, **expected: list[int]) -> bool:
+        return all(list(argument(call, name)) in (value, value[:1]) for name, value in expected.items())
+
+    if (
+        weight is None
+        or len(pool.users) != 1
+        or tuple(weight.shape[2:]) != (1,) * sides
+        or not is_plain(node, stride=one, padding=zero)
+        or argument(node, "groups") != 1
+        or not is_plain(pool, kernel_size=two, padding=zero)
+        or list(argument(pool, "stride")) not in ([], [2], two)
+        or argument(pool, "ceil_mode")
+        or argument(pool, "divisor_override") is not None
+    ):
+        return 0
+    mean = captured.add_constant((weight / 2**sides).expand(*weight.shape[:2], *two).contiguous(), "folded")
+    new = captured.insert(node, node.target, pool.args[0], mean, argument(node, "bias"), two, of=node)  # type: ignore[arg-type]
     captured.replace(node, new)
     return 1
 
