@@ -17,6 +17,7 @@ from voxtune.plan.build import build
 from voxtune.plan.graph import argument, capture, is_call
 from voxtune.plan.passes import BY_NAME, Context
 from voxtune.plan.plan import Plan
+from voxtune.plan.saved_graph import load_graph, save_graph
 
 aten = torch.ops.aten
 NORMS = (aten.group_norm.default, aten.instance_norm.default, aten.batch_norm.default)
@@ -111,7 +112,7 @@ class Patterns(nn.Module):
         return F.elu(h(s)) * 1.0 + 0.0  # no kernel has elu
 
 
-def test_patterns_and_near_misses():
+def test_patterns_and_near_misses(tmp_path):
     torch.manual_seed(0)
     net = Patterns().eval()
     args = (torch.randn(2, 16, 4, 5, 6), torch.randn(2, 16, 4, 5, 6), torch.randn(2, 16, 1, 1, 1))
@@ -125,6 +126,10 @@ def test_patterns_and_near_misses():
     left = Counter(n.target for n in fast.runner.inner.graph.nodes if n.op == "call_function")
     assert left[aten.gelu.default] == left[aten.relu.default] == left[aten.leaky_relu.default] == 1
     assert left[aten.sigmoid.default] == left[aten.prelu.default] == 0
+    save_graph(tmp_path / "network.graph", fast.runner.inner, fast.notes, torch.device("cpu"))
+    module, _ = load_graph(tmp_path / "network.graph", torch.device("cpu"))
+    with torch.no_grad():
+        torch.testing.assert_close(module(*args), fast(*args))
 
 
 class BatchNorms(nn.Module):
