@@ -91,7 +91,7 @@ def main() -> None:
     inputs = example_inputs(model)
     with FlopCounterMode(display=False) as counter:
         reference = model.network(*inputs)
-    fast = optimize(model.network, inputs, "auto", search=False)
+    fast = optimize(model.network, inputs, "auto", precision="auto", search=False)
     error = float((fast(*inputs).double() - reference.double()).norm() / reference.double().norm())
     teraflop = counter.get_total_flops() / 1e12
     add(rows, "voxtune_step_128", [128, 128, 128], teraflop, error, sustain(lambda: fast(*inputs), options.seconds))

@@ -211,7 +211,7 @@ net = bench.network("med-ddpm").cuda()
 xs = bench.on_gpu(bench.inputs("med-ddpm", (128, 128, 128)))
 ready = time.monotonic()
 with torch.no_grad():
-    fast = optimize(net, xs)
+    fast = optimize(net, xs, precision="auto")
     fast(*xs)
 torch.cuda.synchronize()
 torch.cuda.empty_cache()

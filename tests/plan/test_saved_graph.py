@@ -32,12 +32,12 @@ def test_the_same_network_is_loaded(name, tmp_path):
     net, args = make(name)
     rewritten = build(net, args, None, ALL_PASSES, twin=True)
     path = tmp_path / "network.graph"
-    save_graph(path, rewritten.runner.inner, rewritten.notes, CPU)
+    save_graph(path, rewritten)
     loaded = load_graph(path, CPU)
     assert loaded is not None
-    module, notes = loaded
+    module, notes, derived = loaded
     assert notes == rewritten.notes
-    other = PlanTarget(net, (args, {})).restore(ALL_PASSES, module, notes)
+    other = PlanTarget(net, (args, {})).restore(ALL_PASSES, module, notes, derived)
     with torch.no_grad():
         left, right = rewritten(*args), other(*args)
     assert type(left) is type(right)
@@ -60,7 +60,7 @@ def test_the_same_network_is_loaded(name, tmp_path):
 def test_damaged_files_and_other_sources_are_ignored(rewritten, tmp_path, monkeypatch):
     path = tmp_path / "network.graph"
     assert load_graph(path, CPU) is None
-    save_graph(path, rewritten.runner.inner, rewritten.notes, CPU)
+    save_graph(path, rewritten)
     content = path.read_bytes()
     for data in (b"", content[: len(content) // 2], b"not a graph"):
         path.write_bytes(data)
@@ -72,7 +72,7 @@ def test_damaged_files_and_other_sources_are_ignored(rewritten, tmp_path, monkey
 
 def test_a_file_calls_nothing_but_operators(rewritten, tmp_path):
     path = tmp_path / "network.graph"
-    save_graph(path, rewritten.runner.inner, rewritten.notes, CPU)
+    save_graph(path, rewritten)
     content = torch.load(path, weights_only=True)
     for name in ("os.system.x", "aten.nothing.default", "eval"):
         description = json.loads(content["graph"])
@@ -83,19 +83,20 @@ def test_a_file_calls_nothing_but_operators(rewritten, tmp_path):
 
 def test_only_the_latest_files_remain(rewritten, tmp_path):
     for k in range(saved_graph.MAX_FILES + 2):
-        save_graph(tmp_path / f"{k}.graph", rewritten.runner.inner, rewritten.notes, CPU)
+        save_graph(tmp_path / f"{k}.graph", rewritten)
     assert len(list(tmp_path.iterdir())) == saved_graph.MAX_FILES
 
 
 def test_a_network_that_cannot_be_saved_is_skipped(tmp_path):
-    save_graph(tmp_path / "network.graph", torch.nn.Linear(1, 1), {}, CPU)
+    save_graph(tmp_path / "network.graph", build(torch.nn.Linear(1, 1), (torch.zeros(1, 1),), None, Plan.of("strict")))
     assert not list(tmp_path.iterdir())
 
 
 def test_the_second_call_uses_the_saved_graph(tmp_path, monkeypatch):
     monkeypatch.setenv("VOXTUNE_CACHE", str(tmp_path))
     net, args = make("convnext")
-    remember(Plan(CPU_READY[0].steps, identity(net, (args, {})), {"gate": {}}))
+    made_for = identity(net, (args, {})) | {"precision": "same: fp32"}
+    remember(Plan(CPU_READY[0].steps, made_for, {"gate": {"relative": 0.0}}))
     first = optimize(net, args)
     (graph,) = (tmp_path / "plans").glob("*.graph")
     with monkeypatch.context() as patch:

@@ -170,7 +170,9 @@ def command(
     }
     planned = loaded
     if plan != "baseline" and not dry_run:
-        planned = optimize(loaded, plan=plan, search=False, say=_once(output.say))
+        # On a CPU a search takes longer than most jobs: `voxtune tune` does it.
+        search = "quick" if loaded.device.type == "cuda" else False
+        planned = optimize(loaded, plan=plan, search=search, say=_once(output.say))
     job: SampleJob
     if loaded.config.network.dimensions == 2:
         used: dict[str, Any] = {"--mask": mask, "--labels": labels, "--images": images, "--flat": flat}

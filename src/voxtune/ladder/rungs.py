@@ -73,7 +73,7 @@ class Auto:
         device = next(network.parameters()).device
         x = torch.randn(setting.batch, network.config.channels, *setting.size, device=device)
         t = torch.zeros(setting.batch, dtype=torch.int64, device=device)
-        self.fast = optimize(network, (x, t), "auto", cache=False, search=False)
+        self.fast = optimize(network, (x, t), "auto", precision="auto", cache=False, search=False)
 
     def __call__(self, x_NCHW: Tensor, t: int) -> Tensor:
         image = self.machine.up(x_NCHW, "image")

@@ -2,8 +2,8 @@
 
 from voxtune.plan.api import optimize
 from voxtune.plan.gate import Gate, Verdict
+from voxtune.plan.optimized import Optimized
 from voxtune.plan.plan import Plan, Step
-from voxtune.plan.run import Optimized
 from voxtune.plan.tuner import Tuned, tune
 
 __all__ = ["Gate", "Optimized", "Plan", "Step", "Tuned", "Verdict", "optimize", "tune"]

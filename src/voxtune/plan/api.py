@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from voxtune.errors import InputError
-from voxtune.plan.build import PlanTarget, build
+from voxtune.plan.build import PlanTarget
 from voxtune.plan.cache import graph_path, identity, mismatch, remember, remembered
 from voxtune.plan.gate import Trajectory
 from voxtune.plan.hazards import refuses_half
 from voxtune.plan.measure import clocked
-from voxtune.plan.passes import PassStage, precision_of, select
+from voxtune.plan.optimized import Optimized, Variant, precision_in_force, weights_type
+from voxtune.plan.passes import PassStage, Precision, precision_of, select
 from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan
-from voxtune.plan.run import Inputs, Optimized, kernels_ready
+from voxtune.plan.run import GraphPool, Inputs, kernels_ready
 from voxtune.plan.saved_graph import load_graph, save_graph
-from voxtune.plan.tuner import BASELINE, SHARED, Tuned, first_admitted, gate_for, judge, tune
+from voxtune.plan.search import Search, fastest
+from voxtune.plan.tuner import BASELINE, SHARED, first_admitted, gate_for, judge
 
 log = logging.getLogger("voxtune")
+# "same": as plain PyTorch computes when the network is called; "auto": whatever the gate accepts.
+RequestedPrecision = Literal["same", "auto", "fp32", "tf32", "bf16", "fp16"]
 
 _FUSED = (PassStage.LAYOUT, *SHARED, PassStage.NORM, PassStage.FUSION, PassStage.AUTOTUNING)
 FUSED = select(*_FUSED)
@@ -40,54 +47,125 @@ READY = (
 CPU_READY = (Plan.of(*select(*SHARED, PassStage.LAYOUT)),)
 
 
+def to_stderr(line: str) -> None:
+    sys.stderr.write(line + "\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the caller of `optimize` asked for, apart from the network and its inputs."""
+
+    precision: RequestedPrecision = "same"
+    search: Search = "quick"
+    trajectory: Trajectory | None = None
+    cache: bool = True
+    say: Callable[[str], None] = to_stderr
+
+    def __post_init__(self) -> None:
+        if self.precision not in get_args(RequestedPrecision):
+            raise InputError(f"precision {self.precision!r}: choose from {', '.join(get_args(RequestedPrecision))}")
+        if self.search not in ("quick", "full", False):
+            raise InputError(f"search {self.search!r}: choose 'quick', 'full' or False")
+
+    def precisions(self, model: nn.Module, device: torch.device) -> tuple[Precision, ...]:
+        """The precisions of the candidates, in the order in which they are tried."""
+        if self.precision == "auto":
+            return ("bf16", "tf32", "fp32") if device.type == "cuda" else ("fp32", "bf16")
+        if self.precision == "same":
+            return (precision_in_force(weights_type(model), device),)
+        if self.precision == "tf32" and device.type == "cpu":
+            return ("fp32",)
+        return (self.precision,)
+
+
 def optimize(
     model: nn.Module,
     example_inputs: Sequence[Any] | torch.Tensor,
     plan: str | Path | Plan = "auto",
     *,
+    precision: RequestedPrecision = "same",
+    search: Search | bool = "quick",
     example_kwargs: dict[str, Any] | None = None,
     trajectory: Trajectory | None = None,
     cache: bool = True,
-    search: bool = True,
-    say: Callable[[str], None] = lambda _line: None,
+    memory_limit: int | None = None,
+    say: Callable[[str], None] | None = None,
+    pool: GraphPool | None = None,
 ) -> Optimized:
-    """Rewrites a network by a plan and compares the result with the original. Inference only.
+    """A network with the same parameters that runs faster, compared with the original by the gate. Inference only.
 
-    `plan` is "auto", "baseline" (float32, nothing rewritten), a Plan, or the path of a plan file. "auto" uses the cached plan
-    if there is one; otherwise on a GPU the first ready-made plan that passes the gate, on a CPU the fastest one the tuner
-    finds. Without `search`, "auto" on a CPU uses the cached plan or the baseline and measures nothing. A plan whose evidence
-    is for another model, input shape, device or version is gated again; InputError is raised if it fails.
+    `plan` is "auto", "baseline" (float32, nothing rewritten), a Plan, or the path of a plan file. A plan whose evidence is for
+    another network, input shape, device or version is gated again; InputError is raised if it fails.
+
+    For "auto", `search="quick"` times a few plans against the original network, as the caller runs it, and returns the fastest
+    that passes the gate, which may be the original; `search="full"` also tries torch.compile; `search=False` measures nothing:
+    the cached plan, or on a GPU the first ready-made plan that passes the gate, else the original. A cached plan is used at once.
+
+    `precision="same"` computes as the network would without a plan: in float32 within 1e-4, with TF32 if PyTorch's flag for
+    convolutions allows it, in half precision if the weights are, or autocast is on when the network is called. "fp32", "tf32",
+    "bf16" and "fp16" are as named; "auto" is the fastest of these that the gate accepts.
+
+    `memory_limit` (bytes): the graphs of other input sizes are dropped if they need more. `say` receives the progress.
     """
     args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
+    wanted: Search = ("quick" if search else False) if isinstance(search, bool) else search
     with torch.inference_mode(False):
         usable = lambda x: x.clone() if x.is_inference() else x  # noqa: E731
         inputs: Inputs = tree_map_only(torch.Tensor, usable, (args, example_kwargs or {}))
-        return _optimize(model, inputs, plan, trajectory, cache=cache, search=search, say=say)
+        if not any(isinstance(a, torch.Tensor) for a in (*inputs[0], *inputs[1].values())):
+            raise InputError("example_inputs contain no tensor")
+        if model.training:
+            raise InputError("the network is in training mode; plans are for inference: call .eval() first")
+        on_cpu = PlanTarget(model, inputs).device.type == "cpu"
+        request = Request(
+            precision=precision,
+            search=wanted,
+            trajectory=trajectory,
+            cache=cache,
+            say=say or (to_stderr if on_cpu else log.info),
+        )
+        network = _optimize(PlanTarget(model, inputs, pool=pool), plan, request)
+    network.memory_limit = memory_limit
+    return network
 
 
-def _optimize(
-    model: nn.Module,
-    inputs: Inputs,
-    plan: str | Path | Plan,
-    trajectory: Trajectory | None,
-    *,
-    cache: bool,
-    search: bool,
-    say: Callable[[str], None],
-) -> Optimized:
-    args = inputs[0]
-    if not any(isinstance(a, torch.Tensor) for a in (*args, *inputs[1].values())):
-        raise InputError("example_inputs contain no tensor")
-    if model.training:
-        raise InputError("the network is in training mode; plans are for inference: call .eval() first")
-    if isinstance(plan, Plan):
-        return _from_plan(PlanTarget(model, inputs), plan, "the plan", trajectory)
+def _optimize(target: PlanTarget, plan: str | Path | Plan, request: Request) -> Optimized:
     if str(plan) == "baseline":
-        return build(model, *inputs, BASELINE)
-    if str(plan) != "auto":
-        path = Path(plan)
-        return _from_plan(PlanTarget(model, inputs), Plan.load(path), str(path), trajectory)
-    return _auto(model, inputs, trajectory, cache=cache, search=search, say=say)
+        return target.build(BASELINE)
+    if str(plan) == "auto":
+        network = _auto(target, request)
+        follows = request.precision == "same"
+        return network.following(Variants(request, None), follows_precision=follows)
+    given = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
+    network = _from_plan(target, given, "the plan" if isinstance(plan, Plan) else str(plan), request.trajectory)
+    return network.following(Variants(request, given))
+
+
+@dataclass(frozen=True)
+class Variants:
+    """Makes variants of an optimized network: for other sizes of inputs from its plan, in other precisions by a search."""
+
+    request: Request
+    plan: Plan | None
+
+    def __call__(self, network: Optimized, inputs: Inputs, precision: Precision | None) -> Variant:
+        with torch.inference_mode(False):
+            usable = lambda x: x.clone() if x.is_inference() else x  # noqa: E731
+            pool = network.pool or GraphPool()
+            target = PlanTarget(network.original, tree_map_only(torch.Tensor, usable, inputs), pool=pool)
+            plan = self.plan
+            if plan is None and precision == network.precision:
+                plan = network.plan
+            if plan is None:
+                return _auto(target, self.request).variant
+            if not plan.steps:
+                return target.original(plan).variant
+            return _from_plan(target, plan, "the plan", None).variant
+
+    def __reduce__(self) -> Any:
+        # Functions of the caller cannot be pickled.
+        request = Request(precision=self.request.precision, search=self.request.search, cache=self.request.cache)
+        return Variants, (request, self.plan)
 
 
 def _from_plan(target: PlanTarget, plan: Plan, where: str, trajectory: Trajectory | None) -> Optimized:
@@ -101,69 +179,99 @@ def _from_plan(target: PlanTarget, plan: Plan, where: str, trajectory: Trajector
     no_half = refuses_half(network.signature.device) if precision_of(plan.names) in HALF else None
     if no_half is not None:
         raise InputError(f"{where}: refused: {no_half}")
-    verdict = judge(target, network, gate_for(target, trajectory))
+    with _no_autocast(target):
+        verdict = judge(target, network, gate_for(target, trajectory))
     if not verdict.passed:
         raise InputError(f"{where}: refused by the gate: {verdict.reason}; use --plan auto, or run voxtune tune here")
-    network.plan = Plan(plan.steps, here, {"gate": verdict.figures})
+    network.plan = Plan(network.plan.steps, here, {"gate": verdict.figures})
     return network
 
 
-def _auto(
-    model: nn.Module,
-    inputs: Inputs,
-    trajectory: Trajectory | None,
-    *,
-    cache: bool,
-    search: bool,
-    say: Callable[[str], None],
-) -> Optimized:
+def _no_autocast(target: PlanTarget) -> Any:
+    return torch.autocast(target.device.type, enabled=False)
+
+
+def _auto(target: PlanTarget, request: Request) -> Optimized:
+    precisions = request.precisions(target.model, target.device)
     with clocked("network hashed"):
-        here = identity(model, inputs)
-    cached = remembered(here) if cache else None
-    if cached is not None:
-        return _from_cache(PlanTarget(model, inputs), cached)
-    if next(model.parameters()).device.type == "cuda":
-        network = _ready(PlanTarget(model, inputs), here, trajectory)
-    elif search:
-        network = _tuned(model, inputs, trajectory, say)
+        here = identity(target.model, target.inputs) | {"precision": f"{request.precision}: {', '.join(precisions)}"}
+    cached = remembered(here) if request.cache else None
+    if cached is not None and (request.search != "full" or cached.evidence.get("search") == "full"):
+        return _from_cache(target, cached)
+    if not request.search:
+        network = _unsearched(target, here, request, precisions)
+        if network is None:
+            return target.original(Plan(()))
     else:
-        say(
+        network = _searched(target, here, request, precisions)
+    if request.cache:
+        remember(network.plan)
+        if network.plan.steps:
+            save_graph(graph_path(network.plan), network)
+    return network
+
+
+def _searched(target: PlanTarget, here: dict[str, Any], request: Request, precisions: Sequence[Precision]) -> Optimized:
+    autocast = torch.is_autocast_enabled(target.device.type)
+    half = torch.get_autocast_dtype(target.device.type) if autocast else None
+
+    def as_called(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(target.device.type, half) if autocast else nullcontext():
+            return target.model(*args, **kwargs)
+
+    with _no_autocast(target):
+        gate = gate_for(target, request.trajectory, same=request.precision == "same")
+        found = fastest(target, as_called, precisions, gate, request.search, request.say)
+    rows = [row.describe() for row in found.rows]
+    verdict = next((r.verdict for r in found.rows if r.kept and r.verdict is not None), None)
+    gated = {"original": True} if verdict is None else verdict.figures
+    evidence = {"gate": gated, "search": request.search, "waterfall": rows}
+    found.network.plan = Plan(found.network.plan.steps, here, evidence)
+    return found.network
+
+
+def _unsearched(
+    target: PlanTarget, here: dict[str, Any], request: Request, precisions: Sequence[Precision]
+) -> Optimized | None:
+    """Without measuring: on a GPU the first ready-made plan that the gate accepts; None: the original."""
+    if target.device.type != "cuda":
+        request.say(
             "no tuned plan for this model and size on this CPU; running the original network (`voxtune tune` finds a plan)"
         )
-        return build(model, *inputs, BASELINE)
-    if cache:
-        remember(network.plan)
-        save_graph(graph_path(network.plan), network.runner.inner, network.notes, network.signature.device)
+        return None
+    with _no_autocast(target):
+        gate = gate_for(target, request.trajectory, same=request.precision == "same")
+        admitted = first_admitted(target, ready_plans(precisions), gate)
+    if admitted is None:
+        return None
+    network, verdict = admitted
+    network.plan = Plan(network.plan.steps, here, {"gate": verdict.figures})
     return network
+
+
+def ready_plans(precisions: Sequence[Precision]) -> list[Plan]:
+    """The ready-made plans of these precisions."""
+    known = [plan for plan in READY if precision_of(plan.names) in precisions]
+    for precision in precisions:
+        if not any(precision_of(plan.names) == precision for plan in known):
+            half = (PassStage.EDGES, PassStage.CONVOLUTION) if precision in HALF else ()
+            known.append(Plan.of(*select(precision, *_FUSED, *half, PassStage.CUDA_GRAPH)))
+    return known
 
 
 def _from_cache(target: PlanTarget, plan: Plan) -> Optimized:
     """A plan that passed the gate here: uses its saved graph, or rewrites the network again."""
+    if not plan.steps:
+        return target.original(plan)
     path = graph_path(plan)
     with clocked("graph loaded"):
         saved = load_graph(path, target.device)
     if saved is None:
         network = target.build(plan)
-        save_graph(path, network.runner.inner, network.notes, target.device)
+        network.plan = plan
+        save_graph(path, network)
     else:
         network = target.restore(plan, *saved)
     with clocked("kernels ready"), kernels_ready(network, target.inputs):
         pass
-    return network
-
-
-def _tuned(model: nn.Module, inputs: Inputs, trajectory: Trajectory | None, say: Callable[[str], None]) -> Optimized:
-    tuned: Tuned = tune(model, *inputs, trajectory=trajectory, say=say)
-    tuned.network.plan = tuned.plan
-    return tuned.network
-
-
-def _ready(target: PlanTarget, here: dict[str, Any], trajectory: Trajectory | None) -> Optimized:
-    admitted = first_admitted(target, READY, gate_for(target, trajectory))
-    if admitted is None:
-        network = target.build(BASELINE)
-        network.plan = Plan(BASELINE.steps, here, {})
-        return network
-    network, verdict = admitted
-    network.plan = Plan(network.plan.steps, here, {"gate": verdict.figures})
     return network

@@ -13,10 +13,13 @@ from torch import nn
 from voxtune.files import one_line
 from voxtune.plan.graph import Captured, capture
 from voxtune.plan.measure import clocked
-from voxtune.plan.passes import PASSES, Context, Pass
+from voxtune.plan.optimized import Optimized, Variant
+from voxtune.plan.passes import BY_NAME, PASSES, Context, Pass
 from voxtune.plan.passes.base import HALF
-from voxtune.plan.plan import Plan
-from voxtune.plan.run import Inputs, Optimized, Runner, Signature
+from voxtune.plan.passes.execution import CUDA_GRAPH
+from voxtune.plan.plan import Plan, Step
+from voxtune.plan.recipes import Derived, Weights
+from voxtune.plan.run import GraphPool, Inputs, Runner, Signature
 
 log = logging.getLogger("voxtune")
 # The note of a pass that acts when the plan runs.
@@ -50,8 +53,8 @@ def _note(step: Pass, context: Context) -> str:
 class PlanTarget:
     """A network and the inputs that plans are made for; captured once, however many plans are tried."""
 
-    def __init__(self, model: nn.Module, inputs: Inputs):
-        self.model, self.inputs = model, inputs
+    def __init__(self, model: nn.Module, inputs: Inputs, *, pool: GraphPool | None = None):
+        self.model, self.inputs, self.pool = model, inputs, pool
         self.signature = Signature.of(*inputs)
         self._captured: Captured | str | None = None
 
@@ -63,7 +66,8 @@ class PlanTarget:
         """A graph to rewrite, or why there is none."""
         if self._captured is None:
             try:
-                with clocked("captured"):
+                # Autocast would become casts of the graph; the plan has a precision of its own.
+                with clocked("captured"), torch.autocast(self.device.type, enabled=False):
                     self._captured = capture(self.model, *self.inputs)
             except Exception as error:  # torch.export raises many kinds of errors
                 self._captured = f"{type(error).__name__}: {one_line(error)}"
@@ -75,23 +79,67 @@ class PlanTarget:
         A `twin` applies every rewrite, with or without kernels on this device: the gate uses it to check the graph.
         """
         context = Context(self.device, plan.names, twin)
-        if any(p.rewrite is not None and p.why_not(context) is None for p in _passes(plan)):
-            captured = self.captured()
-            if isinstance(captured, str):
-                return _uncaptured(self.model, plan, context, self.signature, captured)
-            with clocked("rewritten"):
-                notes: dict[str, str] = rewrite(captured, plan, context)
-            inner: nn.Module = captured.module
-        else:
-            notes, inner = rewrite(None, plan, context), self.model
-        return self._wrap(inner, plan, notes, context)
+        if not any(p.rewrite is not None and p.why_not(context) is None for p in _passes(plan)):
+            notes = rewrite(None, plan, context)
+            # A recorded graph reads the memory of its weights: those of a copy stay where they are.
+            inner = copy.deepcopy(self.model) if CUDA_GRAPH.name in _in_force(plan, notes) else self.model
+            return self._wrap(inner, plan, notes, context)
+        captured = self.captured()
+        if isinstance(captured, str):
+            return self._uncaptured(plan, context, captured)
+        with clocked("rewritten"), torch.autocast(self.device.type, enabled=False):
+            notes = rewrite(captured, plan, context)
+            captured.own_weights()
+        return self._wrap(captured.module, plan, notes, context, captured.derived)
 
-    def restore(self, plan: Plan, inner: nn.Module, notes: dict[str, str]) -> Optimized:
+    def restore(self, plan: Plan, inner: nn.Module, notes: dict[str, str], derived: Derived) -> Optimized:
         """A network that `build` rewrote in an earlier process."""
-        return self._wrap(inner, plan, notes, Context(self.device, plan.names, False))
+        return self._wrap(inner, plan, notes, Context(self.device, plan.names, False), derived)
 
-    def _wrap(self, inner: nn.Module, plan: Plan, notes: dict[str, str], context: Context) -> Optimized:
-        return Optimized(self.model, Runner(inner, _in_force(plan, notes), context), plan, notes, self.signature)
+    def original(self, plan: Plan) -> Optimized:
+        """The network as it is, called in the caller's precision; `plan` is empty but for its evidence."""
+        return Optimized(self.model, Variant(None, plan, {}, self.signature))
+
+    def _wrap(
+        self,
+        inner: nn.Module,
+        plan: Plan,
+        notes: dict[str, str],
+        context: Context,
+        derived: Derived | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> Optimized:
+        runner = Runner(
+            inner,
+            _in_force(plan, notes),
+            context,
+            weights=None if inner is self.model else Weights(self.model, inner, derived),
+            autocast=autocast,
+            pool=self.pool,
+        )
+        effective = Plan(tuple(s for s in plan.steps if _effective(s, notes)), plan.made_for, plan.evidence)
+        return Optimized(self.model, Variant(runner, effective, notes, self.signature))
+
+    def _uncaptured(self, plan: Plan, context: Context, why: str) -> Optimized:
+        """A network without a static graph: only passes that need no graph apply (memory format, precision, run-time flags)."""
+        log.warning("the network could not be captured as a graph (%s): only passes on whole modules apply", why)
+        network, autocast = self.model, None
+        notes = {}
+        for step in _passes(plan):
+            if step.rewrite is None:
+                notes[step.name] = _note(step, context)
+            elif step.precision in HALF:
+                notes[step.name], autocast = "by autocast", HALF[step.precision]
+            elif step.rewrite_module is not None:
+                network = copy.deepcopy(self.model) if network is self.model else network
+                step.rewrite_module(network)
+                notes[step.name] = "applied to the weights"
+            else:
+                notes[step.name] = "no effect: the network could not be captured"
+        if CUDA_GRAPH.name in _in_force(plan, notes) and network is self.model:
+            network = copy.deepcopy(self.model)
+        notes["capture"] = f"failed: {why}"
+        return self._wrap(network, plan, notes, context, autocast=autocast)
 
 
 def build(
@@ -101,25 +149,9 @@ def build(
     return PlanTarget(model, (tuple(args), kwargs or {})).build(plan, twin=twin)
 
 
-def _uncaptured(model: nn.Module, plan: Plan, context: Context, signature: Signature, why: str) -> Optimized:
-    """A network without a static graph: only passes that need no graph apply (memory format, precision, run-time flags)."""
-    log.warning("the network could not be captured as a graph (%s): only passes on whole modules apply", why)
-    network, autocast = model, None
-    notes = {}
-    for step in _passes(plan):
-        if step.rewrite is None:
-            notes[step.name] = _note(step, context)
-        elif step.precision in HALF:
-            notes[step.name], autocast = "by autocast", HALF[step.precision]
-        elif step.rewrite_module is not None:
-            network = copy.deepcopy(model) if network is model else network
-            step.rewrite_module(network)
-            notes[step.name] = "applied to the weights"
-        else:
-            notes[step.name] = "no effect: the network could not be captured"
-    notes["capture"] = f"failed: {why}"
-    runner = Runner(network, _in_force(plan, notes), context, autocast=autocast)
-    return Optimized(model, runner, plan, notes, signature)
+def _effective(step: Step, notes: dict[str, str]) -> bool:
+    """Whether a pass is in force; one that selects a precision is, also where it finds nothing to cast."""
+    return BY_NAME[step.name].precision is not None or not notes[step.name].startswith(("no effect", "does not apply"))
 
 
 def _in_force(plan: Plan, notes: dict[str, str]) -> frozenset[str]:

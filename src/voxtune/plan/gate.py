@@ -15,7 +15,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,8 @@ STEP_FLOOR, PATH_FLOOR = 5e-5, 2e-4
 # With TF32 allowed cuDNN may still compute in float32, so plain PyTorch's error says nothing: the floor is TF32's own spacing,
 # and that of trajectories is higher by the same factor as in float32.
 TF32_FLOOR = 2.0**-10 / STEP_FLOOR
+# How far a plan may be from the original network that computes in float32, where the caller did not choose a precision.
+SAME_LIMIT = 1e-4
 SEEDS = (0, 1, 2)
 # An evaluation in float64 takes about as long as this many in float32 on a CPU, for the progress bar.
 FLOAT64_COST = 6
@@ -71,19 +73,21 @@ class Gate:
         trajectory: Trajectory | None = None,
         factor: float = FACTOR,
         *,
+        same: bool = False,
         on_call: Callable[[], None] = lambda: None,
     ):
-        """`on_call` is called after every evaluation of a network, `FLOAT64_COST` times in float64: for a progress bar."""
+        """`same`: plain PyTorch is measured with the process's flags of TF32, and its error limits that of a plan.
+
+        `on_call` is called after every evaluation of a network, `FLOAT64_COST` times in float64: for a progress bar."""
         assert inputs, "a gate needs inputs"
         self.model, self.inputs, self.trajectory, self.factor = model, list(inputs), trajectory, factor
-        self.on_call = on_call
+        self.same, self.on_call = same, on_call
         self._references: list[list[Tensor]] | None = None
         self._begun: list[list[Tensor]] | None = None
         self._stream: torch.cuda.Stream | None = None
         self.reference_type = "float64"
         self._paths: dict[int, Tensor] = {}
         self._yardsticks: dict[str, tuple[float, float]] = {}
-        self._warned = False
 
     @property
     def references(self) -> list[list[Tensor]]:
@@ -156,6 +160,9 @@ class Gate:
             return Verdict(False, f"out of memory: {one_line(error)}", figures)
 
     def _judge(self, candidate: Call, precision: str, structure: Call | None, figures: dict[str, Any]) -> Verdict:
+        if all(bool((y == y.flatten()[:1]).all()) for ys in self.references for y in ys):
+            reason = "the network's output is zero or constant, so errors cannot be seen (untrained weights?)"
+            return Verdict(False, reason, figures)
         if structure is not None:
             error = self._error(structure)
             limit = max(FLOAT32_FLOOR, FLOAT32_FACTOR * self.yardstick("fp32")[0])
@@ -169,9 +176,6 @@ class Gate:
         limit = self._limit(precision, plain, STEP_FLOOR)
         figures |= {"relative": worst.relative, "limit": limit, "plain": plain, "inputs": len(self.inputs)}
         figures["reference"] = self.reference_type
-        if not any(y.any() for ys in self.references for y in ys):
-            self._warn_of_zeros()
-            figures["zero_output"] = True
         if not worst.relative <= limit:
             return Verdict(False, f"error {worst.relative:.1e} exceeds {limit:.1e}", figures)
         if self.trajectory is not None:
@@ -185,21 +189,13 @@ class Gate:
                 return Verdict(False, f"{reason} (PSNR {median.psnr:.1f} dB, worst voxel {median.worst:.2g})", figures)
         return Verdict(True, None, figures)
 
-    def _warn_of_zeros(self) -> None:
-        if not self._warned:
-            self._warned = True
-            log.warning(
-                "the network's output is exactly zero for every input of the gate, so the gate cannot detect errors "
-                "(untrained, zero-initialised weights?); optimize the trained network instead"
-            )
-
     def yardstick(self, precision: str) -> tuple[float, float]:
         """Plain PyTorch's error in this precision: on single steps, and along the trajectory."""
         if precision not in self._yardsticks:
             device = next(x.device for x in _tensors(self.inputs[0]))
 
             def plain(*args: Any, **kwargs: Any) -> Any:
-                with tf32_allowed(precision == "tf32"), _autocast(device, precision):
+                with self._plain(device, precision):
                     return self.model(*args, **kwargs)
 
             # Plain float32 is the trajectory's reference.
@@ -208,7 +204,19 @@ class Gate:
             self._yardsticks[precision] = (self._error(plain), path)
         return self._yardsticks[precision]
 
+    @contextmanager
+    def _plain(self, device: torch.device, precision: str) -> Iterator[None]:
+        """Plain PyTorch in this precision."""
+        half = precision in HALF and not any(p.dtype == HALF[precision] for p in self.model.parameters())
+        flags = nullcontext() if self.same and precision == "tf32" else tf32_allowed(precision == "tf32")
+        with flags, torch.autocast(device.type, HALF[precision]) if half else nullcontext():
+            yield
+
     def _limit(self, precision: str, plain: float, floor: float) -> float:
+        if self.same and precision == "fp32":
+            return max(floor, min(SAME_LIMIT, FLOAT32_FACTOR * plain))
+        if self.same and precision == "tf32":
+            return max(SAME_LIMIT, self.factor * plain)
         floor *= TF32_FLOOR if precision == "tf32" else 1.0
         return max(floor, (FLOAT32_FACTOR if precision == "fp32" else self.factor) * plain)
 
@@ -227,10 +235,6 @@ class Gate:
             return [
                 difference(self.trajectory(self._counted(call), seed).float().cpu(), self.path(seed)) for seed in seeds
             ]
-
-
-def _autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    return torch.autocast(device.type, HALF[precision]) if precision in HALF else nullcontext()
 
 
 def _outputs(call: Call, inputs: Inputs) -> list[Tensor]:

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import ExportGraphSignature
+from torch.utils._pytree import tree_leaves
+
+from voxtune.plan.recipes import Derived, Recipe, Ref, named_weights
 
 aten = torch.ops.aten
 CASTS = (aten.to.dtype, aten._to_copy.default)
@@ -23,10 +28,15 @@ CASTS = (aten.to.dtype, aten._to_copy.default)
 
 @dataclass
 class Captured:
-    """A graph and the tensors it was captured with, flat and in the order of its placeholders."""
+    """A graph and the tensors it was captured with, flat and in the order of its placeholders.
+
+    `own` are the names of the network's parameters and buffers; `derived` says how other weights follow from them.
+    """
 
     module: fx.GraphModule
     inputs: tuple[Any, ...]
+    own: frozenset[str] = frozenset()
+    derived: Derived = field(default_factory=Derived)
 
     @property
     def graph(self) -> fx.Graph:
@@ -42,7 +52,7 @@ class Captured:
             # PyTorch warns about its own class when a graph is copied.
             warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
             graph = copy.deepcopy(self.graph)
-        return Captured(fx.GraphModule(self.module, graph), self.inputs)
+        return Captured(fx.GraphModule(self.module, graph), self.inputs, self.own, self.derived.copy())
 
     def nodes(self, *targets: Any) -> list[fx.Node]:
         return [n for n in self.graph.nodes if n.op == "call_function" and n.target in targets]
@@ -59,8 +69,31 @@ class Captured:
             tensor = getattr(tensor, part)
         return tensor if isinstance(tensor, Tensor) else None
 
+    def derive(self, like: str, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> fx.Node:
+        """Adds a weight that a pure function of this package or an operator computes from other weights.
+
+        It is computed again when the network's weights change: see recipes.py.
+        """
+        parts = fx.map_arg((args, kwargs), self.constant)
+        with torch.no_grad():
+            value = function(*parts[0], **parts[1])
+            sources = {x.untyped_storage().data_ptr() for x in tree_leaves(parts) if isinstance(x, Tensor)}
+            if value.untyped_storage().data_ptr() in sources:
+                value = value.clone(memory_format=torch.preserve_format)
+            node = self.add_constant(value, like)
+        references: Any = fx.map_arg((args, kwargs), self.reference)  # type: ignore[arg-type]
+        self.derived.recipes[str(node.target)] = Recipe(function, *references)
+        return node
+
+    def reference(self, weight: fx.Node) -> Ref:
+        """A weight as an argument of a recipe."""
+        name = str(weight.target)
+        if name not in self.own and name not in self.derived.recipes:
+            self.derived.fixed[name] = self.constant(weight)  # type: ignore[assignment]
+        return Ref(name)
+
     def add_constant(self, value: Tensor, like: str = "constant") -> fx.Node:
-        """Adds a new weight at the start of the graph."""
+        """Adds a constant that does not depend on weights, at the start of the graph."""
         name, number = f"_{like}", 0
         while hasattr(self.module, f"{name}_{number}"):
             number += 1
@@ -106,20 +139,38 @@ class Captured:
         self.module.delete_all_unused_submodules()
         used = {str(n.target) for n in self.graph.nodes if n.op == "get_attr"}
         for name in [n for n, _ in self.module.named_buffers(recurse=False) if n not in used]:
-            delattr(self.module, name)  # a weight that a later pass replaced
+            delattr(self.module, name)  # a weight that a later pass replaced; its recipe may still be referred to
         self.graph.lint()
         self.module.recompile()
+
+    def own_weights(self) -> None:
+        """Copies the weights that are still the network's own: a later change must not reach half of a graph."""
+        used = {str(n.target) for n in self.graph.find_nodes(op="get_attr")}
+        for name, tensor in list(named_weights(self.module)):
+            path, _, attribute = name.rpartition(".")
+            owner = self.module.get_submodule(path)
+            if name in used - self.derived.recipes.keys():
+                delattr(owner, attribute)
+                owner.register_buffer(attribute, tensor.detach().clone(memory_format=torch.preserve_format))
+            elif name not in used:
+                delattr(owner, attribute)
 
 
 def capture(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Captured:
     """Captures a network; raises what torch.export raises for a network without a static graph."""
     with torch.no_grad():
         program = torch.export.export(model, tuple(args), kwargs or {}, strict=False)
+        writes = [node for node in program.graph.nodes if _writes(node)]
+        for node in writes:
+            _check_target(node, program.graph_signature)
+        if writes:
+            # PyTorch's own functionalisation. It keeps composite operators, because no decomposition is requested.
+            program = program.run_decompositions({})
     options = {"check_guards": False} if "check_guards" in inspect.signature(program.module).parameters else {}
     module = program.module(**options)
     assert isinstance(module, fx.GraphModule)
-    flat = tuple(torch.utils._pytree.tree_leaves((tuple(args), kwargs or {})))
-    captured = Captured(module, flat)
+    flat = tuple(tree_leaves((tuple(args), kwargs or {})))
+    captured = Captured(module, flat, frozenset(name for name, _ in named_weights(model)))
     placeholders = captured.placeholders()
     assert len(placeholders) == len(flat), "one placeholder for each input"
     # These assert properties that passes change.
@@ -128,47 +179,46 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None
         captured.graph.erase_node(node)
     for node in captured.graph.find_nodes(op="get_attr"):
         captured.learn(node)
-    _write_nothing_in_place(captured)
+    left = next((node for node in captured.graph.nodes if _writes(node)), None)
+    if left is not None:
+        raise WritesInPlaceError(f"{left.target} writes in place{source_line(left)}")
     return captured
 
 
-OUT_OF_PLACE = {
-    aten.silu_.default: aten.silu.default,
-    aten.relu_.default: aten.relu.default,
-    aten.add_.Tensor: aten.add.Tensor,
-    aten.mul_.Tensor: aten.mul.Tensor,
-    aten.div_.Tensor: aten.div.Tensor,
-}
-
-
 class WritesInPlaceError(RuntimeError):
-    """The network overwrites a tensor that it still reads; passes that move operators would change the result."""
+    """The network writes to one of its inputs or buffers; passes that move operators would change the result."""
 
 
-def _write_nothing_in_place(captured: Captured) -> None:
-    """Replaces in-place operators by out-of-place ones if the overwritten tensor is not read again; raises otherwise."""
-    seen: set[fx.Node] = set()
-    for node in captured.graph.nodes:
-        schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
-        if schema is not None and schema.is_mutable:
-            source = node.args[0]
-            # The overwritten tensor may be read before, by operators that return no view of it, and never after.
-            private = source.op == "call_function" and not _views(source)
-            if (
-                node.target not in OUT_OF_PLACE
-                or not private
-                or not all(u is node or (u in seen and not _views(u)) for u in source.users)
-            ):
-                raise WritesInPlaceError(f"{node.target} overwrites {source}, which is read elsewhere")
-            node.target = OUT_OF_PLACE[node.target]
-        seen.add(node)
-    captured.module.recompile()
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+    return schema is not None and schema.is_mutable
+
+
+def _check_target(node: fx.Node, signature: ExportGraphSignature) -> None:
+    """Raises for an operator that writes to a parameter, a buffer or an input of the network, or to a view of one."""
+    base: Any = node.args[0]
+    while isinstance(base, fx.Node) and base.op == "call_function" and (_views(base) or _writes(base)):
+        base = base.args[0]
+    if isinstance(base, fx.Node) and base.op == "placeholder":
+        weights = {**signature.inputs_to_buffers, **signature.inputs_to_parameters}
+        what = f"the network's own {weights[base.name]}" if base.name in weights else f"its input {base.name}"
+        raise WritesInPlaceError(f"{node.target} overwrites {what}{source_line(node)}")
 
 
 def _views(node: fx.Node) -> bool:
     """Whether a node's result shares memory with its input."""
     schema = getattr(node.target, "_schema", None)
-    return schema is None or any(r.alias_info is not None for r in schema.returns)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+
+
+def is_weight(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "get_attr"
+
+
+def source_line(node: fx.Node) -> str:
+    """The line of the network's code that an operator comes from, as text to append; empty if it is unknown."""
+    lines = re.findall(r'File "([^"]+)", line (\d+)', str(node.meta.get("stack_trace") or ""))
+    return f" ({lines[-1][0]}, line {lines[-1][1]})" if lines else ""
 
 
 def value(node: Any) -> Tensor | None:

@@ -39,10 +39,10 @@ class Hazard:
 
 
 @cache
-def hazards(device_type: str) -> tuple[Hazard, ...]:
+def hazards(device: torch.device) -> tuple[Hazard, ...]:
     """Known defects of the installed versions, and the result of one BF16 convolution that must be exact."""
     known = []
-    if device_type == "cuda":
+    if device.type == "cuda":
         version = torch.backends.cudnn.version() or 0
         if wrong_half_conv3d(version):
             known.append(Hazard("cudnn", str(version), "its BF16 conv3d may be wrong: half precision is refused"))
@@ -50,7 +50,7 @@ def hazards(device_type: str) -> tuple[Hazard, ...]:
             known.append(
                 Hazard("torch", torch.__version__, "its conv3d may run without cuDNN: expect slow convolutions")
             )
-    wrong = _wrong_convolution(device_type)
+    wrong = _wrong_convolution(device)
     if wrong is not None:
         known.append(
             Hazard("conv3d", f"relative error {wrong:.1e}", "BF16 conv3d is wrong here: half precision is refused")
@@ -60,7 +60,7 @@ def hazards(device_type: str) -> tuple[Hazard, ...]:
 
 def refuses_half(device: torch.device) -> str | None:
     """Why half precision is not used on this device, or None."""
-    for hazard in hazards(device.type):
+    for hazard in hazards(device):
         if "half precision is refused" in hazard.consequence:
             return f"{hazard.name} {hazard.observed}: {hazard.consequence}"
     return None
@@ -85,7 +85,7 @@ def _convolution_ms(x: Tensor, w: Tensor) -> float:
         return measure(lambda: F.conv3d(x, w, padding=1), x.device, seconds=0.1).p20_ms
 
 
-def _wrong_convolution(device_type: str) -> float | None:
+def _wrong_convolution(device: torch.device) -> float | None:
     """Relative error of a BF16 convolution of integers, which must be exact; None if it is."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(-2, 3, (1, 16, 5, 8, 8), generator=generator).float()
@@ -94,7 +94,7 @@ def _wrong_convolution(device_type: str) -> float | None:
         # Integers up to 256 are exact in BF16; a larger sum is rounded once in both: any other error is a defect.
         expected = F.conv3d(x.double(), w.double(), padding=1).bfloat16().double()
         for form in (torch.contiguous_format, torch.channels_last_3d):
-            xs, ws = (v.to(device_type, torch.bfloat16).contiguous(memory_format=form) for v in (x, w))
+            xs, ws = (v.to(device, torch.bfloat16).contiguous(memory_format=form) for v in (x, w))
             result = F.conv3d(xs, ws, padding=1).double().cpu()
             error = float((result - expected).norm() / expected.norm())
             if error > 1e-6:

@@ -1,13 +1,14 @@
-"""Runs a rewritten network: numeric flags, torch.compile, CUDA graph; and the fallback for inputs it was not made for."""
+"""Runs a rewritten network: numeric flags, torch.compile, and CUDA graphs in one pool of memory."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,8 +18,11 @@ from voxtune.plan.graph import module_of
 from voxtune.plan.heap import reuse_memory
 from voxtune.plan.measure import clocked
 from voxtune.plan.passes.base import Context
-from voxtune.plan.plan import Plan
+from voxtune.plan.recipes import Weights
 from voxtune.precision import tf32_allowed
+
+if TYPE_CHECKING:
+    from voxtune.plan.optimized import Optimized
 
 log = logging.getLogger("voxtune")
 # Positional and keyword arguments of a call.
@@ -27,6 +31,8 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 WARM_UP = 2
 # A graph's memory relative to the peak of its tensors: there are gaps between them.
 SLACK = 1.04
+# PyTorch's numeric flags belong to the process.
+_FLAGS = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class Signature:
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> Signature:
         leaves, structure = tree_flatten((tuple(args), kwargs))
-        return cls(str(structure), tuple(_form(leaf) for leaf in leaves))
+        return cls(str(structure), tuple(map(_form, leaves)))
 
     @property
     def device(self) -> torch.device:
@@ -56,36 +62,66 @@ class Signature:
                 return f"input {index} is {_describe(given)}, the plan was made for {_describe(expected)}"
         return None
 
+    def differs_in_sizes_only(self, other: Signature) -> bool:
+        """Whether only sizes of the batch and of the image differ: the same plan applies."""
+        return self.structure == other.structure and [_kind(x) for x in self.leaves] == [_kind(x) for x in other.leaves]
+
 
 def _form(leaf: Any) -> Any:
-    return (tuple(leaf.shape), str(leaf.dtype), str(leaf.device)) if isinstance(leaf, Tensor) else repr(leaf)
+    return (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def _kind(form: Any) -> Any:
+    """What sizes do not change: dimensions, channels, type and device of a tensor."""
+    return (len(form[0]), form[0][1:2], *form[1:]) if isinstance(form, tuple) else form
 
 
 def _describe(form: Any) -> str:
-    return f"{form[1].removeprefix('torch.')} {list(form[0])} on {form[2]}" if isinstance(form, tuple) else str(form)
+    return (
+        f"{str(form[1]).removeprefix('torch.')} {list(form[0])} on {form[2]}" if isinstance(form, tuple) else str(form)
+    )
 
 
 class Runner:
-    """Calls the inner network with the plan's flags set; compiled or as a CUDA graph if the plan has these passes."""
+    """Calls the inner network with the plan's flags set; compiled or as a CUDA graph if the plan has these passes.
+
+    `weights` keeps those of the inner network equal to those of the network that it was made from; None if it is that network.
+    """
 
     def __init__(
-        self, inner: nn.Module, in_force: frozenset[str], context: Context, *, autocast: torch.dtype | None = None
+        self,
+        inner: nn.Module,
+        in_force: frozenset[str],
+        context: Context,
+        *,
+        weights: Weights | None = None,
+        autocast: torch.dtype | None = None,
+        pool: GraphPool | None = None,
     ):
         self.inner, self.in_force, self.context, self.autocast = inner, in_force, context, autocast
+        self.weights, self.pool = weights, pool or GraphPool()
         self.call: Any = torch.compile(inner, dynamic=False) if "compile" in in_force else inner
         self.graph: _Graph | None = None
 
     @contextmanager
     def flags(self) -> Iterator[None]:
         # With half precision only the time embedding's float32 products remain, where TF32 gains nothing.
-        benchmark = torch.backends.cudnn.benchmark
-        try:
-            torch.backends.cudnn.benchmark = "cudnn_benchmark" in self.in_force or benchmark
-            # Inference tensors cannot be written to outside inference mode, and a graph's static tensors are.
-            with self._on_device(), tf32_allowed("tf32" in self.in_force), torch.inference_mode(False), torch.no_grad():
-                yield
-        finally:
-            torch.backends.cudnn.benchmark = benchmark
+        with _FLAGS:
+            benchmark = torch.backends.cudnn.benchmark
+            try:
+                torch.backends.cudnn.benchmark = "cudnn_benchmark" in self.in_force or benchmark
+                # Inference tensors cannot be written to outside inference mode, and a graph's static tensors are.
+                with (
+                    self._on_device(),
+                    tf32_allowed("tf32" in self.in_force),
+                    torch.inference_mode(False),
+                    torch.no_grad(),
+                    # The graph's own types are those of the plan.
+                    torch.autocast(self.context.device.type, self.autocast, enabled=self.autocast is not None),
+                ):
+                    yield
+            finally:
+                torch.backends.cudnn.benchmark = benchmark
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Kernels are launched, and graphs recorded, on the current GPU: it must be the one the tensors are on."""
@@ -94,13 +130,24 @@ class Runner:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.context.device.type == "cpu":
             reuse_memory("heap" in self.in_force)
-        with self.flags():
-            if "cuda_graph" not in self.in_force:
-                return self._plain(*args, **kwargs)
+        if "cuda_graph" not in self.in_force:
+            with self.pool.lock:
+                self._renew()
+                with self.flags():
+                    return self._plain(*args, **kwargs)
+        with self.pool.lock, self._on_device(), torch.inference_mode(False), torch.no_grad():
             if self.graph is None:
-                with clocked("recorded as a graph"):
-                    self.graph = _Graph(self._plain, args, kwargs)
-            return self.graph(args, kwargs)
+                self._renew()
+                with self.flags(), clocked("recorded as a graph"):
+                    self.graph = _Graph(self._plain, args, kwargs, self.pool)
+            return self.graph(args, kwargs, self._renew)
+
+    def _renew(self) -> bool:
+        """Writes the network's weights into the inner network if they have changed; whether they had."""
+        if self.weights is None or not self.weights.changed():
+            return False
+        self.weights.repack()
+        return True
 
     @contextmanager
     def named(self, mark: Callable[[str], AbstractContextManager[Any]]) -> Iterator[dict[str, str]]:
@@ -131,9 +178,7 @@ class Runner:
                 self._plain(*inputs[0], **inputs[1])
 
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
-        autocast = torch.autocast(self.context.device.type, self.autocast) if self.autocast else nullcontext()
-        with autocast:
-            return self.call(*args, **kwargs)
+        return self.call(*args, **kwargs)
 
 
 class _Marked(fx.Interpreter):
@@ -163,11 +208,54 @@ def peak_reserved() -> int:
     return max(_earlier["peak"], torch.cuda.max_memory_reserved())
 
 
+class GraphPool:
+    """Memory that the recorded graphs of one network share: one runs at a time, and its outputs are copied out at once."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.handle: Any = None
+        self.bytes = 0
+        # The end of the last call's work on the GPU.
+        self.finished: torch.cuda.Event | None = None
+
+    def allocate(self, needed: int) -> None:
+        """Called while a graph is recorded: extends the pool by one block if none of its blocks is large enough.
+
+        With a block for each tensor, later tensors of other sizes would not fit the freed blocks.
+        """
+        if needed > self.bytes:
+            torch.empty(needed, dtype=torch.uint8, device=torch.cuda.current_device())
+            self.bytes = needed
+
+
+class _Unowned:
+    """The memory of a graph's output, described so that a tensor on it does not keep it from being used by other graphs."""
+
+    def __init__(self, x: Tensor):
+        kind = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}[x.element_size()]
+        strides = tuple(s * x.element_size() for s in x.stride())
+        self.__cuda_array_interface__ = {
+            "shape": tuple(x.shape),
+            "typestr": kind,
+            "data": (x.data_ptr(), False),
+            "strides": strides,
+            "version": 3,
+        }
+
+
+def _unowned(x: Tensor) -> Tensor:
+    if not x.numel() or x.dtype == torch.bool:
+        return x
+    plain = torch.as_tensor(_Unowned(x), device=x.device)
+    return plain if plain.dtype == x.dtype else plain.view(x.dtype)
+
+
 class _Graph:
     """A call recorded once and replayed: inputs are copied into static tensors, outputs out of them."""
 
-    def __init__(self, call: Any, args: Sequence[Any], kwargs: dict[str, Any]):
+    def __init__(self, call: Any, args: Sequence[Any], kwargs: dict[str, Any], pool: GraphPool):
         copied = lambda x: x.detach().clone(memory_format=torch.preserve_format)  # noqa: E731
+        self.pool = pool
         self.args, self.kwargs = tree_map_only(Tensor, copied, (tuple(args), kwargs))
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -184,49 +272,34 @@ class _Graph:
         torch.cuda.empty_cache()
         self.bytes = int(needed * SLACK)
         self.recorded = torch.cuda.CUDAGraph()
+        if pool.handle is None:
+            pool.handle = torch.cuda.graph_pool_handle()
         # On the same stream, where the libraries already have their workspaces.
-        with torch.cuda.graph(self.recorded, stream=side):
-            # Start the pool as one block that all tensors are cut from: with one block per tensor, later tensors of
-            # other sizes would not fit the freed blocks.
-            torch.empty(self.bytes, dtype=torch.uint8, device=torch.cuda.current_device())
-            self.output = call(*self.args, **self.kwargs)
+        with torch.cuda.graph(self.recorded, pool=pool.handle, stream=side):
+            pool.allocate(self.bytes)
+            output = call(*self.args, **self.kwargs)
+        # Inputs that are returned as they are lie outside the pool, and belong to this object.
+        own = {x.data_ptr() for x in tree_flatten((self.args, self.kwargs))[0] if isinstance(x, Tensor)}
+        self.output = tree_map_only(Tensor, lambda x: x if x.data_ptr() in own else _unowned(x), output)
 
-    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any], renew: Callable[[], bool]) -> Any:
+        stream = torch.cuda.current_stream()
+        if self.pool.finished is not None:
+            stream.wait_event(self.pool.finished)
         static, _ = tree_flatten((self.args, self.kwargs))
         given, _ = tree_flatten((tuple(args), kwargs))
         for target, source in zip(static, given, strict=True):
             if isinstance(target, Tensor):
                 target.copy_(source)
         self.recorded.replay()
-        return tree_map_only(Tensor, lambda x: x.clone(memory_format=torch.preserve_format), self.output)
-
-
-class Optimized(nn.Module):
-    """A network rewritten by a plan. `notes` states what each pass did. Inference only.
-
-    For inputs of other shapes, types or devices, and in training mode, it runs the original network and logs a warning once.
-    It uses the weights that the original had when it was rewritten.
-    """
-
-    def __init__(self, original: nn.Module, runner: Runner, plan: Plan, notes: dict[str, str], signature: Signature):
-        super().__init__()
-        self.original = original
-        self.runner, self.plan, self.notes, self.signature = runner, plan, notes, signature
-        self._warned: set[str] = set()
-        self.eval()
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(Signature.of(args, kwargs), args, kwargs)
-
-    def run(self, signature: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """`forward` for a caller that has computed the arguments' signature already."""
-        reason = "it is in training mode" if self.training else self.signature.mismatch(signature)
-        if reason is None:
-            return self.runner(*args, **kwargs)
-        if reason not in self._warned:
-            self._warned.add(reason)
-            log.warning("the plan is not used: %s; running the original network", reason)
-        return self.original(*args, **kwargs)
+        # Weights are checked while the GPU works; if they have changed, the result is computed again.
+        if renew():
+            self.recorded.replay()
+        output = tree_map_only(Tensor, lambda x: x.clone(memory_format=torch.preserve_format), self.output)
+        if self.pool.finished is None:
+            self.pool.finished = torch.cuda.Event()
+        self.pool.finished.record(stream)
+        return output
 
 
 def compilers(device: torch.device) -> AbstractContextManager[None]:

@@ -22,7 +22,9 @@ from torch.utils import _pytree as pytree
 
 from voxtune.files import one_line, writing
 from voxtune.plan.graph import module_of
+from voxtune.plan.optimized import Optimized
 from voxtune.plan.passes.base import register_operators
+from voxtune.plan.recipes import Derived, Recipe, Ref, function_of, name_of
 from voxtune.reading import parse_json
 from voxtune.tensorfiles import read_torch
 
@@ -51,24 +53,30 @@ def sources_hash() -> str:
     return digest.hexdigest()
 
 
-def save_graph(path: Path, module: nn.Module, notes: dict[str, str], device: torch.device) -> None:
+def save_graph(path: Path, network: Optimized) -> None:
     """Best effort: if the graph cannot be saved, only the next process takes longer."""
     try:
-        if not isinstance(module, fx.GraphModule):
+        module, device = network.runner.inner, network.signature.device
+        if not isinstance(module, fx.GraphModule) or network.runner.weights is None:
             raise NotSerializableError("nothing was rewritten")
         description, tensors = _describe(module, device)
-        text = json.dumps({"source": sources_hash(), "notes": notes, **description})
+        derived = network.runner.weights.derived
+        recipes = {name: _encode(recipe, device) for name, recipe in derived.recipes.items()}
+        text = json.dumps({"source": sources_hash(), "notes": network.notes, "recipes": recipes, **description})
         path.parent.mkdir(parents=True, exist_ok=True)
         with writing(path, state=True) as part:
-            torch.save({"graph": text, "tensors": tensors}, part)
+            torch.save({"graph": text, "tensors": tensors, "fixed": derived.fixed}, part)
         for old in sorted(path.parent.glob("*.graph"), key=lambda p: p.stat().st_mtime)[:-MAX_FILES]:
             old.unlink(missing_ok=True)
     except (NotSerializableError, OSError, NotImplementedError, TypeError) as error:
         log.info("the rewritten graph is not saved: %s", one_line(error))
 
 
-def load_graph(path: Path, device: torch.device) -> tuple[fx.GraphModule, dict[str, str]] | None:
-    """The graph and the notes of its passes; None if there is no file, or one of another source version."""
+def load_graph(path: Path, device: torch.device) -> tuple[fx.GraphModule, dict[str, str], Derived] | None:
+    """The graph, the notes of its passes and where its weights come from.
+
+    None if there is no file, or one of another source version.
+    """
     if not path.exists():
         return None
     try:
@@ -78,8 +86,10 @@ def load_graph(path: Path, device: torch.device) -> tuple[fx.GraphModule, dict[s
             return None
         tensors = {name: tensor.to(device) for name, tensor in content["tensors"].items()}
         module = _build(description, tensors, device)
+        recipes = {name: _decode(value, {}, device) for name, value in description["recipes"].items()}
+        fixed = {name: tensor.to(device) for name, tensor in content["fixed"].items()}
         os.utime(path)
-        return module, description["notes"]
+        return module, description["notes"], Derived(recipes, fixed)
     except Exception as error:  # a damaged file raises many kinds of errors; the network can be rewritten instead
         log.warning("ignoring a saved graph (%s): %s: %s", path, type(error).__name__, one_line(error))
         return None
@@ -141,12 +151,18 @@ def _find(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), operation), overload)
 
 
-def _encode(value: Any, device: torch.device) -> Any:
+def _encode(value: Any, device: torch.device) -> Any:  # noqa: PLR0911
     """A value as JSON: plain JSON values as they are, everything else as a list that starts with its kind."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, fx.Node):
         return ["node", value.name]
+    if isinstance(value, Ref):
+        return ["weight", value.name]
+    if isinstance(value, Recipe):
+        own = getattr(value.function, "__module__", "").startswith("voxtune.")
+        function = name_of(value.function) if own else _name(value.function)
+        return ["recipe", function, _encode(value.args, device), _encode(value.kwargs, device)]
     if isinstance(value, tuple | list):
         return ["tuple" if isinstance(value, tuple) else "list", *(_encode(v, device) for v in value)]
     if isinstance(value, dict):
@@ -160,7 +176,7 @@ def _encode(value: Any, device: torch.device) -> Any:
     raise NotSerializableError(f"an argument is a {type(value).__name__}")
 
 
-def _decode(value: Any, nodes: dict[str, fx.Node], device: torch.device) -> Any:
+def _decode(value: Any, nodes: dict[str, fx.Node], device: torch.device) -> Any:  # noqa: PLR0911
     if not isinstance(value, list):
         return value
     kind, *rest = value
@@ -170,6 +186,11 @@ def _decode(value: Any, nodes: dict[str, fx.Node], device: torch.device) -> Any:
         return (tuple if kind == "tuple" else list)(_decode(v, nodes, device) for v in rest)
     if kind == "dict":
         return {k: _decode(v, nodes, device) for k, v in rest}
+    if kind == "weight":
+        return Ref(rest[0])
+    if kind == "recipe":
+        function = function_of(rest[0]) if ":" in rest[0] else _find(rest[0])
+        return Recipe(function, *(_decode(part, nodes, device) for part in rest[1:]))
     return device if kind == "device" else CONSTANTS[rest[0]]
 
 

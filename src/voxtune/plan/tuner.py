@@ -26,10 +26,11 @@ from voxtune.plan.cache import identity
 from voxtune.plan.gate import FLOAT64_COST, STEPS, Gate, Trajectory, Verdict, trajectory_of, vary, volume_of
 from voxtune.plan.hazards import refuses_half, slow_half
 from voxtune.plan.measure import Timing, clocked, measure
+from voxtune.plan.optimized import Optimized
 from voxtune.plan.passes import BY_NAME, PassStage, precision_of, select
 from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan, Step
-from voxtune.plan.run import Optimized, compilers, kernels_ready
+from voxtune.plan.run import compilers, kernels_ready
 
 log = logging.getLogger("voxtune")
 Say = Callable[[str], None]
@@ -147,13 +148,15 @@ def gate_for(
     trajectory: Trajectory | None = None,
     checks: int = 3,
     on_call: Callable[[], None] = lambda: None,
+    *,
+    same: bool = False,
 ) -> Gate:
     model, inputs = target.model, target.inputs
     if trajectory is None:
         with torch.no_grad():
             output = volume_of(model(*inputs[0], **inputs[1]))
         trajectory = trajectory_of(inputs, output)
-    return Gate(model, vary(inputs, checks), trajectory, on_call=on_call)
+    return Gate(model, vary(inputs, checks), trajectory, same=same, on_call=on_call)
 
 
 def judge(target: PlanTarget, network: Optimized, gate: Gate) -> Verdict:
@@ -239,22 +242,22 @@ def tune(
     gate = gate_for(target, trajectory, checks, work.tick)
     with work.job(TIMED + references):
         best = _baseline(target, gate, work.tick, quick)
-    say(_line(best.rows[0]))
+    say(describe_row(best.rows[0]))
     kept = [(best.rows[0], best.network)]
     for rung in ladder:
         with work.job(COMPARED if gate_last else COMPARED + verdict):
             if time.monotonic() - started > seconds:
                 best.rows.append(TuningRow(rung.name, rung.add, why="not tried: the time limit was reached"))
-                say(_line(best.rows[-1]))
+                say(describe_row(best.rows[-1]))
                 continue
             plan = _extended(best.plan, rung)
             if not rung.apart and set(plan.names) <= set(best.plan.names):
                 continue
             row, network = _try(target, rung, plan, None if gate_last else gate, kept[-1], work.tick, quick)
             best.rows.append(row)
-            say(_line(row))
+            say(describe_row(row))
             if network is not None:
-                best.plan, best.network = plan, network
+                best.plan, best.network = network.plan, network
                 kept = [*(kept if gate_last else []), (row, network)]
             del network
             gc.collect()
@@ -319,6 +322,7 @@ def _try(
         return row, None
     try:
         network = target.build(plan)
+        row.passes = network.plan.names
         missing = [
             f"{n}: {network.notes[n]}" for n in rung.add if network.notes.get(n, "").startswith("does not apply")
         ]
@@ -383,15 +387,23 @@ def _faster(timing: Timing, best: Timing) -> bool:
     return timing.p50_ms < WORTH * best.p50_ms
 
 
-def _line(row: TuningRow) -> str:
+def describe_row(row: TuningRow) -> str:
     """The row as text: name, step time, step time of the best so far beside it, memory, error, verdict."""
-    timing, verdict = row.timing, row.verdict
-    ms = f"{format_ms(timing.p50_ms):>9} ms" if timing else f"{'-':>12}"
-    best = f"(best so far {format_ms(row.best.p50_ms):>9})" if row.best else " " * 23
-    gib = f"{timing.peak_gib:6.2f} GiB" if timing and timing.peak_gib is not None else f"{'-':>10}"
-    error = f"error {verdict.error:.1e}" if verdict and math.isfinite(verdict.error) else " " * 13
-    note = f"{row.note}; " if row.note else ""
-    return f"{row.name:32} {ms} {best} {gib}  {error}  {note}{'kept' if row.kept else row.why}"
+    return describe_entry(row.describe())
+
+
+def describe_entry(entry: dict[str, Any]) -> str:
+    """`describe_row` for a row that is stored in a plan."""
+    ms, gib, best, error = (entry.get(name) for name in ("p50_ms", "peak_gib", "best_p50_ms", "error"))
+    parts = (
+        f"{entry['name']:32}",
+        f"{'-':>12}" if ms is None else f"{format_ms(ms):>9} ms",
+        " " * 23 if best is None else f"(best so far {format_ms(best):>9})",
+        f"{'-':>10}" if gib is None else f"{gib:6.2f} GiB",
+        " " * 14 if error is None or not math.isfinite(error) else f" error {error:.1e}",
+    )
+    note = f"{entry['note']}; " if "note" in entry else ""
+    return f"{' '.join(parts)}  {note}{'kept' if entry['kept'] else entry.get('why', '')}"
 
 
 def format_ms(ms: float) -> str:

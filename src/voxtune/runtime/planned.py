@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -20,6 +21,8 @@ from voxtune.workloads import WORKLOADS, split, without_zeros
 
 if TYPE_CHECKING:
     from voxtune.plan import Optimized, Plan
+    from voxtune.plan.api import RequestedPrecision
+    from voxtune.plan.search import Search
     from voxtune.plan.tuner import TunerRung
 
 Say = Callable[[str], None]
@@ -33,13 +36,21 @@ class Planned(nn.Module):
         original: nn.Module,
         plan: str | Path | Plan,
         *,
-        search: bool = True,
-        say: Say = lambda _line: None,
+        precision: RequestedPrecision = "auto",
+        search: Search | bool = "quick",
+        memory_limit: int | None = None,
+        say: Say | None = None,
         ran: Callable[[tuple[str, ...]], None] | None = None,
     ):
         super().__init__()
-        self.original, self.plan, self.search, self.say = original, plan, search, say
-        self.optimized: dict[Any, Optimized] = {}
+        self.original, self.plan = original, plan
+        self.options: dict[str, Any] = {
+            "precision": precision,
+            "search": search,
+            "memory_limit": memory_limit,
+            "say": say,
+        }
+        self.optimized: OrderedDict[Any, Optimized] = OrderedDict()
         self.parts: dict[int, tuple[Planned, Planned]] = {}
         self.passes: tuple[str, ...] = ()  # of the plan that ran last, in this network or in one of its parts
         self.ran = ran or self._ran
@@ -47,21 +58,27 @@ class Planned(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         from voxtune.plan import optimize as optimize_network
+        from voxtune.plan.optimized import MAX_VARIANTS
         from voxtune.plan.run import Signature
 
         signature = Signature.of(args, kwargs)
         if signature not in self.optimized:
+            # The graphs of all sizes share the memory of the first one's.
+            pool = next((network.pool for network in self.optimized.values() if network.pool is not None), None)
+            while len(self.optimized) >= MAX_VARIANTS:
+                self.optimized.popitem(last=False)
             self.optimized[signature] = optimize_network(
-                self.original, args, self.plan, example_kwargs=kwargs, search=self.search, say=self.say
+                self.original, args, self.plan, example_kwargs=kwargs, pool=pool, **self.options
             )
         network = self.optimized[signature]
+        self.optimized.move_to_end(signature)
         self.ran(network.plan.names)
         return network.run(signature, args, kwargs)
 
     def split(self, depth: int) -> tuple[Planned, Planned]:
         """The original's two parts (see `workloads.split`), each with plans of its own."""
         if depth not in self.parts:
-            options: dict[str, Any] = {"search": self.search, "say": self.say, "ran": self.ran}
+            options: dict[str, Any] = {**self.options, "ran": self.ran}
             full, shallow = (Planned(part, self.plan, **options) for part in split(self.original, depth))
             self.parts[depth] = full, shallow
         return self.parts[depth]

@@ -8,10 +8,12 @@ import operator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from voxtune.plan.graph import CASTS, Captured, argument, aten, is_call, shape, value
 from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage
+from voxtune.plan.passes.written_norm import written_norms
+from voxtune.plan.recipes import Recipe, Ref
 
 COPIES = (
     aten.detach.default,
@@ -34,6 +36,7 @@ def cleanup(captured: Captured, _context: Context, _options: dict[str, Any]) -> 
     captured.refresh()
     count += _fold(captured)
     count += _share_equal(captured)
+    count += written_norms(captured)
     captured.refresh()
     return PassOutcome(count)
 
@@ -46,8 +49,8 @@ def _simplify(captured: Captured, node: fx.Node) -> int:
         return _conv1d_to_linear(captured, node)
     if target in POINTWISE and is_call(node.args[0], *POOLS):
         return _pool_to_stride(captured, node, node.args[0])  # type: ignore[arg-type]
-    if (affine := _fixed_affine(captured, node)) is not None:
-        return _fold_affine(captured, node, *affine)
+    if (norm := _fixed_norm(node)) is not None:
+        return _fold_norm(captured, node, norm)
     if _computes_nothing(node):
         captured.replace(node, node.args[0])  # type: ignore[arg-type]
         captured.graph.erase_node(node)
@@ -83,49 +86,69 @@ def _computes_nothing(node: fx.Node) -> bool:
     return False
 
 
-def _fixed_affine(captured: Captured, node: fx.Node) -> tuple[fx.Node, torch.Tensor, torch.Tensor] | None:
-    """Source, scale and offset per channel of a norm with running statistics, in float64."""
-    norm = node
+def _fixed_norm(node: fx.Node) -> fx.Node | None:
+    """The norm with running statistics whose result a node is."""
     if node.target is operator.getitem and node.args[1] == 0:
-        norm = node.args[0]  # type: ignore[assignment]
-        if not is_call(norm, aten._native_batch_norm_legit_no_training.default):
-            return None
-    elif is_call(node, aten.batch_norm.default):
-        if argument(node, "training"):
-            return None
-    elif not is_call(node, aten.instance_norm.default) or argument(node, "use_input_stats"):
-        return None
-    given = [argument(norm, name) for name in ("weight", "bias", "running_mean", "running_var")]
-    weight, bias, mean, variance = (captured.constant(a) for a in given)
-    if (
-        mean is None
-        or variance is None
-        or (weight is None) != (given[0] is None)
-        or (bias is None) != (given[1] is None)
-    ):
-        return None
-    scale = (variance.double() + argument(norm, "eps")).rsqrt() * (1 if weight is None else weight.double())
-    return argument(norm, "input"), scale, (0 if bias is None else bias.double()) - mean.double() * scale
+        norm = node.args[0]
+        return norm if is_call(norm, aten._native_batch_norm_legit_no_training.default) else None  # type: ignore[return-value]
+    in_eval_mode = (is_call(node, aten.batch_norm.default) and not argument(node, "training")) or (
+        is_call(node, aten.instance_norm.default) and not argument(node, "use_input_stats")
+    )
+    return node if in_eval_mode else None
 
 
-def _fold_affine(captured: Captured, node: fx.Node, source: fx.Node, scale: torch.Tensor, offset: torch.Tensor) -> int:
+def _fold_norm(captured: Captured, node: fx.Node, norm: fx.Node) -> int:
     """Into weight and bias of the convolution before it, if nothing else reads that convolution."""
+    source = argument(norm, "input")
     transposed = is_call(source, *TRANSPOSED)
     if not is_call(source, *FORWARD, *TRANSPOSED) or len(source.users) != 1:
         return 0
-    given = argument(source, "bias")
-    weight, bias = captured.constant(argument(source, "weight")), captured.constant(given)
-    if weight is None or (given is not None and bias is None) or (transposed and argument(source, "groups") != 1):
+    weight, bias = argument(source, "weight"), argument(source, "bias")
+    gamma, beta, mean, variance = (argument(norm, name) for name in ("weight", "bias", "running_mean", "running_var"))
+    optional = [a for a in (bias, gamma, beta) if a is not None]
+    if any(captured.constant(a) is None for a in (weight, mean, variance, *optional)):
         return 0
-    per_output = [1] * weight.dim()
-    per_output[1 if transposed else 0] = -1
-    scaled = (weight.double() * scale.view(per_output)).to(weight.dtype)
-    total = offset if bias is None else offset + bias.double() * scale
-    constants = [captured.add_constant(t, "folded") for t in (scaled, total.to(weight.dtype))]
+    if transposed and argument(source, "groups") != 1:
+        return 0
+    eps = argument(norm, "eps")
+    scaled = captured.derive("folded", folded_weight, weight, gamma, variance, eps, 1 if transposed else 0)
+    offset = captured.derive("folded", folded_bias, weight, bias, gamma, beta, mean, variance, eps)
     more = {name: a for name, a in source.kwargs.items() if name not in ("weight", "bias")}
-    new = captured.insert(source, source.target, source.args[0], *constants, *source.args[3:], of=source, **more)  # type: ignore[arg-type]
+    new = captured.insert(source, source.target, source.args[0], scaled, offset, *source.args[3:], of=source, **more)
     captured.replace(node, new)
     return 1
+
+
+def _scale(gamma: Tensor | None, variance: Tensor, eps: float) -> Tensor:
+    """The factor per channel of a norm with running statistics, in float64."""
+    return (variance.double() + eps).rsqrt() * (1 if gamma is None else gamma.double())
+
+
+def folded_weight(weight: Tensor, gamma: Tensor | None, variance: Tensor, eps: float, outputs: int) -> Tensor:
+    """A convolution's weight with the norm after it; `outputs` is its dimension of output channels."""
+    per_output = [1] * weight.dim()
+    per_output[outputs] = -1
+    return (weight.double() * _scale(gamma, variance, eps).view(per_output)).to(weight.dtype)
+
+
+def folded_bias(
+    weight: Tensor,
+    bias: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    eps: float,
+) -> Tensor:
+    before = -mean.double() if bias is None else bias.double() - mean.double()
+    total = before * _scale(gamma, variance, eps)
+    return (total if beta is None else total + beta.double()).to(weight.dtype)
+
+
+def mean_weight(weight: Tensor) -> Tensor:
+    """The weight of a 1x1x1 convolution, for 2x2x2 voxels of which it reads the mean."""
+    sides = weight.dim() - 2
+    return (weight / 2**sides).expand(*weight.shape[:2], *[2] * sides).contiguous()
 
 
 def _pool_to_stride(captured: Captured, node: fx.Node, pool: fx.Node) -> int:
@@ -151,7 +174,7 @@ def _pool_to_stride(captured: Captured, node: fx.Node, pool: fx.Node) -> int:
         or argument(pool, "divisor_override") is not None
     ):
         return 0
-    mean = captured.add_constant((weight / 2**sides).expand(*weight.shape[:2], *two).contiguous(), "folded")
+    mean = captured.derive("folded", mean_weight, argument(node, "weight"))
     new = captured.insert(node, node.target, pool.args[0], mean, argument(node, "bias"), two, of=node)  # type: ignore[arg-type]
     captured.replace(node, new)
     return 1
@@ -189,17 +212,22 @@ def _conv1d_to_linear(captured: Captured, node: fx.Node) -> int:
 def _fold(captured: Captured) -> int:
     """Computes what depends on weights alone."""
     known: dict[fx.Node, Any] = {}
+    recipes: dict[fx.Node, Ref | Recipe] = {}
     for node in captured.graph.nodes:
         if node.op == "get_attr":
-            known[node] = captured.constant(node)
+            known[node], recipes[node] = captured.constant(node), captured.reference(node)
         elif node.op == "call_function" and _pure(node) and all(i in known for i in node.all_input_nodes):
             args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
             with torch.no_grad():
                 known[node] = node.target(*args, **kwargs)
+            parts: Any = fx.map_arg((node.args, node.kwargs), recipes.__getitem__)  # type: ignore[arg-type]
+            recipes[node] = Recipe(node.target, *parts)
     folded = [n for n in known if n.op == "call_function" and any(u not in known for u in n.users)]
     for node in folded:
-        if isinstance(known[node], torch.Tensor):
-            captured.replace(node, captured.add_constant(known[node].clone(), "folded"))
+        if isinstance(known[node], Tensor):
+            constant = captured.add_constant(known[node].clone(), "folded")
+            captured.derived.recipes[str(constant.target)] = recipes[node]  # type: ignore[assignment]
+            captured.replace(node, constant)
     captured.refresh()
     return len(folded)
 

@@ -36,18 +36,32 @@ def _all(values: Any, expected: int) -> bool:
     return values == expected if isinstance(values, int) else all(v == expected for v in values)
 
 
-def weights(captured: Captured, node: fx.Node) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias if both are constants (or there is no bias)."""
+def weights(captured: Captured, node: fx.Node) -> tuple[Tensor, fx.Node | None] | None:
+    """The weight, and the node of the bias, if both are constants (or there is no bias)."""
     weight, bias = captured.constant(argument(node, "weight")), argument(node, "bias")
     if weight is None or (bias is not None and captured.constant(bias) is None):
         return None
-    return weight, captured.constant(bias)
+    return weight, bias
+
+
+def as_row(bias: Tensor) -> Tensor:
+    """(1, C), to which shifts of a batch can be added."""
+    return bias[None].float()
+
+
+def as_float(bias: Tensor) -> Tensor:
+    return bias.float()
+
+
+def as_matrix(weight: Tensor) -> Tensor:
+    """A 1x1x1 convolution's weight as (outputs, inputs)."""
+    return weight.flatten(1).contiguous()
 
 
 class Join:
     """What follows a convolution and can be fused into its output: addends per channel and a residual."""
 
-    def __init__(self, captured: Captured, node: fx.Node, bias: Tensor | None):
+    def __init__(self, captured: Captured, node: fx.Node, bias: fx.Node | None):
         self.captured, self.last = captured, node
         self.addends: list[fx.Node] = []
         self.residual: fx.Node | None = None
@@ -75,7 +89,7 @@ class Join:
         """Bias and addends as one (N or 1, C), in the addends' own type."""
         total: fx.Node | None = None
         if self.bias is not None:
-            total = self.captured.add_constant(self.bias[None].float(), "bias")
+            total = self.captured.derive("bias", as_row, self.bias)
         for addend in self.addends:
             flat = self.captured.insert(self.last, aten.reshape.default, addend, list(shape(addend)[:2]))
             total = flat if total is None else self.captured.insert(self.last, aten.add.Tensor, total, flat)
@@ -99,13 +113,13 @@ def conv3d(captured: Captured, _context: Context, options: dict[str, Any]) -> Pa
         if reason or (weight.shape[1], weight.shape[0], *shape(node)[2:]) in excepted:
             skipped.append(reason or "excepted by the plan")
             continue
-        _own_conv3d(captured, node, kernel.pack(weight), bias)
+        _own_conv3d(captured, node, captured.derive("packed", kernel.pack, argument(node, "weight")), bias)
         count += 1
     captured.refresh()
     return PassOutcome(count, None if count else (skipped or ["no 3x3x3 convolution"])[0], notes=sorted(set(skipped)))
 
 
-def _own_conv3d(captured: Captured, node: fx.Node, packed: Tensor, bias: Tensor | None) -> None:
+def _own_conv3d(captured: Captured, node: fx.Node, packed: fx.Node, bias: fx.Node | None) -> None:
     join = Join(captured, node, bias)
     shift = join.shift()
     norms = [u for u in join.last.users if is_call(u, torch.ops.voxtune.norm_act.default)]
@@ -114,7 +128,7 @@ def _own_conv3d(captured: Captured, node: fx.Node, packed: Tensor, bias: Tensor 
         join.last,
         torch.ops.voxtune.conv3d.default,
         node.args[0],
-        captured.add_constant(packed, "packed"),
+        packed,
         shift,
         join.residual,
         bool(norms),
@@ -145,13 +159,12 @@ def pointwise(captured: Captured, _context: Context, _options: dict[str, Any]) -
         constants = weights(captured, node)
         if constants is None or not is_plain(node, 1):
             continue
-        weight, bias = constants
-        join = Join(captured, node, bias)
+        join = Join(captured, node, constants[1])
         new = captured.insert(
             join.last,
             torch.ops.voxtune.pointwise.default,
             channel_sources(node.args[0]),
-            captured.add_constant(weight.flatten(1).contiguous(), "matrix"),
+            captured.derive("matrix", as_matrix, argument(node, "weight")),
             join.shift(),
             join.residual,
             of=node,
@@ -175,10 +188,10 @@ def edges(captured: Captured, _context: Context, _options: dict[str, Any]) -> Pa
         source = node.args[0]
         if weight.shape[1] <= FEW < weight.shape[0]:
             sources = channel_sources(source)
-            shift = None if bias is None else captured.add_constant(bias[None].float(), "bias")
+            shift = None if bias is None else captured.derive("bias", as_row, bias)
             new = captured.insert(node, torch.ops.voxtune.stem.default, sources, argument(node, "weight"), shift)
         elif weight.shape[0] <= FEW < weight.shape[1]:
-            shift = None if bias is None else captured.add_constant(bias.float(), "bias")
+            shift = None if bias is None else captured.derive("bias", as_float, bias)
             new = captured.insert(node, torch.ops.voxtune.head.default, source, argument(node, "weight"), shift)
         else:
             continue
@@ -205,15 +218,15 @@ def _without_bias(node: fx.Node) -> None:
     node.args = (*node.args[:2], None, *node.args[3:])
 
 
-def _into_norm(captured: Captured, node: fx.Node, bias: Tensor | None) -> bool:
+def _into_norm(captured: Captured, node: fx.Node, bias: fx.Node | None) -> bool:
     """A bias that only a norm reads becomes part of the norm's shift, which InstanceNorm does not need."""
     norm = sole_user(node)
     if bias is None or norm is None or not is_call(norm, torch.ops.voxtune.norm_act.default):
         return False
     if list(norm.args[0]) != [node] or argument(norm, "residual") is node:  # type: ignore[arg-type]
         return False
-    if argument(norm, "groups") < bias.shape[0]:
-        total, shift = captured.add_constant(bias[None].float(), "bias"), argument(norm, "shift")
+    if argument(norm, "groups") < shape(bias)[0]:
+        total, shift = captured.derive("bias", as_row, bias), argument(norm, "shift")
         if isinstance(shift, fx.Node):
             total = captured.insert(norm, aten.add.Tensor, shift, total)
         set_argument(norm, "shift", total)
@@ -221,7 +234,7 @@ def _into_norm(captured: Captured, node: fx.Node, bias: Tensor | None) -> bool:
     return True
 
 
-def _into_join(captured: Captured, node: fx.Node, bias: Tensor | None) -> bool:
+def _into_join(captured: Captured, node: fx.Node, bias: fx.Node | None) -> bool:
     join = Join(captured, node, bias)
     if join.residual is None:
         return False

@@ -108,7 +108,7 @@ class _Caster:
     def _convert(self, node: fx.Node) -> fx.Node:
         weight = self.captured.constant(node)
         if weight is not None:
-            return self.captured.add_constant(weight.to(self.dtype), "half")
+            return self.captured.derive("half", aten.to.dtype, node, self.dtype)
         after = node.next
         while after.op in ("placeholder", "get_attr"):
             after = after.next

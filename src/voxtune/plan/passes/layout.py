@@ -25,7 +25,7 @@ def channels_last(captured: Captured, _context: Context, _options: dict[str, Any
     for node in captured.nodes(*CONVOLUTIONS):
         weight = captured.constant(node.args[1])
         if weight is not None and weight.dim() in FORMATS:
-            new = captured.add_constant(lasting(weight), "weight")
+            new = captured.derive("weight", lasting, node.args[1])
             node.args = (node.args[0], new, *node.args[2:])
             count += 1
     for node in volume_inputs(captured):

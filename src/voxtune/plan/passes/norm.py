@@ -55,7 +55,7 @@ class Tail:
     def __post_init__(self) -> None:
         self.nodes.append(self.last)
 
-    def _take(self, *nodes: fx.Node) -> None:
+    def take(self, *nodes: fx.Node) -> None:
         self.nodes += nodes
         self.last = nodes[-1]
 
@@ -65,7 +65,7 @@ class Tail:
         if user is not None and is_call(user, *CASTS):
             after = value(user)
             if after is not None and after.dtype == dtype:
-                self._take(user)
+                self.take(user)
 
     def take_residual(self) -> None:
         """An addition of a volume of the same shape and type."""
@@ -79,7 +79,7 @@ class Tail:
         if added.shape == before.shape and added.dtype == before.dtype:
             assert isinstance(other, fx.Node)
             self.residual = other
-            self._take(user)
+            self.take(user)
 
     def take_activation(self, *, parametric: bool = True) -> None:
         """`parametric`: also those with a slope."""
@@ -100,7 +100,7 @@ class Tail:
             self.activation, self.slopes = "prelu", argument(user, "weight")
         else:
             return
-        self._take(user)
+        self.take(user)
 
     def _take_sigmoid_product(self) -> bool:
         """x * sigmoid(x), which is silu."""
@@ -111,7 +111,7 @@ class Tail:
         if product is None or not is_call(product, aten.mul.Tensor) or product not in self.last.users:
             return False
         self.activation = "silu"
-        self._take(sigmoids[0], product)
+        self.take(sigmoids[0], product)
         return True
 
     def replace(self, captured: Captured, fused: fx.Node) -> None:
@@ -210,14 +210,14 @@ def _fuse_rms(captured: Captured, node: fx.Node) -> bool:
     before = value(source)
     if source is not x and before is not None:
         tail.take_cast(before.dtype)
-    weight, bias = _affine(captured, tail, torch.full((channels,), factor, dtype=torch.float64))
+    weights, bias = _affine(captured, tail)
     tail.take_activation(parametric=False)
     fused = captured.insert(
         tail.last,
         torch.ops.voxtune.rms_norm_act.default,
         source,
-        captured.add_constant(weight.float().to(captured.device), "affine"),
-        None if bias is None else captured.add_constant(bias.float().to(captured.device), "affine"),
+        _channel_product(captured, channels, factor, *weights),
+        None if bias is None else _channel_product(captured, channels, 1.0, bias),
         eps,
         floor,
         tail.activation,
@@ -259,36 +259,54 @@ def _over_channels(reduction: fx.Node, x: fx.Node) -> bool:
     return argument(reduction, "dim") in ([1], [1 - len(shape(x))]) and argument(reduction, "keepdim") is True
 
 
-def _affine(captured: Captured, tail: Tail, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Products with constants per channel, then at most one sum with one."""
+def _affine(captured: Captured, tail: Tail) -> tuple[list[fx.Node | float], fx.Node | float | None]:
+    """Factors and then at most one addend: numbers, or weights with one value per channel."""
+    factors: list[fx.Node | float] = []
     while True:
         user = sole_user(tail.last)
         if user is None or not is_call(user, aten.mul.Tensor, aten.add.Tensor):
-            return weight, None
-        other = user.args[1] if user.args[0] is tail.last else user.args[0]
-        constant = _channel_values(captured, other, shape(user))
-        if constant is None or shape(user) != shape(tail.last) or value(user).dtype != value(tail.last).dtype:  # type: ignore[union-attr]
-            return weight, None
+            return factors, None
+        other: Any = user.args[1] if user.args[0] is tail.last else user.args[0]
+        before, after = value(tail.last), value(user)
+        unchanged = (
+            before is not None and after is not None and (before.shape, before.dtype) == (after.shape, after.dtype)
+        )
+        if not unchanged or not _is_affine(captured, other, shape(user)):
+            return factors, None
         if is_call(user, aten.add.Tensor):
             if argument(user, "alpha") != 1:
-                return weight, None
-            tail._take(user)
-            return weight, constant if constant.any() else None
-        weight = weight * constant
-        tail._take(user)
+                return factors, None
+            tail.take(user)
+            return factors, None if other == 0 else other
+        factors.append(other)
+        tail.take(user)
 
 
-def _channel_values(captured: Captured, given: Any, volume: tuple[int, ...]) -> Tensor | None:
-    """A number or a constant that has one value per channel, as (C,) float64 on the CPU."""
-    if isinstance(given, int | float) and math.isfinite(given):
-        return torch.full(volume[1:2], float(given), dtype=torch.float64)
-    constant = captured.constant(given)
-    if constant is None or constant.dim() > len(volume):
-        return None
-    sizes = (1,) * (len(volume) - constant.dim()) + tuple(constant.shape)
-    if sizes[1] not in (1, volume[1]) or any(s != 1 for i, s in enumerate(sizes) if i != 1):
-        return None
-    return constant.detach().double().cpu().flatten().expand(volume[1]).clone()
+def _is_affine(captured: Captured, given: Any, volume: tuple[int, ...]) -> bool:
+    """Whether this is a number, or a weight that has one value, or one per channel."""
+    if isinstance(given, int | float):
+        return math.isfinite(given)
+    sizes = shape(given)
+    if captured.constant(given) is None or len(sizes) > len(volume):
+        return False
+    sizes = (1,) * (len(volume) - len(sizes)) + sizes
+    return sizes[1] in (1, volume[1]) and all(s == 1 for i, s in enumerate(sizes) if i != 1)
+
+
+def _channel_product(captured: Captured, channels: int, factor: float, *parts: fx.Node | float) -> fx.Node:
+    number = math.prod((factor, *(p for p in parts if not isinstance(p, fx.Node))))
+    weights = [p for p in parts if isinstance(p, fx.Node)]
+    if not weights:
+        return _per_channel_constant(captured, channels, number)
+    return captured.derive("affine", channel_product, channels, number, *weights)
+
+
+def channel_product(channels: int, number: float, *weights: Tensor) -> Tensor:
+    """(C,) float32, from weights of one value, or of one per channel."""
+    total = torch.full((channels,), number, dtype=torch.float64, device=weights[0].device)
+    for weight in weights:
+        total = total * weight.double().flatten()
+    return total.float()
 
 
 FUSE_NORM = Pass(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch import fx
 
 from voxtune.plan.graph import Captured, argument, aten, shape
@@ -29,11 +28,9 @@ def merge_linears(captured: Captured, _context: Context, _options: dict[str, Any
 
 
 def _merge(captured: Captured, source: fx.Node, linears: list[fx.Node]) -> None:
-    weights = [captured.constant(n.args[1]) for n in linears]
-    biases = [captured.constant(argument(n, "bias")) for n in linears]
     sizes = [shape(n)[1] for n in linears]
-    weight = captured.add_constant(torch.cat([w for w in weights if w is not None]), "time_weight")
-    bias = captured.add_constant(torch.cat([b for b in biases if b is not None]), "time_bias")
+    weight = captured.derive("time_weight", aten.cat.default, [n.args[1] for n in linears])
+    bias = captured.derive("time_bias", aten.cat.default, [argument(n, "bias") for n in linears])
     anchor = source.next
     while anchor.op in ("placeholder", "get_attr"):
         anchor = anchor.next

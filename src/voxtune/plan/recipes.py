@@ -1,0 +1,135 @@
+"""How each weight of a rewritten graph follows from the network's own weights, so that it can be computed again.
+
+A pass that derives a weight (casts it, packs it for a kernel, folds operators) records the function and its arguments as a
+Recipe. When the network's weights change, `Weights.repack` evaluates the recipes and writes the results into the same memory:
+nothing is captured, compiled or recorded again.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A weight by its name: of the network, or of a recipe."""
+
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """A pure function and its arguments, in which a Ref stands for a weight and a Recipe for its result."""
+
+    function: Function
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def name_of(function: Function) -> str:
+    """module:name of a function of this package, for a file."""
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def function_of(name: str) -> Function:
+    """The function of this package that `name_of` named."""
+    module, _, attribute = name.partition(":")
+    function = getattr(importlib.import_module(module), attribute) if module.startswith("voxtune.") else None
+    if not callable(function) or name_of(function) != name:
+        raise ValueError(f"{name[:80]!r} is not a function of voxtune")
+    return function
+
+
+@dataclass
+class Derived:
+    """Recipes by the name of the weight that they compute, and constants of the network's code that they refer to."""
+
+    recipes: dict[str, Recipe] = field(default_factory=dict)
+    fixed: dict[str, Tensor] = field(default_factory=dict)
+
+    def copy(self) -> Derived:
+        return Derived(dict(self.recipes), dict(self.fixed))
+
+
+class StaleError(RuntimeError):
+    """The network's weights can no longer be written into the rewritten graph: other shapes or types, or missing ones."""
+
+
+class Weights:
+    """The weights of a rewritten graph, and the network that they come from.
+
+    `changed` is a host-side check of object identities, version counters and addresses. It does not see writes that leave
+    no trace: `parameter.data.copy_(...)`, NumPy views, kernels of others that write through a pointer.
+    """
+
+    def __init__(self, original: nn.Module, module: nn.Module, derived: Derived | None = None):
+        self.original, self.module, self.derived = original, module, derived or Derived()
+        self._dictionaries = [d for m in original.modules() for d in (m._parameters, m._buffers, m._modules)]
+        self._seen = self._state()
+
+    def changed(self) -> bool:
+        """Whether a parameter or buffer of the network was replaced or written to since the last `repack`."""
+        objects, ids, versions, places = self._seen
+        current = [value for d in self._dictionaries for value in d.values()]
+        if len(current) != len(objects) or not all(map(is_, current, objects)):
+            return True
+        return list(map(_version, ids)) != versions or list(map(Tensor.data_ptr, ids)) != places
+
+    def _state(self) -> tuple[list[Any], list[Tensor], list[int], list[int]]:
+        objects = [value for d in self._dictionaries for value in d.values()]
+        # Inference tensors have no version counter; they cannot be written to outside inference mode either.
+        tensors = [x for x in objects if isinstance(x, Tensor) and not x.is_inference()]
+        return objects, tensors, list(map(_version, tensors)), list(map(Tensor.data_ptr, tensors))
+
+    def repack(self) -> None:
+        """Computes the graph's weights again from those of the network; StaleError if these no longer fit."""
+        own = dict(named_weights(self.original))
+        known = {**self.derived.fixed, **own}
+        results: dict[Any, Any] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            for name, current in named_weights(self.module):
+                if name not in own and name not in self.derived.recipes:
+                    continue  # a constant of the network's code
+                new = self._value(Ref(name), known, results)
+                if new.shape != current.shape or new.dtype != current.dtype:
+                    raise StaleError(f"{name} is now {new.dtype} {tuple(new.shape)}")
+                current.copy_(new)
+        self._dictionaries = [d for m in self.original.modules() for d in (m._parameters, m._buffers, m._modules)]
+        self._seen = self._state()
+
+    def _value(self, part: Any, own: Mapping[str, Tensor], results: dict[Any, Any]) -> Any:
+        """A reference or a recipe evaluated; other values as they are."""
+        recipes = self.derived.recipes
+        if isinstance(part, Ref) and part.name not in recipes:
+            if part.name not in own:
+                raise StaleError(f"the network has no {part.name} any more")
+            return own[part.name]
+        recipe = recipes[part.name] if isinstance(part, Ref) else part
+        if not isinstance(recipe, Recipe):
+            return part
+        key = id(recipe)
+        if key not in results:
+            args, kwargs = tree_map_only(
+                (Ref, Recipe), lambda item: self._value(item, own, results), (recipe.args, recipe.kwargs)
+            )
+            results[key] = recipe.function(*args, **kwargs)
+        return results[key]
+
+
+_version = attrgetter("_version")
+
+
+def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by name, each shared one under all of its names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)

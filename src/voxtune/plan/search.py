@@ -1,0 +1,200 @@
+"""The search for the fastest plan: candidates are timed against the original network as it is called, then gated."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from voxtune.files import one_line
+from voxtune.plan.build import PlanTarget
+from voxtune.plan.gate import Gate
+from voxtune.plan.hazards import refuses_half, slow_half
+from voxtune.plan.measure import Timing, measure
+from voxtune.plan.optimized import Optimized
+from voxtune.plan.passes import PassStage, Precision, precision_of, select
+from voxtune.plan.passes.base import HALF
+from voxtune.plan.plan import Plan
+from voxtune.plan.run import compilers, kernels_ready
+from voxtune.plan.tuner import SHARED, WORTH, Say, TuningRow, describe_row, judge
+
+log = logging.getLogger("voxtune")
+Search = Literal["quick", "full", False]
+# No further candidate is tried after this time.
+QUICK_SECONDS = {"cuda": 20.0, "cpu": 15.0}
+# On a CPU, a candidate and its gate take about as long as this many calls of the network, the references as this many.
+CPU_CALLS, CPU_REFERENCES = 12, 12
+CPU_BUDGET = 25.0
+ORIGINAL = "original"
+
+_FUSED = (PassStage.LAYOUT, *SHARED, PassStage.NORM, PassStage.FUSION, PassStage.AUTOTUNING)
+_OWN = (PassStage.EDGES, PassStage.CONVOLUTION)
+_PRECISION_STAGES = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "fp16": "fp16"}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    name: str
+    plan: Plan
+
+
+def candidates(precision: Precision, device: torch.device, search: Search = "quick") -> list[Candidate]:
+    """Plans in this precision that are worth a try, the most promising first."""
+    if device.type == "cpu":
+        plans = [
+            ("fused", select(precision, *SHARED, PassStage.LAYOUT, PassStage.MEMORY)),
+            ("memory reuse", select(precision, PassStage.MEMORY)),
+            ("sharing", select(precision, *SHARED, PassStage.MEMORY)),
+        ]
+        if search == "full":
+            plans.append(("torch.compile", select(precision, PassStage.CLEANUP, PassStage.COMPILER)))
+    else:
+        graph = PassStage.CUDA_GRAPH
+        plans = [
+            ("own kernels", select(precision, *_FUSED, *(_OWN if precision in HALF else ()), graph)),
+            ("fused norms", select(precision, *_FUSED, graph)),
+            ("channels-last graph", select(precision, *SHARED, PassStage.LAYOUT, PassStage.AUTOTUNING, graph)),
+            ("graph", select(precision, *SHARED, PassStage.AUTOTUNING, graph)),
+        ]
+        if search == "full":
+            compiled = select(precision, PassStage.LAYOUT, PassStage.CLEANUP, PassStage.COMPILER, PassStage.AUTOTUNING)
+            plans += [("torch.compile", compiled), ("torch.compile, graph", (*compiled, *select(graph)))]
+    return [Candidate(name, Plan.of(*passes)) for name, passes in plans]
+
+
+@dataclass
+class Found:
+    """The fastest network that passed the gate, which may be the original, and a row for each candidate."""
+
+    network: Optimized
+    rows: list[TuningRow] = field(default_factory=list)
+
+    @property
+    def original(self) -> bool:
+        return not self.network.plan.steps
+
+
+def fastest(
+    target: PlanTarget,
+    original: Callable[..., Any],
+    precisions: Sequence[Precision],
+    gate: Gate,
+    search: Search,
+    say: Say,
+) -> Found:
+    """Times `original`, as the caller runs it, and the candidates; gates them from the fastest on.
+
+    Candidates of a later precision are tried only if none of an earlier one is both faster and accepted.
+    """
+    device = target.device
+    started = time.monotonic()
+    rows = [TuningRow(ORIGINAL, (), _time(lambda: original(*target.inputs[0], **target.inputs[1]), target), kept=True)]
+    say(describe_row(rows[0]))
+    assert rows[0].timing is not None
+    found = Found(target.original(Plan(())), rows)
+    budget = _budget(rows[0].timing, device, search)
+    if budget is not None:
+        rows[0].why = budget
+        say(f"the original network is used: {budget}")
+        return found
+    with compilers(device):
+        gate.begin()
+        for precision in precisions:
+            tried: list[tuple[TuningRow, Optimized]] = []
+            for candidate in candidates(precision, device, search):
+                if search == "quick" and time.monotonic() - started > QUICK_SECONDS[device.type]:
+                    rows.append(
+                        TuningRow(candidate.name, candidate.plan.names, why="not tried: the time limit was reached")
+                    )
+                    continue
+                row, network = _try(target, candidate, rows[0].timing, [n.plan for _, n in tried])
+                rows.append(row)
+                say(describe_row(row))
+                if network is not None:
+                    tried.append((row, network))
+            winner = _gated(target, tried, rows[0].timing, gate, say)
+            if winner is not None:
+                rows[0].kept = False
+                return Found(winner, rows)
+            tried.clear()
+            gc.collect()
+    say("the original network is used: no plan was both faster and accepted by the gate")
+    return found
+
+
+def _budget(timing: Timing, device: torch.device, search: Search) -> str | None:
+    """Why a quick search on a CPU would take too long, or None."""
+    if device.type != "cpu" or search != "quick":
+        return None
+    seconds = timing.p50_ms / 1e3 * (CPU_REFERENCES + CPU_CALLS)
+    if seconds <= CPU_BUDGET:
+        return None
+    return (
+        f'one call takes {timing.p50_ms / 1e3:.1f} s, so a search would take about {seconds:.0f} s; use search="full"'
+    )
+
+
+def _time(call: Callable[[], Any], target: PlanTarget) -> Timing:
+    gpu = target.device.type == "cuda"
+    with torch.no_grad():
+        return measure(
+            call, target.device, repeats=20 if gpu else 5, seconds=0.4 if gpu else 1.0, least=3 if gpu else 2
+        )
+
+
+def _try(
+    target: PlanTarget, candidate: Candidate, best: Timing, before: Sequence[Plan]
+) -> tuple[TuningRow, Optimized | None]:
+    """Builds and times one candidate."""
+    row = TuningRow(candidate.name, candidate.plan.names)
+    if precision_of(candidate.plan.names) in HALF:
+        row.why = refuses_half(target.device) or slow_half(target.device.type) or ""
+        if row.why:
+            return row, None
+    try:
+        network = target.build(candidate.plan)
+        row.passes = network.plan.names
+        if network.plan in before:
+            row.why = "the same passes apply as above"
+            return row, None
+        with kernels_ready(network, target.inputs):
+            pass
+        timing = _time(lambda: network(*target.inputs[0], **target.inputs[1]), target)
+    except Exception as error:  # a kernel or compiler that fails costs this candidate only
+        row.why = f"{type(error).__name__}: {one_line(error)}"
+        log.info("%s: %s", candidate.name, row.why)
+        return row, None
+    if timing.peak_gib is not None:
+        timing = replace(timing, peak_gib=timing.peak_gib + network.runner.graph_gib)
+    row.timing, row.best = timing, best
+    if timing.p50_ms >= WORTH * best.p50_ms:
+        row.why = "not faster than the original"
+        return row, None
+    return row, network
+
+
+def _gated(
+    target: PlanTarget, tried: list[tuple[TuningRow, Optimized]], original: Timing, gate: Gate, say: Say
+) -> Optimized | None:
+    """The fastest candidate that the gate accepts."""
+    for row, network in sorted(tried, key=lambda pair: pair[0].timing.p50_ms if pair[0].timing else float("inf")):
+        try:
+            row.verdict = judge(target, network, gate)
+        except Exception as error:  # an operator that fails for another input of the gate
+            row.why = f"{type(error).__name__}: {one_line(error)}"
+            continue
+        row.kept = row.verdict.passed
+        if row.kept:
+            assert row.timing is not None
+            say(
+                f"{row.name}: {original.p50_ms / row.timing.p50_ms:.2f} x as fast as the original, error {row.verdict.error:.1e}"
+            )
+            return network
+        row.why = f"refused: {row.verdict.reason}"
+        say(f"{row.name}: {row.why}")
+    return None
