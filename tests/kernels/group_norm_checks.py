@@ -10,24 +10,33 @@ import triton
 
 from voxtune.kernels import group_norm as gn
 
-# (batch, channels of each source, voxels, groups, shift, silu): powers of two and not, seams inside groups, one group.
+# (batch, channels of each source, voxels, groups, shift, activation, residual): powers of two and not, seams inside groups,
+# one group, one channel a group, odd counts of channels.
 CASES = [
-    (1, (64,), (4, 5, 6), 32, False, True),
-    (2, (64,), (3, 3, 3), 32, True, True),
-    (1, (192,), (2, 5, 3), 32, True, False),
-    (1, (128, 64), (3, 4, 5), 32, False, True),
-    (2, (192, 128), (2, 2, 3), 32, True, True),
-    (1, (256, 192), (2, 3, 2), 32, True, True),
-    (1, (32,), (9, 7, 5), 32, False, True),
-    (1, (96, 32), (3, 5, 2), 32, True, True),
-    (1, (7,), (5, 3, 2), 7, False, True),
-    (1, (10, 5), (4, 3, 3), 3, True, True),
-    (2, (96,), (8, 9), 1, True, False),
-    (1, (384,), (8, 8), 1, False, False),
-    (1, (64,), (1, 1, 1), 32, False, True),
-    (1, (64,), (17, 13, 11), 32, True, True),
+    (1, (64,), (4, 5, 6), 32, False, "silu", False),
+    (2, (64,), (3, 3, 3), 32, True, "silu", True),
+    (1, (192,), (2, 5, 3), 32, True, "none", False),
+    (1, (128, 64), (3, 4, 5), 32, False, "silu", False),
+    (2, (192, 128), (2, 2, 3), 32, True, "relu", True),
+    (1, (256, 192), (2, 3, 2), 32, True, "silu", False),
+    (1, (32,), (9, 7, 5), 32, False, "silu", False),
+    (1, (96, 32), (3, 5, 2), 32, True, "gelu", True),
+    (1, (7,), (5, 3, 2), 7, False, "silu", False),
+    (1, (10, 5), (4, 3, 3), 3, True, "silu", False),
+    (2, (96,), (8, 9), 1, True, "none", True),
+    (1, (384,), (8, 8), 1, False, "none", False),
+    (1, (64,), (1, 1, 1), 32, False, "silu", False),
+    (1, (64,), (17, 13, 11), 32, True, "silu", False),
+    (1, (320,), (3, 2, 5), 320, False, "leaky_relu", True),
+    (2, (13,), (7, 5, 3), 13, True, "leaky_relu", False),
+    (2, (24, 40), (5, 4, 6), 64, False, "prelu", True),
+    (1, (33,), (6, 5, 4), 11, False, "prelu_one", False),
+    (2, (136,), (4, 3, 5), 136, True, "gelu_tanh", False),
+    (1, (1,), (9, 8, 7), 1, False, "gelu", True),
+    (2, (72,), (5, 6), 8, False, "relu", False),
+    (1, (600,), (3, 2, 2), 600, False, "none", True),
 ]
-QUICK = (1, 3, 9, 11)
+QUICK = (1, 9, 14, 15, 16, 17, 18)
 
 
 def channels_last(x):
@@ -42,7 +51,7 @@ def moments_of(source, stretch):
     return torch.stack([torch.stack(row, dim=1) for row in rows], dim=1).float()
 
 
-def case(dtype, batch, channels, voxels, groups, shift, silu, offset=0.0, given=False):
+def case(dtype, batch, channels, voxels, groups, shift, activation, residual, offset=0.0, given=False):
     generator = torch.Generator().manual_seed(batch * 1000 + sum(channels))
 
     def draw(*shape):
@@ -56,20 +65,23 @@ def case(dtype, batch, channels, voxels, groups, shift, silu, offset=0.0, given=
     weight, bias = draw(total).to(dtype), draw(total).to(dtype)
     # A slice of a wider tensor, as blocks' time embeddings are.
     shift_NC = draw(batch, total + 5).to(dtype)[:, 3 : total + 3] if shift else None
-    truth = gn.group_norm_silu_reference(
-        tuple(s.double() for s in sources),
-        weight.double(),
-        bias.double(),
-        groups,
-        shift_NC=None if shift_NC is None else shift_NC.double(),
-        silu=silu,
+    added = channels_last(draw(batch, total, *voxels).to(dtype)) if residual else None
+    slopes = draw(1 if activation == "prelu_one" else total).to(dtype) if activation.startswith("prelu") else None
+    activation, slope = activation.removesuffix("_one"), 0.2
+
+    def double(x):
+        return None if x is None else x.double()
+
+    truth = gn.norm_act_reference(
+        *(tuple(s.double() for s in sources), weight.double(), bias.double(), groups, 1e-5, double(shift_NC)),
+        *(activation, slope, double(slopes), double(added)),
     )
     # What a convolution would leave: other stretches than this kernel's own, for the last source only.
     known = [None] * (len(sources) - 1) + [moments_of(sources[-1], 7)] if given else None
-    y = gn.group_norm_silu(sources, weight, bias, groups, shift_NC=shift_NC, silu=silu, statistics=known)
+    y = gn.norm_act(sources, weight, bias, groups, 1e-5, shift_NC, activation, slope, slopes, added, known)
     written = bool(torch.isfinite(y).all()) and y.movedim(1, -1).is_contiguous()
     return {
-        "case": [batch, channels, voxels, groups, shift, silu],
+        "case": [batch, channels, voxels, groups, shift, activation, residual],
         "error": ((y.double() - truth).norm() / truth.norm()).item(),
         "written": written,
     }
@@ -98,20 +110,24 @@ def compile_all(arch):
         metadata = compiled.metadata
         return resources(compiled.asm["cubin"], metadata.name)
 
-    common = {"V": "i32", "CS": "i32", "C": "i32", "first": "i32"}
     found = []
     for dtype in ("*bf16", "*fp32"):
         moments = {"x_ptr": dtype, "statistics_ptr": "*fp32", "V": "i32", "CS": "i32", "stretch": "i32"}
-        found.append(build(gn.voxtune_moments, moments, {"BLOCK_V": 64, "BLOCK_C": 64}))
-        normalize = {"x_ptr": dtype, "affine_ptr": "*fp32", "y_ptr": dtype, **common}
-        found.append(build(gn.voxtune_normalize, normalize, {"SILU": True, "BLOCK_V": 64, "BLOCK_C": 64}))
+        found.append(build(gn.voxtune_moments, moments, {"UNIT": 1, "BLOCK_V": 64, "BLOCK_C": 64}))
+        pointers = {"x_ptr": dtype, "affine_ptr": "*fp32", "slopes_ptr": "*fp32", "residual_ptr": dtype, "y_ptr": dtype}
+        numbers = {**dict.fromkeys(("V", "CS", "C", "first"), "i32"), "slope": "fp32", "slopes_stride": "i32"}
+        for activation in gn.ACTIVATIONS if dtype == "*bf16" else ("silu",):
+            for residual in (False, True):
+                constants = {"ACTIVATION": activation, "HAS_RESIDUAL": residual, "UNIT": 8 if residual else 1}
+                constants |= {"BLOCK_V": 64, "BLOCK_C": 64}
+                found.append(build(gn.voxtune_normalize, pointers | numbers, constants))
     finalize = dict.fromkeys(("a_ptr", "b_ptr", "affine_ptr"), "*fp32")
     finalize |= dict.fromkeys(("shift_ptr", "weight_ptr", "bias_ptr"), "*bf16")
     finalize |= dict.fromkeys(("V", "C", "CA", "PA", "PB", "shift_stride"), "i32") | {"eps": "fp32"}
     finalize = {name: finalize[name] for name in gn.voxtune_finalize.arg_names if name in finalize}
-    for group in (2, 14):
-        block = triton.next_power_of_2(group)
-        constants = {"GROUP": group, "BLOCK_G": block, "BLOCK_P": 4096 // block, "HAS_SHIFT": True}
+    for group, columns in ((2, 64), (14, 448), (1, 32), (1, 320), (1, 1024)):
+        block = gn.lanes(group, columns)
+        constants = {"GROUP": group, "BLOCK_G": block, "BLOCK_P": min(2048, 4096 // block), "HAS_SHIFT": True}
         found.append(build(gn.voxtune_finalize, finalize, constants))
     return found
 
@@ -139,7 +155,7 @@ if __name__ == "__main__":
     if what == "numerics":
         result = numerics(*rest)
     elif what == "offset":
-        result = case(torch.float32, 1, (64,), (9, 9, 9), 32, False, True, offset=1000.0)
+        result = case(torch.float32, 1, (64,), (9, 9, 9), 32, False, "silu", False, offset=1000.0)
     else:
         result = compile_all(int(rest[0]))
     print(json.dumps(result))

@@ -41,10 +41,56 @@ def test_group_norm(dtype, channels, voxels):
     sources = [lasting(draw(2, c, *voxels, dtype=dtype, seed=i)) + 3 for i, c in enumerate(channels)]
     weight, bias = (draw(sum(channels), dtype=torch.float32, seed=i) for i in (5, 6))
     shift = draw(2, sum(channels) + 5, dtype=torch.float32, seed=7)[:, 3:-2]
-    y = torch.ops.voxtune.group_norm_silu(sources, weight, bias, groups, 1e-5, shift, True, [])
+    y = torch.ops.voxtune.norm_act(sources, weight, bias, groups, 1e-5, shift, "silu", 0.0, None, None, [])
     x = torch.cat(sources, 1).double() + shift.double().view(2, -1, *[1] * len(voxels))
     truth = F.silu(F.group_norm(x, groups, weight.double(), bias.double(), 1e-5))
     assert error(y, truth) < BAR[dtype]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("activation", ["none", "silu", "relu", "leaky_relu", "prelu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    ("channels", "groups", "voxels"),
+    [
+        ((32,), 32, (64, 64, 64)),
+        ((320,), 320, (4, 5, 4)),
+        ((24, 40), 64, (17, 9, 11)),
+        ((13,), 13, (33, 31)),
+        ((136,), 8, (9, 20, 7)),
+        ((600,), 600, (3, 5, 2)),
+    ],
+)
+def test_norm_act(dtype, activation, channels, groups, voxels):
+    from voxtune.kernels.group_norm import norm_act_reference, why_not
+
+    total = sum(channels)
+    sources = [lasting(draw(2, c, *voxels, dtype=dtype, seed=i)) + 3 for i, c in enumerate(channels)]
+    weight, bias = (draw(total, dtype=torch.float32, seed=i) for i in (5, 6))
+    slopes = draw(total, dtype=torch.float32, seed=8) if activation == "prelu" else None
+    for residual in (None, lasting(draw(2, total, *voxels, dtype=dtype, seed=9))):
+        assert why_not(tuple(sources), groups, activation, slopes, residual) is None
+        y = torch.ops.voxtune.norm_act(
+            *(sources, weight, bias, groups, 1e-5, None, activation, 0.2, slopes, residual, [])
+        )
+        truth = norm_act_reference(
+            *(tuple(s.double() for s in sources), weight.double(), bias.double(), groups, 1e-5, None, activation, 0.2),
+            *(None if x is None else x.double() for x in (slopes, residual)),
+        )
+        assert y.movedim(1, -1).is_contiguous()
+        assert error(y, truth) < BAR[dtype]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("channels", "voxels"), [(96, (3, 40, 33)), (384, (2, 9, 8)), (24, (31, 17)), (7, (4, 5, 6))])
+def test_rms_norm(dtype, channels, voxels):
+    from voxtune.kernels.rms_norm import rms_norm_act_reference
+
+    x = lasting(draw(2, channels, *voxels, dtype=dtype)) + 1
+    weight, bias = (draw(channels, dtype=torch.float32, seed=i) for i in (5, 6))
+    for given, wide in ((None, None), (bias, bias.double())):
+        y = torch.ops.voxtune.rms_norm_act(x, weight, given, 0.0, 1e-13, "silu")
+        truth = rms_norm_act_reference(x.double(), weight.double(), wide, 0.0, 1e-13, "silu")
+        assert error(y, truth) < BAR[dtype]
 
 
 CONVOLUTIONS = [
@@ -78,9 +124,10 @@ def test_conv3d_is_exact_on_integers_and_its_statistics_are_right(dtype, batch, 
     assert torch.equal(y.float(), truth)
     weight, bias = draw(k, dtype=torch.float32), draw(k, dtype=torch.float32, seed=1)
     groups = 16 if k % 16 == 0 else 8
-    with_them = torch.ops.voxtune.group_norm_silu([y], weight, bias, groups, 1e-5, None, False, [statistics])
-    own = F.group_norm(truth.double(), groups, weight.double(), bias.double(), 1e-5)
-    assert error(with_them, own) < BAR[dtype]
+    for g in (groups, k) if sum(voxels) > 3 else (groups,):
+        given = (weight, bias, g, 1e-5, None, "none", 0.0, None, None, [statistics])
+        own = torch.group_norm(truth.double(), g, weight.double(), bias.double(), 1e-5)
+        assert error(torch.ops.voxtune.norm_act([y], *given), own) < BAR[dtype]
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -14,9 +14,9 @@ run = partial(run_checks, "kernels/group_norm_checks.py")
 @pytest.mark.parametrize(
     ("dtype", "extent", "count"),
     [
-        ("float16", "quick", 8),
-        pytest.param("float16", "all", 28, marks=pytest.mark.slow),
-        pytest.param("float32", "all", 28, marks=pytest.mark.slow),
+        ("float16", "quick", 14),
+        pytest.param("float16", "all", 44, marks=pytest.mark.slow),
+        pytest.param("float32", "all", 44, marks=pytest.mark.slow),
     ],
 )
 def test_against_float64(dtype, extent, count):

@@ -13,7 +13,8 @@ from voxtune.kernels.compile_workers import Worker, active, compiling, describe
 from voxtune.kernels.precompile import compiled_ahead, ready
 
 TARGET = GPUTarget("cuda", 90, 32)
-TYPES = {"x_ptr": "*bf16", "affine_ptr": "*fp32", "y_ptr": "*bf16", "V": "i32", "CS": "i32", "C": "i32", "first": "i32"}
+TYPES = {"x_ptr": "*bf16", "affine_ptr": "*fp32", "slopes_ptr": "*fp32", "residual_ptr": "*bf16", "y_ptr": "*bf16"}
+TYPES |= {"V": "i32", "CS": "i32", "C": "i32", "first": "i32", "slope": "fp32", "slopes_stride": "i32"}
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +25,7 @@ def cache(tmp_path, monkeypatch):
 
 def order(block_v, done=None):
     """An order to compile, as Triton gives it: a function that closes over the source."""
-    constants = {"SILU": True, "BLOCK_V": block_v, "BLOCK_C": 32}
+    constants = {"ACTIVATION": "silu", "HAS_RESIDUAL": False, "UNIT": 1, "BLOCK_V": block_v, "BLOCK_C": 32}
     src = ASTSource(group_norm.voxtune_normalize, {**TYPES, **dict.fromkeys(constants, "constexpr")}, constants)
     target = TARGET
     options = make_backend(target).parse_options({"num_warps": 4})

@@ -15,7 +15,7 @@ from voxtune.plan.plan import Plan
 from voxtune.plan.tuner import gate_for, judge
 from voxtune.quality.tensor_error import difference
 
-NORM = "group_norm_silu"
+NORM = "norm_act"
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tests.factories.networks import EVERY_NETWORK, NETWORKS, REWRITING, make
 from voxtune.plan.api import CPU_READY, READY
 from voxtune.plan.build import build
 from voxtune.plan.gate import volume_of
-from voxtune.plan.graph import capture
+from voxtune.plan.graph import argument, capture
 from voxtune.plan.passes import BY_NAME, PASSES, Context, Pass, PassStage, precision_of, select
 from voxtune.plan.plan import Plan
 from voxtune.plan.tuner import BASELINE, CPU_LADDER, GPU_LADDER
@@ -178,10 +178,11 @@ def test_near_misses_are_left_alone():
     net.float()
     assert error(fast(*args), truth) < 5e-6
     targets = [n.target for n in fast.runner.inner.graph.nodes if n.op == "call_function"]
-    norms = [n for n in fast.runner.inner.graph.nodes if n.target is torch.ops.voxtune.group_norm_silu.default]
-    assert len(norms) == 1 and norms[0].args[6] is False, "a norm whose plain result is used keeps its SiLU apart"
-    assert len(norms[0].args[0]) == 2, "the concatenation is read as two sources"
-    assert torch.ops.aten.group_norm.default in targets, "a norm without weights is left to PyTorch"
+    norms = [n for n in fast.runner.inner.graph.nodes if n.target is torch.ops.voxtune.norm_act.default]
+    assert [argument(n, "activation") for n in norms] == ["none", "none"]
+    assert torch.ops.aten.silu.default in targets, "a norm whose plain result is used keeps its SiLU apart"
+    assert [len(argument(n, "sources")) for n in norms] == [2, 1], "the concatenation is read as two sources"
+    assert torch.ops.aten.group_norm.default not in targets, "a norm without weights is fused with ones and zeros"
     own = [n for n in fast.runner.inner.graph.nodes if n.target is torch.ops.voxtune.conv3d.default]
     assert [bool(n.args[3]) for n in own] == [False, True], "the second convolution takes the residual"
 
@@ -189,8 +190,8 @@ def test_near_misses_are_left_alone():
 def test_statistics_go_from_convolution_to_norm():
     net, args = make("med_ddpm")
     fast = build(net, args, None, Plan.of(*REWRITING), twin=True)
-    norms = [n for n in fast.runner.inner.graph.nodes if n.target is torch.ops.voxtune.group_norm_silu.default]
-    given = [s for n in norms for s in n.args[7] if s.op == "call_function"]
+    norms = [n for n in fast.runner.inner.graph.nodes if n.target is torch.ops.voxtune.norm_act.default]
+    given = [s for n in norms for s in argument(n, "statistics") if s.op == "call_function"]
     assert all(s.target is operator.getitem and s.args[1] == 1 for s in given)
     assert len(given) > len(norms) / 2
 

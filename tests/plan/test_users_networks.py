@@ -25,7 +25,7 @@ FUSED = {
     "monai_segresnet": ("fuse_norm", "conv3d", "pointwise", "upsample", "edges"),
     "maisi_unet": ("sdpa", "time", "fuse_norm", "conv3d", "pointwise", "edges"),
     "maisi_decoder": ("fuse_norm", "conv3d", "edges"),
-    "wan_decoder": ("pointwise",),
+    "wan_decoder": ("fuse_norm", "pointwise"),
     "diffusers_conditional": ("time", "fuse_norm", "pointwise", "edges"),
 }
 pytestmark = pytest.mark.usefixtures("one_thread")

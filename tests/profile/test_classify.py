@@ -38,7 +38,7 @@ COPY = "void at::native::{}<at::native::direct_copy_kernel_cuda(at::TensorIterat
         ("void at::native::multi_tensor_apply_kernel<TensorListMetadata<3>>(T)", None, "optimizer", "optimizer"),
         ("triton_poi_fused_add_silu_3", "CompiledFunctionBackward", "backward", "triton"),
         ("triton_red_fused_native_group_norm_0", None, "forward", "triton"),
-        ("voxtune_group_norm_silu_forward", None, "forward", "triton"),
+        ("voxtune_norm_act_forward", None, "forward", "triton"),
         (COPY.format("elementwise_kernel", "float", ""), "aten::copy_", "forward", "copy"),
         (COPY.format("unrolled_elementwise_kernel", "float", ", LoadWithCast<1>"), "aten::copy_", "forward", "cast"),
         ("void at::native::bfloat16_copy_kernel_cuda<float>(int)", "aten::copy_", "forward", "cast"),

@@ -121,7 +121,7 @@ def _layout(facts: Facts) -> list[Advice]:
                 title="Keep channels-last through the norms",
                 evidence=f"{norms:.1f} ms of copies are charged to norm modules; largest: {largest}",
                 gain_ms=norms,
-                action="channels_last and fuse_norm passes (fused GroupNorm + SiLU, channels-last)",
+                action="channels_last and fuse_norm passes (norm and activation fused, channels-last)",
             )
         )
     rest = moved - (norms if out else 0.0)
@@ -172,7 +172,7 @@ def _norms(facts: Facts) -> list[Advice]:
             title="Fuse norm and activation",
             evidence=f"norms take {spent:.1f} ms ({basis}), activations another {extra:.1f} ms",
             gain_ms=gain,
-            action="fuse_norm pass (GroupNorm + SiLU in one kernel, channels-last)",
+            action="fuse_norm pass (norm and activation in one kernel, channels-last)",
         )
     ]
 

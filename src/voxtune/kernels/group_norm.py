@@ -1,4 +1,4 @@
-"""GroupNorm + SiLU for channels-last volumes, over one or two sources.
+"""GroupNorm or InstanceNorm + residual + activation for channels-last volumes, over one or two sources.
 
 Why: PyTorch's GroupNorm requires NCDHW, so with channels-last volumes every norm costs two layout copies; and with batch 1 it
 runs one block for each of 32 groups, on a GPU with 132 multiprocessors. Here the reduction uses the whole device:
@@ -7,7 +7,10 @@ runs one block for each of 32 groups, on a GPU with 132 multiprocessors. Here th
    mean, so that a large mean does not cancel the variance. The convolution that wrote the source may provide these
    (`statistics`), one triple per tile: then this step, which reads the source, is skipped;
 2. finalize: combines the stretches into statistics per group, and these into a scale and an offset per channel;
-3. apply: y = silu(x * scale + offset), starting with the voxels that were read last, which are still in the L2 cache.
+3. apply: y = activation(x * scale + offset + residual), starting with the voxels that were read last, which are still in the
+   L2 cache.
+
+InstanceNorm is a group of one channel each: step 2 then handles several groups in one program.
 
 A shift per channel (a convolution's bias, the time embedding) moves a channel's mean and keeps its variance: step 2 applies it
 without another pass. Two sources, cat([a, b]) along the channels, are reduced and applied separately: the concatenation is
@@ -18,6 +21,7 @@ Legend: N batch, V voxels (D*H*W), C channels of all sources, CS of one, P stret
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -31,16 +35,40 @@ from voxtune.kernels.precompile import ready
 # Programs of step 1 per multiprocessor: enough loads in flight to saturate the memory system.
 WAVES = 4
 MIN_VOXELS = 64
+# Programs of step 2 that several groups of one channel are distributed over at least, if there are as many channels.
+MIN_PROGRAMS = 64
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def group_norm_silu_reference(
+ACTIVATIONS = ("none", "silu", "relu", "leaky_relu", "prelu", "gelu", "gelu_tanh")
+
+
+def activation_reference(y: Tensor, activation: str, slope: float = 0.01, slopes: Tensor | None = None) -> Tensor:
+    """One of ACTIVATIONS; `slope` is that of leaky_relu, `slopes` are those of prelu: one, or one per channel."""
+    if activation == "prelu":
+        assert slopes is not None, "prelu requires slopes"
+        return F.prelu(y, slopes.to(y.dtype).flatten())
+    return {
+        "none": lambda: y,
+        "silu": lambda: F.silu(y),
+        "relu": lambda: F.relu(y),
+        "leaky_relu": lambda: F.leaky_relu(y, slope),
+        "gelu": lambda: F.gelu(y),
+        "gelu_tanh": lambda: F.gelu(y, approximate="tanh"),
+    }[activation]()
+
+
+def norm_act_reference(
     sources: tuple[Tensor, ...],
     weight: Tensor,
     bias: Tensor,
     groups: int,
     eps: float = 1e-5,
     shift_NC: Tensor | None = None,
-    silu: bool = True,
+    activation: str = "none",
+    slope: float = 0.01,
+    slopes: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """The same in plain PyTorch; statistics in float32, or float64 for float64 sources."""
     x = torch.cat(sources, dim=1)
@@ -48,8 +76,28 @@ def group_norm_silu_reference(
     y = x.to(wide)
     if shift_NC is not None:
         y = y + shift_NC.to(wide).view(*shift_NC.shape, *[1] * (x.dim() - 2))
-    y = torch.group_norm(y, groups, weight.to(wide), bias.to(wide), eps)
-    return (F.silu(y) if silu else y).to(x.dtype)
+    # PyTorch's own kernel for channels-last volumes on a CPU loses digits to cancellation.
+    y = torch.group_norm(y.contiguous(), groups, weight.to(wide), bias.to(wide), eps)
+    if residual is not None:
+        y = y + residual.to(wide)
+    return activation_reference(y, activation, slope, slopes).to(x.dtype)
+
+
+@triton.jit
+def activate(y, slope, ACTIVATION: tl.constexpr):
+    """`slope` is a number or a tensor that broadcasts to y; only leaky_relu and prelu use it."""
+    if ACTIVATION == "silu":
+        y = y / (1.0 + tl.exp(-y))
+    elif ACTIVATION == "relu":
+        y = tl.where(y < 0.0, 0.0, y)  # unlike the maximum, keeps NaN
+    elif ACTIVATION == "gelu":
+        y = 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        # y (1 + tanh u) / 2 = y sigmoid(2 u), u = sqrt(2 / pi) (y + 0.044715 y^3)
+        y = y / (1.0 + tl.exp(-1.5957691216057308 * (y + 0.044715 * y * y * y)))
+    elif ACTIVATION != "none":
+        y = tl.where(y < 0.0, y * slope, y)
+    return y
 
 
 @triton.jit
@@ -57,11 +105,13 @@ def voxtune_moments(
     x_ptr,  # (N, V, CS): one source
     statistics_ptr,  # (N, P, 3, CS) float32: count, mean, sum of squares about the mean
     V,
-    CS,
+    CS,  # in units of UNIT
     stretch,  # voxels a program reduces
+    UNIT: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    CS *= UNIT
     p, cb, n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     P = tl.num_programs(0)
     c = cb * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -106,24 +156,25 @@ def voxtune_finalize(
     eps,
     shift_stride,  # from row to row, or 0 when one shift serves the batch
     GROUP: tl.constexpr,  # channels a group
-    BLOCK_G: tl.constexpr,  # GROUP, rounded up to a power of two
+    BLOCK_G: tl.constexpr,  # GROUP, rounded up to a power of two; groups a program if GROUP is 1
     BLOCK_P: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
 ):
     g, n = tl.program_id(0), tl.program_id(1)
+    SPAN: tl.constexpr = GROUP if GROUP > 1 else BLOCK_G
     lane = tl.arange(0, BLOCK_G)
-    inside = lane < GROUP
-    c = g * GROUP + lane
+    c = g * SPAN + lane
+    inside = (lane < SPAN) & (c < C)
     of_a = c < CA
     CB = C - CA
     width, stretches = tl.where(of_a, CA, CB), tl.where(of_a, PA, PB)
     here = tl.where(of_a, a_ptr + n.to(tl.int64) * PA * 3 * CA + c, b_ptr + n.to(tl.int64) * PB * 3 * CB + (c - CA))
-    # Each lane joins its stretches by Chan's rule, then all lanes are joined.
+    # Each lane joins its stretches by Chan's rule, then the lanes of a group are joined.
     count = tl.zeros((BLOCK_P, BLOCK_G), tl.float32)
     mean = tl.zeros((BLOCK_P, BLOCK_G), tl.float32)
     spread = tl.zeros((BLOCK_P, BLOCK_G), tl.float32)
-    # A group on one side of the seam reads only its own source's stretches.
-    most = tl.maximum(tl.where(g * GROUP < CA, PA, 0), tl.where((g + 1) * GROUP > CA, PB, 0))
+    # Channels on one side of the seam read only their own source's stretches.
+    most = tl.maximum(tl.where(g * SPAN < CA, PA, 0), tl.where((g + 1) * SPAN > CA, PB, 0))
     for p0 in range(0, most, BLOCK_P):
         p = (p0 + tl.arange(0, BLOCK_P))[:, None]
         keep = (p < stretches[None, :]) & inside[None, :]
@@ -142,9 +193,13 @@ def voxtune_finalize(
     if HAS_SHIFT:
         shift = tl.load(shift_ptr + n * shift_stride + c, mask=inside, other=0.0).to(tl.float32)
     mean_c += shift
-    mean_g = tl.sum(tl.where(inside, mean_c, 0.0), axis=0) / GROUP
-    away_g = tl.where(inside, mean_c - mean_g, 0.0)
-    variance = (tl.sum(tl.where(inside, spread_c, 0.0), axis=0) / V + tl.sum(away_g * away_g, axis=0)) / GROUP
+    if GROUP == 1:
+        mean_g = mean_c
+        variance = spread_c / V
+    else:
+        mean_g = tl.sum(tl.where(inside, mean_c, 0.0), axis=0) / GROUP
+        away_g = tl.where(inside, mean_c - mean_g, 0.0)
+        variance = (tl.sum(tl.where(inside, spread_c, 0.0), axis=0) / V + tl.sum(away_g * away_g, axis=0)) / GROUP
     scale = tl.load(weight_ptr + c, mask=inside, other=0.0).to(tl.float32) / tl.sqrt(variance + eps)
     offset = tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32) + (shift - mean_g) * scale
     at = affine_ptr + n * 2 * C + c
@@ -156,15 +211,24 @@ def voxtune_finalize(
 def voxtune_normalize(
     x_ptr,  # (N, V, CS): one source
     affine_ptr,  # (N, 2, C) float32
+    slopes_ptr,  # (C,) or (1,): unread except by prelu
+    residual_ptr,  # (N, V, C); unread when HAS_RESIDUAL is off
     y_ptr,  # (N, V, C)
     V,
-    CS,
+    CS,  # this and the next two in units of UNIT
     C,
     first,
-    SILU: tl.constexpr,
+    slope,
+    slopes_stride,  # 1, or 0 when one slope serves all channels
+    ACTIVATION: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    CS *= UNIT
+    C *= UNIT
+    first *= UNIT
     # Last voxels first: step 1 read them last, so the L2 still has them.
     block, cb, n = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     c = cb * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -176,15 +240,35 @@ def voxtune_normalize(
     row = (n.to(tl.int64) * V + v)[:, None]
     x = tl.load(x_ptr + row * CS + c[None, :], mask=keep, other=0.0).to(tl.float32)
     y = x * scale[None, :] + offset[None, :]
-    if SILU:
-        y = y / (1.0 + tl.exp(-y))
-    tl.store(y_ptr + row * C + first + c[None, :], y.to(y_ptr.dtype.element_ty), mask=keep)
+    at = row * C + first + c[None, :]
+    if HAS_RESIDUAL:
+        y += tl.load(residual_ptr + at, mask=keep, other=0.0).to(tl.float32)
+    if ACTIVATION == "prelu":
+        slopes = tl.load(slopes_ptr + (first + c) * slopes_stride, mask=inside, other=0.0).to(tl.float32)
+        y = activate(y, slopes[None, :], ACTIVATION)
+    else:
+        y = activate(y, slope, ACTIVATION)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=keep)
 
 
 def channel_block(channels: int) -> int:
-    """The largest power of two up to 128 that divides the channels; one masked block if that is below 16."""
+    """Channels a program: the largest power of two up to 128 that divides them; masked if that is below 16."""
     block = min(128, channels & -channels)
-    return block if block >= 16 else min(128, triton.next_power_of_2(channels))
+    if block >= 16:
+        return block
+    if channels <= 32:
+        return triton.next_power_of_2(channels)
+    # The fewest masked lanes, then the longest rows.
+    return min((128, 64, 32), key=lambda size: triton.cdiv(channels, size) * size)
+
+
+def unit_of(*channels: int) -> int:
+    """The largest power of two up to 8 that divides the counts; 1 if 16 divides them.
+
+    Triton derives the width of its loads from what it knows to divide the arguments: a multiple of 16 it notices itself.
+    """
+    common = math.gcd(*channels)
+    return 1 if common % 16 == 0 else min(8, common & -common)
 
 
 def voxels_last(x: Tensor) -> Tensor:
@@ -194,12 +278,19 @@ def voxels_last(x: Tensor) -> Tensor:
     return x_NVC.view(x.shape[0], -1, x.shape[1])
 
 
-def why_not(sources: tuple[Tensor, ...], groups: int) -> str | None:  # noqa: PLR0911
+def why_not(  # noqa: PLR0911
+    sources: tuple[Tensor, ...],
+    groups: int,
+    activation: str = "none",
+    slopes: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> str | None:
     """The reason why the kernels do not apply, or None."""
     first = sources[0]
     channels = sum(s.shape[1] for s in sources)
-    if first.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"type {first.dtype} has no kernel"
+    for tensor in (first, first if residual is None else residual):
+        if tensor.dtype not in TYPES:
+            return f"type {tensor.dtype} has no kernel"
     if any(s.dtype != first.dtype or s.shape[0] != first.shape[0] or s.shape[2:] != first.shape[2:] for s in sources):
         return "the sources differ in type, batch or size"
     if any(not s.movedim(1, -1).is_contiguous() for s in sources):
@@ -210,6 +301,19 @@ def why_not(sources: tuple[Tensor, ...], groups: int) -> str | None:  # noqa: PL
         return f"{channels} channels do not divide into {groups} groups"
     if first.numel() == 0 or triton.next_power_of_2(channels // groups) > 1024:
         return "an empty source, or more than 1024 channels a group"
+    if residual is not None:
+        if residual.shape != (first.shape[0], channels, *first.shape[2:]):
+            return "the residual differs from the result in size"
+        if not residual.movedim(1, -1).is_contiguous():
+            return "the residual is not channels-last"
+    return why_not_activation(activation, channels, slopes)
+
+
+def why_not_activation(activation: str, channels: int, slopes: Tensor | None) -> str | None:
+    if activation not in ACTIVATIONS:
+        return f"activation {activation} has no kernel"
+    if activation == "prelu" and (slopes is None or slopes.numel() not in (1, channels)):
+        return "prelu requires one slope, or one per channel"
     return None
 
 
@@ -227,44 +331,45 @@ def moments(source: Tensor) -> Tensor:
     N, V, CS = view.shape
     stretch, P = stretches(V, N, CS, source.device)
     statistics = torch.empty((N, P, 3, CS), dtype=torch.float32, device=source.device)
-    block_c = channel_block(CS)
+    block_c, unit = channel_block(CS), unit_of(CS)
     ready(voxtune_moments)[(P, triton.cdiv(CS, block_c), N)](
-        view, statistics, V, CS, stretch, BLOCK_V=4096 // block_c, BLOCK_C=block_c, num_warps=8
+        view, statistics, V, CS // unit, stretch, UNIT=unit, BLOCK_V=4096 // block_c, BLOCK_C=block_c, num_warps=8
     )
     return statistics
 
 
-def group_norm_silu(
+def norm_act(
     sources: tuple[Tensor, ...],
     weight: Tensor,
     bias: Tensor,
     groups: int,
     eps: float = 1e-5,
     shift_NC: Tensor | None = None,
-    silu: bool = True,
+    activation: str = "none",
+    slope: float = 0.01,
+    slopes: Tensor | None = None,
+    residual: Tensor | None = None,
     statistics: Sequence[Tensor | None] | None = None,
     *,
     checked: bool = False,
 ) -> Tensor:
-    """silu(group_norm(cat(sources) + shift)) for channels-last sources (N, C_i, *voxels); `why_not` must be None.
+    """activation(group_norm(cat(sources) + shift) + residual) for channels-last sources (N, C_i, *voxels).
 
     `statistics` are those of each source (N, P_i, 3, C_i), or None for a source whose statistics must be computed here.
-    `checked`: the caller has called `why_not`.
+    `why_not` must be None; `checked`: the caller has called it.
     """
-    assert checked or (reason := why_not(sources, groups)) is None, reason
+    assert checked or (reason := why_not(sources, groups, activation, slopes, residual)) is None, reason
     views = [voxels_last(s) for s in sources]
     N, V, CA = views[0].shape
     C = sum(view.shape[2] for view in views)
-    device = sources[0].device
     known = list(statistics) if statistics else [None] * len(sources)
     assert len(known) == len(sources), "one statistics tensor or None per source"
     parts = [moments(source) if part is None else part for source, part in zip(sources, known, strict=True)]
     assert all(p.shape[0] == N and p.shape[2:] == (3, v.shape[2]) for p, v in zip(parts, views, strict=True))
-    affine = torch.empty((N, 2, C), dtype=torch.float32, device=device)
+    affine = torch.empty((N, 2, C), dtype=torch.float32, device=sources[0].device)
     group = C // groups
-    block_g = triton.next_power_of_2(group)
-    many = max(part.shape[1] for part in parts)
-    ready(voxtune_finalize)[(groups, N)](
+    block_g, most = lanes(group, N * C), max(part.shape[1] for part in parts)
+    ready(voxtune_finalize)[(triton.cdiv(C, block_g) if group == 1 else groups, N)](
         parts[0],
         parts[-1],
         affine if shift_NC is None else shift_NC,
@@ -280,22 +385,47 @@ def group_norm_silu(
         row_stride(shift_NC),
         GROUP=group,
         BLOCK_G=block_g,
-        BLOCK_P=max(1, min(triton.next_power_of_2(many), 2048, 4096 // block_g)),
+        BLOCK_P=max(1, min(triton.next_power_of_2(most), 2048, 4096 // block_g)),
         HAS_SHIFT=shift_NC is not None,
         num_warps=8,
     )
     y = empty_channels_last(sources[0], C)
-    y_NVC = voxels_last(y)
     first = 0
     for view in views:
         CS = view.shape[2]
-        block_c = channel_block(CS)
+        block_c, unit = channel_block(CS), unit_of(CS, C, first)
         block_v = 4096 // block_c
         ready(voxtune_normalize)[(triton.cdiv(V, block_v), triton.cdiv(CS, block_c), N)](
-            view, affine, y_NVC, V, CS, C, first, SILU=silu, BLOCK_V=block_v, BLOCK_C=block_c, num_warps=8
+            view,
+            affine,
+            affine if slopes is None else slopes,
+            view if residual is None else residual,
+            y,
+            V,
+            CS // unit,
+            C // unit,
+            first // unit,
+            float(slope),
+            0 if slopes is None or slopes.numel() == 1 else 1,
+            ACTIVATION=activation,
+            HAS_RESIDUAL=residual is not None,
+            UNIT=unit,
+            BLOCK_V=block_v,
+            BLOCK_C=block_c,
+            num_warps=8,
         )
         first += CS
     return y
+
+
+def lanes(group: int, columns: int) -> int:
+    """Channels that a program of step 2 handles, a power of two: those of one group, or several groups of one channel.
+
+    Eight channels are one sector of memory; fewer keep enough programs in flight for few channels with many stretches.
+    """
+    if group > 1:
+        return triton.next_power_of_2(group)
+    return min(8, 1 << (max(1, columns // MIN_PROGRAMS).bit_length() - 1))
 
 
 def stretches(V: int, N: int, C: int, device: torch.device) -> tuple[int, int]:

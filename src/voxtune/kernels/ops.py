@@ -22,6 +22,7 @@ from voxtune.kernels import doubling_conv as _doubling
 from voxtune.kernels import group_norm as _norm
 from voxtune.kernels import head_conv as _head
 from voxtune.kernels import pointwise as _pointwise
+from voxtune.kernels import rms_norm as _rms
 from voxtune.kernels import stem_conv as _stem
 from voxtune.kernels import strided_conv as _strided
 from voxtune.kernels import upsample as _upsample
@@ -77,29 +78,47 @@ def _lasting(x: Tensor) -> Tensor:
 
 
 @operator(
-    "group_norm_silu(Tensor[] sources, Tensor weight, Tensor bias, int groups, float eps, Tensor? shift, bool silu, "
-    "Tensor[] statistics) -> Tensor"
+    "norm_act(Tensor[] sources, Tensor weight, Tensor bias, int groups, float eps, Tensor? shift, str activation, "
+    "float slope, Tensor? slopes, Tensor? residual, Tensor[] statistics) -> Tensor"
 )
-def group_norm_silu(
+def norm_act(
     sources: list[Tensor],
     weight: Tensor,
     bias: Tensor,
     groups: int,
     eps: float,
     shift: Tensor | None,
-    silu: bool,
+    activation: str,
+    slope: float,
+    slopes: Tensor | None,
+    residual: Tensor | None,
     statistics: list[Tensor],
 ) -> Tensor:
     lasting = tuple(_lasting(s) for s in sources)
+    residual = None if residual is None else _lasting(residual)
     known = [s if s.numel() else None for s in statistics] or None
-    if _runs_kernel(lasting[0], _norm.why_not(lasting, groups), "group_norm_silu"):
-        return _norm.group_norm_silu(lasting, weight, bias, groups, eps, shift, silu, known, checked=True)
-    return _lasting(_norm.group_norm_silu_reference(lasting, weight, bias, groups, eps, shift, silu))
+    after = (activation, slope, slopes, residual)
+    if _runs_kernel(lasting[0], _norm.why_not(lasting, groups, activation, slopes, residual), "norm_act"):
+        return _norm.norm_act(lasting, weight, bias, groups, eps, shift, *after, known, checked=True)
+    return _lasting(_norm.norm_act_reference(lasting, weight, bias, groups, eps, shift, *after))
 
 
-@shapes_of("group_norm_silu")
-def _(sources, weight, bias, groups, eps, shift, silu, statistics):
+@shapes_of("norm_act")
+def _(sources, weight, bias, groups, eps, shift, activation, slope, slopes, residual, statistics):
     return empty_channels_last(sources[0], sum(s.shape[1] for s in sources))
+
+
+@operator("rms_norm_act(Tensor x, Tensor weight, Tensor? bias, float eps, float floor, str activation) -> Tensor")
+def rms_norm_act(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, floor: float, activation: str) -> Tensor:
+    x = _lasting(x)
+    if _runs_kernel(x, _rms.why_not(x, activation), "rms_norm_act"):
+        return _rms.rms_norm_act(x, weight, bias, eps, floor, activation, checked=True)
+    return _lasting(_rms.rms_norm_act_reference(x, weight, bias, eps, floor, activation))
+
+
+@shapes_of("rms_norm_act")
+def _(x, weight, bias, eps, floor, activation):
+    return empty_channels_last(x, x.shape[1])
 
 
 @operator("conv3d(Tensor x, Tensor packed, Tensor? shift, Tensor? residual, bool statistics) -> (Tensor, Tensor)")

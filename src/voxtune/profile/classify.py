@@ -75,7 +75,7 @@ def _rules(*rules: tuple[str, str]) -> tuple[tuple[str, re.Pattern[str]], ...]:
 # operator of a fused kernel lists all that was fused; "convolution" in it is a bias or a cast.
 _MOVEMENT = _rules(
     ("conv_fprop", r"^voxtune_(conv3d|doubling_conv|strided_conv|pointwise|stem|head)"),
-    ("norm", r"^voxtune_(moments|finalize|normalize)"),
+    ("norm", r"^voxtune_(moments|finalize|normalize|rms_norm)"),
     ("upsample", r"^voxtune_upsample"),
     ("random", r"^voxtune_noise"),
     ("elementwise", r"^voxtune_add"),

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from voxtune.plan.graph import Captured, argument, aten, channel_sources, is_call, shape, sole_user
 from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage, register_operators
-from voxtune.plan.passes.norm import per_channel
+from voxtune.plan.passes.norm import per_channel, set_argument
 
 CONVOLUTIONS = (aten.conv2d.default, aten.conv3d.default)
 
@@ -129,7 +129,8 @@ def insert_with_statistics(captured: Captured, join: Join, target: Any, *args: A
     """Inserts an operator in place of a convolution and its join. Its last argument says whether a norm reads its result; it
     returns the result and the statistics, which the norm then receives.
     """
-    norms = [u for u in join.last.users if is_call(u, torch.ops.voxtune.group_norm_silu.default)]
+    norms = [u for u in join.last.users if is_call(u, torch.ops.voxtune.norm_act.default)]
+    norms = [n for n in norms if join.last in argument(n, "sources")]  # and not only its residual
     both = captured.insert(join.last, target, *args, bool(norms), of=of)
     y = captured.insert(join.last, operator.getitem, both, 0)
     if norms:
@@ -141,12 +142,12 @@ def insert_with_statistics(captured: Captured, join: Join, target: Any, *args: A
 
 def _give_statistics(captured: Captured, norm: fx.Node, source: fx.Node, statistics: fx.Node) -> None:
     """One entry for each of the norm's sources; for an empty tensor the norm computes the statistics itself."""
-    sources, known = list(norm.args[0]), list(norm.args[7])  # type: ignore[arg-type]
+    sources, known = list(norm.args[0]), list(argument(norm, "statistics"))  # type: ignore[arg-type]
     if not known:
         empty = captured.add_constant(torch.empty(0, device=captured.device), "unknown")
         known = [empty] * len(sources)
     known = [statistics if s is source else k for s, k in zip(sources, known, strict=True)]
-    norm.args = (*norm.args[:7], known)
+    set_argument(norm, "statistics", known)
 
 
 def pointwise(captured: Captured, _context: Context, _options: dict[str, Any]) -> PassOutcome:
@@ -216,17 +217,17 @@ def _without_bias(node: fx.Node) -> None:
 
 
 def _into_norm(captured: Captured, node: fx.Node, bias: fx.Node | None) -> bool:
-    """A bias that only a norm reads becomes part of the norm's shift."""
+    """A bias that only a norm reads becomes part of the norm's shift, which InstanceNorm does not need."""
     norm = sole_user(node)
-    if bias is None or norm is None or not is_call(norm, torch.ops.voxtune.group_norm_silu.default):
+    if bias is None or norm is None or not is_call(norm, torch.ops.voxtune.norm_act.default):
         return False
-    if list(norm.args[0]) != [node]:  # type: ignore[arg-type]
+    if list(norm.args[0]) != [node] or argument(norm, "residual") is node:  # type: ignore[arg-type]
         return False
-    total = captured.derive("bias", as_row, bias)
-    shift = norm.args[5]
-    if isinstance(shift, fx.Node):
-        total = captured.insert(norm, aten.add.Tensor, shift, total)
-    norm.args = (*norm.args[:5], total, *norm.args[6:])
+    if argument(norm, "groups") < shape(bias)[0]:
+        total, shift = captured.derive("bias", as_row, bias), argument(norm, "shift")
+        if isinstance(shift, fx.Node):
+            total = captured.insert(norm, aten.add.Tensor, shift, total)
+        set_argument(norm, "shift", total)
     _without_bias(node)
     return True
 

@@ -27,6 +27,7 @@ SAME_TYPE = {
     aten.einsum.default,
     aten.group_norm.default,
     aten.layer_norm.default,
+    aten.prelu.default,
     aten.scaled_dot_product_attention.default,
     aten.cat.default,
     aten.add.Tensor,
@@ -35,7 +36,8 @@ SAME_TYPE = {
 }
 # Positions of arguments of the project's operators that stay float32.
 STAY = {
-    "group_norm_silu": (1, 2, 5, 7),
+    "norm_act": (1, 2, 5, 8, 10),
+    "rms_norm_act": (1, 2),
     "conv3d": (2,),
     "doubling_conv": (2,),
     "strided_conv": (2,),
