@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
@@ -100,23 +100,36 @@ def _(sources, weight, bias, groups, eps, shift, silu, statistics):
     return empty_channels_last(sources[0], sum(s.shape[1] for s in sources))
 
 
-@operator("conv3d(Tensor x, Tensor packed, Tensor? shift, Tensor? residual, bool statistics) -> (Tensor, Tensor)")
+@operator(
+    "conv3d(Tensor[] sources, Tensor packed, Tensor? shift, Tensor? residual, bool statistics, "
+    "int[] kernel=[3, 3, 3], int[] padding=[1, 1, 1, 1, 1, 1]) -> (Tensor, Tensor)"
+)
 def conv3d(
-    x: Tensor, packed: Tensor, shift: Tensor | None, residual: Tensor | None, statistics: bool
+    sources: list[Tensor],
+    packed: Tensor,
+    shift: Tensor | None,
+    residual: Tensor | None,
+    statistics: bool,
+    kernel: Sequence[int] = _conv3d.CUBE,
+    padding: Sequence[int] = _conv3d.AROUND,
 ) -> tuple[Tensor, Tensor]:
-    x = _lasting(x)
+    """`padding` is (before, after) along depth, height and width."""
+    lasting = tuple(_lasting(s) for s in sources)
     residual = None if residual is None else _lasting(residual)
-    reason = _conv3d.why_not(x, (*packed.shape[1:], 3, 3, 3))
-    if _runs_kernel(x, reason, "conv3d"):
-        y, sums = _conv3d.conv3d(x, packed, shift, residual, statistics, checked=True)
+    given = (lasting, packed, shift, residual)
+    window = (tuple(kernel), tuple(padding))
+    if _runs_kernel(lasting[0], _conv3d.why_not(*given, *window), "conv3d"):
+        y, sums = _conv3d.conv3d(*given, statistics, *window, checked=True)
     else:
-        y, sums = _conv3d.conv3d_reference(x, packed, shift, residual, statistics)
-    return _lasting(y), x.new_empty(0, dtype=torch.float32) if sums is None else sums
+        y, sums = _conv3d.conv3d_reference(*given, statistics, *window)
+    return _lasting(y), y.new_empty(0, dtype=torch.float32) if sums is None else sums
 
 
 @shapes_of("conv3d")
-def _(x, packed, shift, residual, statistics):
-    return empty_channels_last(x, packed.shape[1]), x.new_empty(0, dtype=torch.float32)
+def _(sources, packed, shift, residual, statistics, kernel=_conv3d.CUBE, padding=_conv3d.AROUND):
+    size = _conv3d.result_size(sources[0], tuple(kernel), tuple(padding))
+    y = empty_channels_last(sources[0], packed.shape[1], voxels=size)
+    return y, y.new_empty(0, dtype=torch.float32)
 
 
 @operator("pointwise(Tensor[] sources, Tensor weight, Tensor? shift, Tensor? residual) -> Tensor")
