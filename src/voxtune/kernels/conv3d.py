@@ -86,7 +86,7 @@ def result_size(source: Tensor, kernel: tuple[int, ...], padding: tuple[int, ...
 
 
 @triton.jit
-def _voxels(
+def load_voxels(
     x,  # (N, XD, XH, XW, C): a descriptor of tiles (1, 1, TH, TW, TC), or a pointer
     n,
     d,
@@ -177,7 +177,7 @@ def _inner_planes(
         tap = step // chunks
         c0 = step % chunks * TC
         h, v = h0 + tap // KW % KH, w0 + tap % KW
-        tile = _voxels(x, n, d + tap // PLANE, h, v, c0, XD, XH, XW, C, TH, TW, TC, BULK)
+        tile = load_voxels(x, n, d + tap // PLANE, h, v, c0, XD, XH, XW, C, TH, TW, TC, BULK)
         # All loads before the products: one barrier a step.
         w_lower = _matrix(w, tap + PLANE, k0, column, c0, K, C, WIDTH, TK, TC, BULK)
         w_upper = _matrix(w, tap, k0, column, c0, K, C, WIDTH, TK, TC, BULK)
@@ -216,8 +216,8 @@ def _outer_planes(
         tap = step // chunks
         c0 = step % chunks * TC
         h, v = h0 + tap // KW, w0 + tap % KW
-        below = _voxels(x, n, d, h, v, c0, XD, XH, XW, C, TH, TW, TC, BULK)
-        above = _voxels(x, n, d + KD, h, v, c0, XD, XH, XW, C, TH, TW, TC, BULK)
+        below = load_voxels(x, n, d, h, v, c0, XD, XH, XW, C, TH, TW, TC, BULK)
+        above = load_voxels(x, n, d + KD, h, v, c0, XD, XH, XW, C, TH, TW, TC, BULK)
         w_lower = _matrix(w, tap, k0, column, c0, K, C, WIDTH, TK, TC, BULK)
         w_upper = w_lower
         if KD > 1:
@@ -385,8 +385,8 @@ def voxtune_conv3d(  # noqa: PLR0915
         lower += shift[None, :]
         upper += shift[None, :]
     if residual is not None:
-        lower += _voxels(residual, n, d0, h0, w0, k0, D, H, W, K, TH, TW, TK, BULK).to(tl.float32)
-        upper += _voxels(residual, n, d0 + 1, h0, w0, k0, D, H, W, K, TH, TW, TK, BULK).to(tl.float32)
+        lower += load_voxels(residual, n, d0, h0, w0, k0, D, H, W, K, TH, TW, TK, BULK).to(tl.float32)
+        upper += load_voxels(residual, n, d0 + 1, h0, w0, k0, D, H, W, K, TH, TW, TK, BULK).to(tl.float32)
     dtype: tl.constexpr = y.dtype if BULK else y.dtype.element_ty
     y_lower, y_upper = lower.to(dtype), upper.to(dtype)
     _store_plane(y, y_lower, split * N + n, d0, h0, w0, k0, D, H, W, K, TH, TW, TK, BULK)

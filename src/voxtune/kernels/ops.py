@@ -132,18 +132,26 @@ def _(sources, packed, shift, residual, statistics, kernel=_conv3d.CUBE, padding
     return y, y.new_empty(0, dtype=torch.float32)
 
 
-@operator("pointwise(Tensor[] sources, Tensor weight, Tensor? shift, Tensor? residual) -> Tensor")
-def pointwise(sources: list[Tensor], weight: Tensor, shift: Tensor | None, residual: Tensor | None) -> Tensor:
+@operator(
+    "pointwise(Tensor[] sources, Tensor weight, Tensor? shift, Tensor? residual, ScalarType? dtype=None) -> Tensor"
+)
+def pointwise(
+    sources: list[Tensor],
+    weight: Tensor,
+    shift: Tensor | None,
+    residual: Tensor | None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     lasting = tuple(_lasting(s) for s in sources)
     residual = None if residual is None else _lasting(residual)
     if _runs_kernel(lasting[0], _pointwise.why_not(lasting, weight, shift, residual), "pointwise"):
-        return _pointwise.pointwise(lasting, weight, shift, residual, checked=True)
-    return _lasting(_pointwise.pointwise_reference(lasting, weight, shift, residual))
+        return _pointwise.pointwise(lasting, weight, shift, residual, dtype=dtype, checked=True)
+    return _lasting(_pointwise.pointwise_reference(lasting, weight, shift, residual, dtype))
 
 
 @shapes_of("pointwise")
-def _(sources, weight, shift, residual):
-    return empty_channels_last(sources[0], weight.shape[0])
+def _(sources, weight, shift, residual, dtype=None):
+    return empty_channels_last(sources[0], weight.shape[0], dtype)
 
 
 @operator("add(Tensor a, Tensor b, Tensor? shift) -> Tensor")
@@ -191,17 +199,18 @@ def _(sources, weight, shift):
     return empty_channels_last(sources[0], weight.shape[0], dtype=weight.dtype)
 
 
-@operator("head(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-def head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+@operator("head(Tensor x, Tensor weight, Tensor? bias, ScalarType? dtype=None) -> Tensor")
+def head(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
     x = _lasting(x)
     if weight not in _packed:
         _packed[weight] = _head.pack_head(weight, weight.dtype)
     packed = _packed[weight]
     if _runs_kernel(x, _head.why_not_head(x, packed), "head"):
-        return _head.head(x, packed, bias, checked=True)
-    return _lasting(_head.head_reference(x, weight, None if bias is None else bias.to(weight.dtype)))
+        return _head.head(x, packed, bias, dtype=dtype, checked=True)
+    y = _head.head_reference(x, weight, None if bias is None else bias.to(weight.dtype))
+    return _lasting(y.to(dtype or y.dtype))
 
 
 @shapes_of("head")
-def _(x, weight, bias):
-    return empty_channels_last(x, weight.shape[0])
+def _(x, weight, bias, dtype=None):
+    return empty_channels_last(x, weight.shape[0], dtype)
