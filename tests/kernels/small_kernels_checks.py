@@ -71,11 +71,11 @@ HEAD = [
 # For head_lines.py: (batch, channels, voxels, channels out, bias); the fourth is of several programs along each axis.
 LINES = [
     (1, 64, (3, 5, 9), 1, True),
-    (2, 16, (2, 3, 5), 4, True),
+    (2, 16, (3, 3, 5), 5, True),
     (1, 24, (1, 1, 1), 3, False),
     (1, 8, (3, 9, 70), 2, True),
     (2, 32, (4, 2, 6), 8, True),
-    (1, 16, (5, 6, 63), 5, False),
+    (1, 16, (5, 6, 63), 4, False),
 ]
 
 
@@ -175,7 +175,7 @@ def of_head(draw):
 
 
 def of_lines(draw):
-    for case in LINES:
+    for case in LINES[:3] if draw.whole else LINES:
         batch, channels, voxels, out, bias = case
         x, weight = channels_last(draw(batch, channels, *voxels)), draw(out, channels, 3, 3, 3)
         bias_M = draw(out) if bias else None

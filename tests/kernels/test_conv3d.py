@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -106,3 +108,70 @@ def test_compiles_for_other_devices(arch):
         # Devices without the copy engine load 16 bytes at a time, asynchronously.
         assert row["products"] and (row["bulk"] if arch >= 100 else row["wide"] and not row["bulk"]), row
         assert row["spills"] <= 32 and row["shared"] <= row["limit"], row
+
+
+SHAPES = [(1, 128, 128, 128, (8,), 8), (1, 128, 128, 128, (32, 32), 32), (1, 144, 192, 192, (64,), 64)]
+SHAPES += [
+    (1, 64, 64, 64, (96,), 96),
+    (2, 16, 16, 16, (256, 256), 256),
+    (1, 8, 8, 8, (320,), 320),
+    (1, 1, 1, 1, (16,), 8),
+]
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120, 0])
+@pytest.mark.parametrize("kernel", [(3, 3, 3), (1, 3, 3), (3, 1, 1)])
+def test_tiles_fit_into_the_shared_memory_of_each_device(capability, kernel):
+    from voxtune.kernels.conv3d_tiles import SHARED_MEMORY, Device, shared_memory, tiles
+
+    shared = SHARED_MEMORY.get(capability, 64 << 10)
+    for halo in (True, False) if capability == 90 else (False,):
+        device = Device(hopper=capability == 90, halo=halo, shared=shared)
+        for shape in SHAPES:
+            tile = tiles(*shape, kernel=kernel, device=device)
+            assert shared_memory(tile) + 1024 <= shared, (shape, tile)
+            assert tile.split <= 27 * sum(shape[4])
+            assert not tile.halo or (halo and kernel == (3, 3, 3))
+
+
+def test_few_channels_are_padded_to_the_least_that_the_matrix_units_take():
+    from voxtune.kernels.conv3d_tiles import chunk_of, tiles
+
+    assert [chunk_of(c) for c in ((8,), (32,), (24, 8), (64, 64), (96,), (80,), (320,), (112,))] == [
+        *(16, 32, 16, 64, 32, 32, 64, 64)
+    ]
+    assert [tiles(1, 64, 64, 64, (64,), K).k for K in (8, 16, 24, 32, 40, 64, 128)] == [16, 16, 32, 32, 64, 64, 64]
+
+
+def test_rocm_devices_are_not_hopper(monkeypatch):
+    """They report compute capability 9."""
+    import torch
+
+    from voxtune.kernels import conv3d_tiles
+
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 4))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not conv3d_tiles.is_hopper(device) and not conv3d_tiles.has_copy_engine(device)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    assert conv3d_tiles.is_hopper(device) and conv3d_tiles.has_copy_engine(device)
+
+
+def test_without_gluon_only_the_halo_kernel_is_lost():
+    code = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("triton.experimental.gluon.language.nvidia"):
+            raise ImportError("refused: " + name)
+
+sys.meta_path.insert(0, Refuse())
+for name in [n for n in sys.modules if n.startswith("triton.experimental.gluon.language.nvidia")]:
+    del sys.modules[name]
+import voxtune.kernels.ops
+from voxtune.kernels.conv3d_tiles import has_gluon
+sys.exit(has_gluon())
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

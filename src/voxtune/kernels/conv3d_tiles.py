@@ -156,9 +156,8 @@ def tiles(
     if V >= 32**3 and device.halo and kernel == CUBE:
         # With few output channels, voxels are the rows: the matrix units take output channels as rows in units of 64.
         if few:
-            return Conv3dTile(
-                h=16, w=16, k=k, c=c, swap=False, inner_stages=4 if c < 64 else 2, outer_stages=3, halo=True
-            )
+            tile = Conv3dTile(h=16, w=16, k=k, c=c, swap=False, outer_stages=3, halo=True)
+            return replace(tile, inner_stages=4 if c < 64 else 2, warps=8 if k == 32 or c == 64 else 4)
         h, w = (8, 16) if K <= 64 else (16, 8)
         return Conv3dTile(h=h, w=w, c=c, inner_stages=2, outer_stages=3, halo=True)
     if V >= 32**3:
