@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,7 +21,7 @@ from results_file import RESULTS, measure, row, show, write
 from torch import Tensor
 from torch.nn import functional as F
 
-from voxtune.kernels import head_conv, pointwise, stem_conv, upsample
+from voxtune.kernels import head_conv, head_lines, pointwise, stem_conv, upsample
 
 # (channels of each source, output channels, voxels per side): every 1x1 skip convolution, encoder and decoder.
 POINTWISE = [
@@ -42,9 +43,17 @@ ADD = [(64, 128), (64, 64), (128, 32), (192, 16), (256, 8)]
 DOUBLED = [(64, 64), (128, 32), (192, 16), (256, 8)]
 # (channels of each source, size): of the whole-head and the tumour network.
 STEM = [((3,), (128, 128, 128)), ((1, 2), (128, 128, 128)), ((4, 4), (144, 192, 192))]
-# (output channels, size, whether norm and SiLU are fused)
-HEAD = [(1, (128,) * 3, False), (1, (128,) * 3, True), (4, (144, 192, 192), False)]
-TRIAL_LIMIT_S = 50
+# (input and output channels, size, whether norm and SiLU are fused)
+HEAD = [
+    (64, 1, (128,) * 3, False),
+    (64, 1, (128,) * 3, True),
+    (64, 4, (144, 192, 192), False),
+    (32, 3, (128,) * 3, False),
+]
+HEAD += [(64, 8, (128,) * 3, False)]
+# Heads of segmentation networks, stored in float32: (input and output channels, voxels per side)
+POINTWISE_HEAD = [(32, 2, 128), (32, 4, 128), (32, 14, 128), (16, 3, 128), (64, 14, 128), (24, 3, 128)]
+TRIAL_LIMIT_S = 100
 
 Method = Callable[[], Tensor]
 
@@ -115,6 +124,22 @@ def bench_pointwise(bench: Bench) -> None:
             bench.measure(f"{label} + residual", [*sources, residual], truth, methods)
 
 
+def bench_pointwise_head(bench: Bench) -> None:
+    for channels, out, side in POINTWISE_HEAD:
+        x, weight, bias = (
+            bench.random(1, channels, side, side, side),
+            bench.random(out, channels) * 0.1,
+            bench.random(1, out),
+        )
+        kernel = weight.view(out, -1, 1, 1, 1).contiguous(memory_format=torch.channels_last_3d)
+        truth = pointwise.pointwise_reference((x.double(),), weight.double(), bias.double())
+        methods = {
+            "torch": lambda x=x, kernel=kernel, bias=bias: F.conv3d(x, kernel, bias[0]).float(),
+            "voxtune": lambda x=x, w=weight, b=bias: pointwise.pointwise((x,), w, b, dtype=torch.float32),
+        }
+        bench.measure(f"1x1 head {channels} -> {out} at {side}", [x], truth, methods)
+
+
 def bench_add(bench: Bench) -> None:
     for channels, side in ADD:
         a, b = (bench.random(1, channels, side, side, side) for _ in range(2))
@@ -160,18 +185,25 @@ def bench_stem(bench: Bench) -> None:
 
 
 def bench_head(bench: Bench) -> None:
-    for out, voxels, norm in HEAD:
-        x, weight, bias = bench.random(1, 64, *voxels), bench.random(out, 64, 3, 3, 3) * 0.1, bench.random(out)
-        affine = torch.randn(1, 2, 64, device="cuda") if norm else None
+    for channels, out, voxels, norm in HEAD:
+        x, weight = bench.random(1, channels, *voxels), bench.random(out, channels, 3, 3, 3) * 0.1
+        bias = bench.random(out)
+        affine = torch.randn(1, 2, channels, device="cuda") if norm else None
         with exact_convolution():
             truth = head_conv.head_reference(x.float(), weight.float(), bias.float(), affine)
         packed = head_conv.pack_head(weight, bench.dtype)
-        methods = {
-            "voxtune": lambda x=x, p=packed, b=bias, a=affine: head_conv.head(x, p, b, affine=a, dtype=torch.float32)
-        }
+        by_planes = replace(packed, lines=None)
+
+        def head(packed, x=x, b=bias, a=affine) -> Tensor:
+            return head_conv.head(x, packed, b, affine=a, dtype=torch.float32)
+
+        methods = {"voxtune": lambda head=head, p=packed: head(p)}
         if not norm:
-            methods = {"torch": lambda x=x, w=weight, b=bias: F.conv3d(x, w, b, padding=1)} | methods
-        label = f"head {'norm, SiLU, ' if norm else ''}64 -> {out} at {'x'.join(map(str, voxels))}"
+            methods |= {
+                "voxtune by planes": lambda head=head, p=by_planes: head(p),
+                "torch": lambda x=x, w=weight, b=bias: F.conv3d(x, w, b, padding=1),
+            }
+        label = f"head {'norm, SiLU, ' if norm else ''}{channels} -> {out} at {'x'.join(map(str, voxels))}"
         bench.measure(label, [x], truth, methods)
 
 
@@ -179,14 +211,15 @@ def trials(dtype: torch.dtype, started: float) -> None:
     """Times tiles other than the default, up to the time limit."""
     bench = Bench(dtype, 1.0)
 
-    def time_trial(label: str, method: Method, *changes) -> None:
+    def time_trial(label: str, method: Method, *changes, truth: Tensor | None = None) -> None:
         if time.monotonic() - started > TRIAL_LIMIT_S:
             return
         for change in changes:
             change.start()
         try:
+            error = "" if truth is None else f"  error {_error(method(), truth):.1e}"
             times = sorted(measure(method))
-            print(f"trial {label:60} {times[len(times) // 2]:8.4f} ms", flush=True)
+            print(f"trial {label:60} {times[len(times) // 2]:8.4f} ms{error}", flush=True)
         except Exception as error:
             print(f"trial {label:60} {type(error).__name__}: {str(error)[:80]}", flush=True)
         finally:
@@ -194,8 +227,33 @@ def trials(dtype: torch.dtype, started: float) -> None:
                 change.stop()
 
     side = (128,) * 3
+    large = (144, 192, 192)
+    for channels, out, voxels in ((64, 4, large), (64, 1, side), (32, 3, side)):
+        x, weight = bench.random(1, channels, *voxels), bench.random(out, channels, 3, 3, 3)
+        packed = head_conv.pack_head(weight, dtype)
+        with exact_convolution():
+            truth = head_conv.head_reference(x.float(), weight.float())
+        for w, warps, stages in ((64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 2), (128, 8, 3)):
+            for walk in (16, 64):
+                tile = {"BLOCK_W": w, "STAGES": stages, "num_warps": warps}
+                changes = (
+                    patch.object(head_lines, "lines_tile", return_value=tile),
+                    patch.object(head_lines, "lines_walk", return_value=walk),
+                )
+                label = f"head by lines {channels} -> {out}, {w} voxels {warps} warps {stages} stages walk {walk}"
+                time_trial(label, lambda x=x, packed=packed: head_conv.head(x, packed), *changes, truth=truth)
+    for channels, out in ((32, 14), (32, 3), (64, 4)):
+        x, weight = bench.random(1, channels, *side), bench.random(out, channels)
+        for v, warps, stages in ((128, 4, 3), (256, 4, 3), (256, 8, 3), (512, 8, 3), (512, 4, 2)):
+            tile = {"BLOCK_V": v, "BLOCK_M": 16, "BLOCK_K": channels, "num_warps": warps, "num_stages": stages}
+            change = patch.object(pointwise, "tile_of", return_value=tile)
+            time_trial(
+                f"1x1 head {channels} -> {out}, {v} voxels {warps} warps {stages} stages",
+                lambda x=x, weight=weight: pointwise.pointwise((x,), weight, dtype=torch.float32),
+                change,
+            )
     x = bench.random(1, 64, *side)
-    packed_head = head_conv.pack_head(bench.random(1, 64, 3, 3, 3), dtype)
+    packed_head = replace(head_conv.pack_head(bench.random(1, 64, 3, 3, 3), dtype), lines=None)
     for walk, (h, w, warps, stages) in (
         (32, (8, 16, 4, 3)),
         (16, (8, 16, 4, 3)),
@@ -244,7 +302,7 @@ def main() -> None:
     bandwidth = copy_bandwidth()
     print(f"copy {bandwidth / 1e9:.2f} TB/s")
     bench = Bench(getattr(torch, arguments.type), bandwidth)
-    for part in (bench_stem, bench_head, bench_pointwise, bench_add, bench_upsample):
+    for part in (bench_head, bench_pointwise_head, bench_stem, bench_pointwise, bench_add, bench_upsample):
         part(bench)
         print(f"{part.__name__}: {time.monotonic() - started:.0f} s so far", flush=True)
     write(arguments.out, bench.rows, copy_tb_s=round(bandwidth / 1e9, 3), type=arguments.type)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 
@@ -10,22 +11,32 @@ import torch
 from triton.runtime import interpreter
 
 from voxtune.kernels import conv3d as cv
-from voxtune.kernels.conv3d_tiles import Conv3dTile, tiles
+from voxtune.kernels.conv3d_tiles import SHARED_MEMORY, Conv3dTile, Device, tiles
 
 SMALL = Conv3dTile(h=2, w=8, k=16, c=16)
-# (batch, input and output channels, voxels, tile, shift, residual): ragged in every direction, more channels than one tile, one
-# voxel, split taps.
+PLAIN = replace(SMALL, swap=False)
+AROUND, CAUSAL = cv.AROUND, (2, 0, 1, 1, 1, 1)
+# (batch, channels of each source, output channels, voxels, tile, shift, residual, kernel, padding): ragged in every direction,
+# more channels than one tile, fewer than a tile, one voxel, split taps, two sources, padding in front only.
 CASES = [
-    (1, 16, 16, (2, 4, 8), SMALL, None, False),
-    (1, 16, 16, (3, 5, 7), SMALL, "batch", True),
-    (2, 32, 48, (3, 3, 9), replace(SMALL, h=4, k=32, swap=False), "each", True),
-    (2, 48, 32, (3, 4, 5), replace(SMALL, k=64, c=64), "each", False),
-    (1, 16, 32, (1, 1, 1), SMALL, "batch", True),
-    (1, 80, 16, (4, 3, 3), replace(SMALL, c=32, split=3), "batch", True),
-    (2, 32, 48, (3, 3, 5), replace(SMALL, k=32, split=2, swap=False), "each", True),
-    (1, 16, 16, (2, 3, 4), replace(SMALL, split=7), None, False),
+    (1, (16,), 16, (2, 4, 8), SMALL, None, False, (3, 3, 3), AROUND),
+    (1, (16,), 16, (3, 5, 7), SMALL, "batch", True, (3, 3, 3), AROUND),
+    (2, (32,), 48, (3, 3, 9), replace(PLAIN, h=4, k=32), "each", True, (3, 3, 3), AROUND),
+    (2, (48,), 32, (3, 4, 5), replace(SMALL, k=64, c=64), "each", False, (3, 3, 3), AROUND),
+    (1, (16,), 32, (1, 1, 1), SMALL, "batch", True, (3, 3, 3), AROUND),
+    (1, (80,), 16, (4, 3, 3), replace(SMALL, c=32, split=3), "batch", True, (3, 3, 3), AROUND),
+    (2, (32,), 48, (3, 3, 5), replace(PLAIN, k=32, split=2), "each", True, (3, 3, 3), AROUND),
+    (1, (16,), 16, (2, 3, 4), replace(SMALL, split=7), None, False, (3, 3, 3), AROUND),
+    (2, (24, 8), 8, (3, 3, 9), PLAIN, "each", True, (3, 3, 3), AROUND),
+    (1, (8, 40), 24, (2, 3, 5), replace(SMALL, c=32, split=5), "batch", True, (3, 3, 3), AROUND),
+    (1, (16,), 16, (3, 4, 5), PLAIN, "batch", True, (3, 3, 3), CAUSAL),
+    (1, (8, 8), 16, (3, 4, 5), SMALL, None, False, (3, 3, 3), (0, 2, 2, 0, 0, 1)),
+    (2, (16,), 8, (3, 4, 9), PLAIN, "each", True, (1, 3, 3), (0, 0, 1, 1, 1, 1)),
+    (1, (8, 24), 16, (4, 3, 5), replace(PLAIN, split=2), "batch", False, (3, 1, 1), (2, 0, 0, 0, 0, 0)),
+    (1, (16,), 16, (2, 3, 4), replace(PLAIN, split=3), None, True, (1, 3, 3), (0, 0, 0, 1, 2, 0)),
+    (1, (8,), 8, (2, 3, 4), SMALL, None, False, (3, 1, 3), (1, 1, 0, 0, 1, 1)),
 ]
-QUICK = (1, 4, 6)
+QUICK = (1, 4, 6, 11, 12, 13)
 
 
 def channels_last(x):
@@ -40,32 +51,37 @@ def joined(statistics):
     return total, middle, (squares + count * (mean - middle[:, None]).square()).sum(1)
 
 
-def case(dtype, whole, N, C, K, voxels, tile, shift, residual, offset=0.0):
-    generator = torch.Generator().manual_seed(C + K)
+def case(dtype, whole, N, channels, K, voxels, tile, shift, residual, kernel, padding, offset=0.0):
+    generator = torch.Generator().manual_seed(sum(channels) + K)
 
     def draw(high, *shape):
         if whole:
             return torch.randint(-high, high + 1, shape, generator=generator).to(dtype)
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    x, r = channels_last(draw(3, N, C, *voxels)), channels_last(draw(3, N, K, *voxels))
-    packed = cv.pack(draw(1, K, C, 3, 3, 3))
+    sources = tuple(channels_last(draw(3, N, c, *voxels)) for c in channels)
+    size = cv.result_size(sources[0], kernel, padding)
+    r = channels_last(draw(3, N, K, *size))
+    packed = cv.pack(draw(1, K, sum(channels), *kernel))
     s = None if shift is None else (draw(3, N if shift == "each" else 1, K + 5) + offset)[:, 3 : K + 3]
     r = r if residual else None
-    y, found = cv.convolve(x, packed, tile, s, r, statistics=True)
-    double = [None if t is None else t.double() for t in (x, packed, s, r)]
-    truth, _ = cv.conv3d_reference(*double)
+    window = (kernel, padding)
+    y, found = cv.convolve(sources, packed, tile, s, r, True, *window)
+    double = [None if t is None else t.double() for t in (packed, s, r)]
+    truth, _ = cv.conv3d_reference(tuple(x.double() for x in sources), *double, False, *window)
     count, mean, squares = joined(found)
     flat = y.double().flatten(2)
     spread = (flat - flat.mean(2, keepdim=True)).square().sum(2)
     return {
-        "case": [N, C, K, voxels, str(tile)],
+        "case": [N, channels, K, voxels, str(tile), window],
         "exact": torch.equal(y.double(), truth.to(dtype).double()),
         "error": ((y.double() - truth).norm() / truth.norm()).item(),
         "counted": bool((count == flat.shape[2]).all()),
         "mean": (mean - flat.mean(2)).abs().max().item() / (1 + abs(offset)),
         "spread": ((squares - spread).abs().max() / spread.max().clamp_min(1e-9)).item(),
-        "plain": torch.equal(cv.convolve(x, packed, tile, s, r)[0], y),
+        "plain": torch.equal(cv.convolve(sources, packed, tile, s, r, False, *window)[0], y),
+        # Without descriptors, as on devices that have no copy engine.
+        "pointers": torch.equal(cv.convolve(sources, packed, tile, s, r, True, *window, bulk=False)[0], y),
     }
 
 
@@ -86,22 +102,34 @@ def entry():
     """The entry point with its own tile, against the reference."""
     x = channels_last(torch.randn(1, 16, 3, 4, 5).half())
     weight, shift = torch.randn(32, 16, 3, 3, 3).half(), torch.randn(1, 32)
-    y, found = cv.conv3d(x, cv.pack(weight), shift, statistics=True)
-    truth, one = cv.conv3d_reference(x, cv.pack(weight), shift, statistics=True)
+    packed = cv.pack(weight)
+    y, found = cv.conv3d((x,), packed, shift, statistics=True)
+    truth, one = cv.conv3d_reference((x,), packed, shift, statistics=True)
     pairs = zip(joined(found), joined(one), strict=True)
-    by_operator, checks = operator(x, cv.pack(weight), shift)
+    by_operator, checks = operator(x, packed, shift)
+    residual = channels_last(torch.zeros(1, 32, 3, 4, 5).half())
+    unaligned = torch.zeros(residual.numel() + 1).half()[1:].view(1, 3, 4, 5, 32).movedim(-1, 1)
     return {
         "operator": torch.equal(by_operator, y),
         "checks": checks,
         "error": ((y - truth).float().norm() / truth.float().norm()).item(),
         "statistics": max(((a - b).norm() / b.norm()).item() for a, b in pairs),
         "reasons": [
-            cv.why_not(x, weight.shape),
-            cv.why_not(x.float(), weight.shape),
-            cv.why_not(x, weight.shape, (2, 2, 2)),
-            cv.why_not(x, (32, 16, 1, 1, 1)),
-            cv.why_not(x, (33, 16, 3, 3, 3)),
-            cv.why_not(x.contiguous(), weight.shape),
+            cv.why_not((x,), packed, shift, residual),
+            cv.why_not((x.float(),), packed),
+            cv.why_not((x,), packed.float()),
+            cv.why_not((x,), packed, None, residual.float()),
+            cv.why_not((x,), packed, None, residual.contiguous()),
+            cv.why_not((x,), packed, None, residual[:, :, :2]),
+            cv.why_not((x,), packed, None, unaligned),
+            cv.why_not((x,), packed, torch.randn(1, 31)),
+            cv.why_not((x,), packed[:, :30].contiguous()),
+            cv.why_not((x, x), packed),
+            cv.why_not((x, x, x), packed),
+            cv.why_not((x,), packed[:8].contiguous(), kernel=(2, 2, 2)),
+            cv.why_not((x,), packed, padding=(-1, 1, 1, 1, 1, 1)),
+            cv.why_not((x[:, :, :1],), packed, padding=(0, 0, 1, 1, 1, 1)),
+            cv.why_not((x.contiguous(),), packed),
         ],
     }
 
@@ -113,17 +141,23 @@ def operator(x, packed, shift):
     calls, original = [], cv.why_not
     ops._conv3d.why_not = lambda *a: calls.append(a) or original(*a)
     try:
-        return torch.ops.voxtune.conv3d(x, packed, shift, None, True)[0], len(calls)
+        return torch.ops.voxtune.conv3d([x], packed, shift, None, True)[0], len(calls)
     finally:
         ops._conv3d.why_not = original
 
 
 def shapes():
-    """Every size of the whole-head and of the BraTS network: (D, H, W, C, K)."""
+    """Every size of the whole-head and of the BraTS network, then thinner networks: (D, H, W, channels of each source, K)."""
     pairs = [(128, 64, 64), (128, 128, 64), (64, 128, 128), (64, 192, 64), (32, 320, 128), (32, 192, 192)]
     pairs += [(16, 192, 192), (16, 448, 192), (16, 256, 256), (8, 256, 256), (8, 512, 256)]
     sizes = {128: (144, 192, 192), 64: (72, 96, 96), 32: (36, 48, 48), 16: (18, 24, 24), 8: (9, 12, 12)}
-    return [(*v, C, K) for side, C, K in pairs for v in ((side, side, side), sizes[side])]
+    rows = [(*v, (C,), K) for side, C, K in pairs for v in ((side, side, side), sizes[side])]
+    thin = [((8,), 8), ((16,), 16), ((32,), 32), ((32, 32), 32), ((64,), 32), ((32,), 64), ((64, 64), 64), ((16,), 64)]
+    return [*rows, *((128, 128, 128, *pair) for pair in thin), (16, 16, 16, (256, 256), 256)]
+
+
+# What each capability has: instructions of the matrix units.
+PRODUCTS = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 
 
 def compile_all(arch, extent):
@@ -131,22 +165,33 @@ def compile_all(arch, extent):
     from voxtune.kernels import conv3d_halo
     from voxtune.kernels.compiled import compiled
 
+    device = Device(hopper=arch == 90, halo=arch == 90, shared=SHARED_MEMORY[arch])
     chosen = {}
-    for *voxels, C, K in shapes():
-        tile = tiles(1, *voxels, C, K, hopper=arch == 90)
-        chosen[replace(tile, split=min(tile.split, 2))] = C
+    for *voxels, channels, K in shapes():
+        tile = tiles(1, *voxels, channels, K, device=device)
+        chosen[replace(tile, split=min(tile.split, 2)), len(channels), cv.CUBE] = channels
     if extent == "quick":
-        kept = {tile.halo: tile for tile in reversed(chosen)}.values()
-        chosen = {tile: C for tile, C in chosen.items() if tile in kept}
+        kept = {tile.halo: (tile, *more) for tile, *more in reversed(chosen)}.values()
+        chosen = {key: channels for key, channels in chosen.items() if key in kept}
+    else:
+        for kernel in ((1, 3, 3), (3, 1, 1)):
+            for channels in ((64,), (32, 32)):
+                chosen[tiles(1, 64, 64, 64, channels, 64, kernel=kernel, device=device), len(channels), kernel] = (
+                    channels
+                )
     found = []
-    for tile, C in chosen.items():
-        kernel, arguments = cv.voxtune_conv3d, cv.arguments(tile, dtype="bf16")
+    for (tile, sources, window), channels in chosen.items():
+        kernel = cv.voxtune_conv3d
+        arguments = cv.arguments(tile, dtype="bf16", sources=sources, kernel=window, bulk=arch >= 90)
         if tile.halo:
-            kernel, arguments = conv3d_halo.voxtune_conv3d_halo, conv3d_halo.arguments(tile, C, dtype="bf16")
+            kernel, arguments = conv3d_halo.voxtune_conv3d_halo, conv3d_halo.arguments(tile, channels, dtype="bf16")
         made = compiled(kernel, *arguments, arch=arch, warps=tile.warps)
-        row = {"tile": str(tile), "registers": made.registers, "spills": made.spills, "shared": made.shared}
-        row |= {"serialised": made.serialised, "wgmma": made.ptx.count("wgmma.mma_async")}
-        found.append(row | {"mma": made.ptx.count("mma.sync"), "bulk": made.ptx.count("cp.async.bulk.tensor")})
+        row = {"tile": str(tile), "channels": channels, "kernel": window, "registers": made.registers}
+        row |= {"spills": made.spills, "shared": made.shared, "limit": SHARED_MEMORY[arch]}
+        row |= {"serialised": made.serialised, "products": made.ptx.count(PRODUCTS[arch])}
+        row["bulk"] = made.ptx.count("cp.async.bulk.tensor")
+        row["wide"] = len(re.findall(r"cp\.async\.c[^;]*0x10", made.ptx))
+        found.append(row)
     return found
 
 

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import triton
 
-from voxtune.kernels import head_conv, pointwise, stem_conv, upsample
+from voxtune.kernels import head_conv, head_lines, pointwise, stem_conv, upsample
 
 # Products of bfloat16 are not to be trusted in the interpreter; plain arithmetic is, but it cuts instead of rounding.
 PRODUCT_TYPES = (torch.float32, torch.float16)
@@ -30,6 +31,9 @@ POINTWISE = [
     (1, (7,), (1, 1, 1), 1, 1, False),
     (2, (96,), (8, 9), 32, 2, True),
     (1, (48, 16), (13, 11), 80, 0, False),
+    (1, (32,), (5, 6, 11), 14, 1, False),
+    (2, (24,), (3, 5, 4), 2, 0, False),
+    (1, (8, 40), (4, 5, 3), 3, 1, False),
 ]
 # (batch, channels, voxels)
 UPSAMPLE = [
@@ -63,6 +67,15 @@ HEAD = [
     (1, 128, (2, 2, 3), 8, False, True),
     (1, 7, (1, 1, 1), 2, True, False),
     (2, 64, (7, 5), 3, False, True),
+]
+# For head_lines.py: (batch, channels, voxels, channels out, bias); the fourth is of several programs along each axis.
+LINES = [
+    (1, 64, (3, 5, 9), 1, True),
+    (2, 16, (3, 3, 5), 5, True),
+    (1, 24, (1, 1, 1), 3, False),
+    (1, 8, (3, 9, 70), 2, True),
+    (2, 32, (4, 2, 6), 8, True),
+    (1, 16, (5, 6, 63), 4, False),
 ]
 
 
@@ -110,6 +123,10 @@ def of_pointwise(draw):
         )
         truth = pointwise.pointwise_reference(wide(sources), *wide(rest))
         yield finding(case, pointwise.pointwise(sources, *rest), truth)
+        if out < 16:  # a head, stored in float32
+            y = pointwise.pointwise(sources, *rest, dtype=torch.float32)
+            assert y.dtype == torch.float32
+            yield finding((*case, "float32"), y, truth)
 
 
 def of_add(draw):
@@ -157,6 +174,24 @@ def of_head(draw):
             yield finding(case, head_conv.head(x, packed, bias_M, affine=affine), truth)
 
 
+def of_lines(draw):
+    for case in LINES[:3] if draw.whole else LINES:
+        batch, channels, voxels, out, bias = case
+        x, weight = channels_last(draw(batch, channels, *voxels)), draw(out, channels, 3, 3, 3)
+        bias_M = draw(out) if bias else None
+        truth = head_lines.lines_reference(x.double(), weight.double(), wide(bias_M))
+        packed = head_lines.pack_lines(weight, draw.dtype)
+        assert head_lines.why_not_lines(x, out) is None
+        with patch.object(head_lines, "ENOUGH", 1 if draw.whole else 10**6):  # long walks, and the shortest
+            for bulk in (True, False):
+                y = channels_last(torch.empty(truth.shape, dtype=draw.dtype))
+                head_lines.head_lines(x, packed, bias_M, y, bulk=bulk)
+                yield finding((*case, bulk), y, truth)
+        y = torch.empty(truth.shape)  # of other strides and type
+        head_lines.head_lines(x, packed, bias_M, y)
+        yield finding((*case, "float32"), y, truth) | {"last": True}
+
+
 def numerics(what, whole):
     # Poison what is not written: fresh memory is filled with NaN.
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -168,6 +203,7 @@ def numerics(what, whole):
         "nearest": [(lambda draw: of_upsample(draw, "nearest"), t) for t in ALL_TYPES],
         "stem": [(of_stem, t) for t in PRODUCT_TYPES],
         "head": [(of_head, t) for t in PRODUCT_TYPES],
+        "lines": [(of_lines, torch.float16)],
     }[what]
     return [{"type": str(t), **row} for function, t in made for row in function(Draw(t, whole))]
 
@@ -179,11 +215,12 @@ def build(kernel, arch, pointers, constants, num_warps=4, num_stages=3, **tile):
 
     constants = {**constants, **tile}
     types = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
-    odd = {"M"} if constants.get("BLOCK_M") == 1 else set()
+    odd = {"M"} if constants.get("BLOCK_M", 64) < 64 else set()
+    odd |= {"eighths", "walk"}
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
-        if types[name] != "constexpr" and name not in odd
+        if types[name] != "constexpr" and name not in odd and not types[name].startswith("tensordesc")
     }
     compiled = triton.compile(
         ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned),
@@ -203,7 +240,8 @@ def build(kernel, arch, pointers, constants, num_warps=4, num_stages=3, **tile):
         "registers": int(registers),
         "spills": int(stack),
         "shared": compiled.metadata.shared,
-        "products": ptx.count("wgmma.mma_async") + len(re.findall(r"\bmma\.sync", ptx)),
+        "products": ptx.count("wgmma.mma_async") + ptx.count("tcgen05.mma") + len(re.findall(r"\bmma\.sync", ptx)),
+        "bulk": ptx.count("cp.async.bulk.tensor"),
         "wide": len(re.findall(r"(?:ld|st)\.global[a-zA-Z0-9_:.]*\.v4|cp\.async[a-z.]*\s[^;]*0x10", ptx)),
     }
 
@@ -219,7 +257,10 @@ def compile_pointwise(arch, kinds):
     for kind, precision in (("bf16", "ieee"), ("fp32", "ieee"), ("fp32", "tf32")):
         if kind not in kinds:
             continue
-        for CA, CB, M, V in ((64, 64, 64, 128**3), (192, 128, 128, 32**3), (256, 256, 256, 8**3)):
+        shapes = [(64, 64, 64, 128**3), (192, 128, 128, 32**3), (256, 256, 256, 8**3)]
+        # Heads; in float32 their products need no check of their own.
+        shapes += [(32, 0, 14, 128**3), (24, 0, 3, 128**3), (40, 0, 4, 128**3)] if kind == "bf16" else []
+        for CA, CB, M, V in shapes:
             tile = pointwise.tile_of(1, V, CA, CB, M, KINDS[kind])
             constants = {"CA": CA, "CB": CB, "HAS_SHIFT": True, "HAS_RESIDUAL": True, "PRECISION": precision}
             pointers = typed("a_ptr b_ptr w_ptr shift_ptr residual_ptr y_ptr", kind)
@@ -262,6 +303,15 @@ def compile_head(arch, kinds):
             yield build(head_conv.voxtune_head, arch, pointers, constants, **tile)
 
 
+def compile_lines(arch, _kinds):
+    for C, M in ((64, 1), (64, 4), (32, 8), (8, 2)):
+        tile, bulk, K = head_lines.lines_tile(C), arch >= 90, head_lines.block_k(C)
+        constants = {"BLOCK_M": head_lines.block_m(M), "BLOCK_K": K, "BULK": bulk, "y_w": M, "y_m": 1}
+        block = f"tensordesc<bf16[1,1,1,{tile['BLOCK_W']},{K}]>"
+        pointers = typed("w_ptr bias_ptr y_ptr", "bf16") | {"x": block if bulk else "*bf16"}
+        yield build(head_lines.voxtune_head_lines, arch, pointers, constants, **tile)
+
+
 if __name__ == "__main__":
     job, what, option, *kinds = sys.argv[1:]
     if job == "numerics":
@@ -272,6 +322,7 @@ if __name__ == "__main__":
             "upsample": compile_upsample,
             "stem": compile_stem,
             "head": compile_head,
+            "lines": compile_lines,
         }
         result = list(kernels[what](int(option), kinds[0].split(",")))
     print(json.dumps(result))

@@ -12,7 +12,7 @@ run = partial(run_checks, "kernels/small_kernels_checks.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["stem", "head"])
+@pytest.mark.parametrize("what", ["stem", "head", "lines"])
 def test_against_float64(what):
     rows = run("numerics", what, "random", interpret=True)
     assert len(rows) >= 16
@@ -21,7 +21,7 @@ def test_against_float64(what):
         assert row["written"] and row["last"], row
 
 
-@pytest.mark.parametrize("what", ["stem", "head"])
+@pytest.mark.parametrize("what", ["stem", "head", "lines"])
 def test_whole_numbers_are_exact(what):
     for row in run("numerics", what, "whole", interpret=True):
         assert row["exact"], row
@@ -38,3 +38,12 @@ def test_compiles(what, arch, kinds):
         assert kernel["wide"] >= 4, kernel
         assert kernel["shared"] <= 100_000, kernel
         assert kernel["products"] or not half, kernel
+
+
+@pytest.mark.parametrize("arch", [90, *(pytest.param(a, marks=pytest.mark.slow) for a in (80, 86, 89, 100))])
+def test_head_by_lines_compiles(arch):
+    for kernel in run("compile", "lines", arch, "bf16", interpret=False):
+        assert kernel["spills"] == 0 and kernel["registers"] <= 255, kernel
+        # At least two programs a multiprocessor of Hopper; one of every other device.
+        assert kernel["shared"] <= (113_000 if arch in (80, 90, 100) else 99 << 10), kernel
+        assert kernel["products"] and (kernel["bulk"] if arch >= 90 else kernel["wide"] >= 4), kernel

@@ -93,41 +93,102 @@ def test_rms_norm(dtype, channels, voxels):
         assert error(y, truth) < BAR[dtype]
 
 
+CUBE, AROUND, CAUSAL = (3, 3, 3), (1, 1, 1, 1, 1, 1), (2, 0, 1, 1, 1, 1)
+# (batch, channels of each source, output channels, voxels, kernel, padding)
 CONVOLUTIONS = [
-    (1, 64, 64, (128, 128, 128)),
-    (1, 128, 64, (64, 64, 64)),
-    (2, 64, 128, (33, 31, 35)),
-    (1, 192, 192, (32, 32, 32)),
-    (1, 320, 192, (16, 16, 16)),
-    (1, 512, 256, (8, 8, 8)),
-    (2, 256, 256, (9, 7, 5)),
-    (1, 16, 48, (1, 1, 1)),
-    (1, 80, 16, (3, 40, 41)),
+    (1, (64,), 64, (128, 128, 128), CUBE, AROUND),
+    (1, (128,), 64, (64, 64, 64), CUBE, AROUND),
+    (2, (64,), 128, (33, 31, 35), CUBE, AROUND),
+    (1, (192,), 192, (32, 32, 32), CUBE, AROUND),
+    (1, (320,), 192, (16, 16, 16), CUBE, AROUND),
+    (1, (512,), 256, (8, 8, 8), CUBE, AROUND),
+    (2, (256,), 256, (9, 7, 5), CUBE, AROUND),
+    (1, (16,), 48, (1, 1, 1), CUBE, AROUND),
+    (1, (80,), 16, (3, 40, 41), CUBE, AROUND),
+    # Few channels, and numbers of them that are not multiples of 16.
+    *((1, (c,), k, (37, 33, 41), CUBE, AROUND) for c in (8, 16, 24, 32, 64) for k in (8, 16, 24, 32, 40)),
+    (1, (16,), 64, (37, 33, 41), CUBE, AROUND),
+    (1, (32,), 72, (37, 33, 41), CUBE, AROUND),
+    (2, (8,), 8, (3, 5, 9), CUBE, AROUND),
+    # Two sources.
+    (1, (64, 64), 64, (37, 33, 41), CUBE, AROUND),
+    (1, (32, 32), 32, (37, 33, 41), CUBE, AROUND),
+    (2, (16, 8), 16, (33, 31, 35), CUBE, AROUND),
+    (1, (40, 72), 128, (33, 31, 35), CUBE, AROUND),
+    (1, (256, 128), 256, (8, 9, 7), CUBE, AROUND),
+    (1, (24, 8), 8, (5, 6, 7), CUBE, AROUND),
+    # Other paddings and kernels.
+    (1, (64,), 64, (37, 33, 41), CUBE, CAUSAL),
+    (1, (32, 32), 32, (37, 33, 41), CUBE, (0, 2, 2, 0, 2, 0)),
+    (1, (96,), 96, (35, 34, 36), CUBE, (0, 0, 0, 1, 1, 0)),
+    (1, (64,), 32, (9, 33, 65), (1, 3, 3), (0, 0, 1, 1, 1, 1)),
+    (1, (96,), 192, (9, 33, 65), (1, 3, 3), (0, 0, 1, 1, 1, 1)),
+    (2, (64, 32), 64, (9, 33, 65), (3, 1, 1), (2, 0, 0, 0, 0, 0)),
+    (1, (384,), 384, (5, 8, 9), (3, 1, 1), (1, 1, 0, 0, 0, 0)),
+    (1, (8,), 8, (4, 5, 6), (3, 1, 3), (1, 1, 0, 0, 2, 1)),
 ]
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("batch", "c", "k", "voxels"), CONVOLUTIONS)
-def test_conv3d_is_exact_on_integers_and_its_statistics_are_right(dtype, batch, c, k, voxels):
-    from voxtune.kernels.conv3d import pack
+def whole_problem(batch, channels, k, voxels, kernel, padding, dtype):
+    """(sources, weight, shift, residual, result) in whole numbers that every type holds; the result by PyTorch in float32."""
+    from voxtune.kernels.conv3d import result_size
 
     generator = torch.Generator().manual_seed(0)
-    x = lasting(torch.randint(-2, 3, (batch, c, *voxels), generator=generator).to("cuda", dtype))
-    w = (torch.rand(k, c, 3, 3, 3, generator=generator) < 6 / c).to("cuda", dtype)
+    c = sum(channels)
+    sources = [
+        lasting(torch.randint(-2, 3, (batch, n, *voxels), generator=generator).to("cuda", dtype)) for n in channels
+    ]
+    taps = kernel[0] * kernel[1] * kernel[2]
+    w = (torch.rand(k, c, *kernel, generator=generator) < min(0.5, 160 / (taps * c))).to("cuda", dtype)
     w *= torch.randint(0, 2, w.shape, generator=generator).to("cuda", dtype) * 2 - 1
     shift = torch.randint(-3, 4, (batch, k + 5), generator=generator).to("cuda", torch.float32)[:, 3:-2]
-    residual = lasting(torch.randint(-4, 5, (batch, k, *voxels), generator=generator).to("cuda", dtype))
-    y, statistics = torch.ops.voxtune.conv3d(x, pack(w), shift, residual, True)
+    size = result_size(sources[0], kernel, padding)
+    residual = lasting(torch.randint(-4, 5, (batch, k, *size), generator=generator).to("cuda", dtype))
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        truth = F.conv3d(x.float(), w.float(), padding=1) + shift[:, :, None, None, None] + residual.float()
-    assert float(truth.abs().max()) <= 256, "whole numbers that every type holds"
+        x = F.pad(torch.cat(sources, 1).float(), (*padding[4:], *padding[2:4], *padding[:2]))
+        truth = F.conv3d(x, w.float()) + shift[:, :, None, None, None] + residual.float()
+    assert float(truth.abs().max()) <= 256
+    return sources, w, shift, residual, truth
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("batch", "channels", "k", "voxels", "kernel", "padding"), CONVOLUTIONS)
+def test_conv3d_is_exact_on_integers_and_its_statistics_are_right(dtype, batch, channels, k, voxels, kernel, padding):
+    from voxtune.kernels.conv3d import pack
+
+    sources, w, shift, residual, truth = whole_problem(batch, channels, k, voxels, kernel, padding, dtype)
+    y, statistics = torch.ops.voxtune.conv3d(sources, pack(w), shift, residual, True, kernel, padding)
     assert torch.equal(y.float(), truth)
+    plain, _ = torch.ops.voxtune.conv3d(sources, pack(w), None, None, False, kernel, padding)
+    assert torch.equal(plain.float(), truth - residual.float() - shift[:, :, None, None, None])
+    count, mean, squares = statistics.double().unbind(2)
+    total = count.sum(1)
+    middle = (count * mean).sum(1) / total
+    spread = (squares + count * (mean - middle[:, None]).square()).sum(1)
+    flat = truth.double().flatten(2)
+    assert bool((total == flat.shape[2]).all())
+    assert float((middle - flat.mean(2)).abs().max()) < 1e-4
+    own = (flat - flat.mean(2, keepdim=True)).square().sum(2)
+    assert float((spread - own).abs().max()) <= 1e-4 * float(own.max()) + 1e-6
     weight, bias = draw(k, dtype=torch.float32), draw(k, dtype=torch.float32, seed=1)
     groups = 16 if k % 16 == 0 else 8
     for g in (groups, k) if sum(voxels) > 3 else (groups,):
         given = (weight, bias, g, 1e-5, None, "none", 0.0, None, None, [statistics])
         own = torch.group_norm(truth.double(), g, weight.double(), bias.double(), 1e-5)
         assert error(torch.ops.voxtune.norm_act([y], *given), own) < BAR[dtype]
+
+
+@pytest.mark.parametrize("bulk", [True, False])
+@pytest.mark.parametrize(("channels", "k"), [((64,), 64), ((32, 16), 32), ((8,), 8)])
+def test_conv3d_of_any_device(channels, k, bulk):
+    """The plain kernel with the tiles of devices without Hopper's instructions, by descriptors and by pointers."""
+    from voxtune.kernels import conv3d as cv
+    from voxtune.kernels.conv3d_tiles import Device, tiles
+
+    sources, w, shift, residual, truth = whole_problem(1, channels, k, (9, 17, 33), CUBE, AROUND, torch.bfloat16)
+    tile = tiles(1, 9, 17, 33, channels, k, device=Device(hopper=False, halo=False, shared=99 << 10))
+    y, _ = cv.convolve(tuple(sources), cv.pack(w), tile, shift, residual, True, bulk=bulk)
+    assert torch.equal(y.float(), truth)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -142,6 +203,20 @@ def test_pointwise(dtype, channels, k, voxels):
     truth = torch.einsum("nc...,kc->nk...", torch.cat(sources, 1).double(), w.double())
     truth = truth + shift.double().view(2, k, *[1] * len(voxels)) + residual.double()
     assert error(y, truth) < BAR[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("channels", [8, 24, 32, 40, 64])
+@pytest.mark.parametrize("k", [1, 2, 3, 14])
+def test_pointwise_heads_are_stored_in_float32(dtype, channels, k):
+    x, w, bias = (
+        lasting(draw(2, channels, 9, 17, 33, dtype=dtype)),
+        draw(k, channels, dtype=dtype),
+        draw(1, k, dtype=torch.float32),
+    )
+    y = torch.ops.voxtune.pointwise([x], w, bias, None, torch.float32)
+    truth = torch.einsum("nc...,kc->nk...", x.double(), w.double()) + bias.double().view(1, k, 1, 1, 1)
+    assert y.dtype == torch.float32 and error(y, truth) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -171,6 +246,19 @@ def test_stem_and_head(dtype, voxels):
         )
         out = torch.ops.voxtune.head(h, w_h, bias)
         assert error(out, conv(h.double(), w_h.double(), bias.double(), padding=1)) < BAR[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("channels", [8, 24, 32, 64])
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 8])
+def test_heads_by_lines(dtype, channels, k):
+    for batch, voxels in ((2, (5, 9, 17)), (1, (33, 70, 130)), (1, (1, 1, 1))):
+        x, w = lasting(draw(batch, channels, *voxels, dtype=dtype)), draw(k, channels, 3, 3, 3, dtype=dtype)
+        bias = draw(k, dtype=torch.float32)
+        truth = F.conv3d(x.double(), w.double(), bias.double(), padding=1)
+        y = torch.ops.voxtune.head(x, w, bias, torch.float32)
+        assert y.dtype == torch.float32 and error(y, truth) < 1e-5
+        assert error(torch.ops.voxtune.head(x, w, bias), truth) < BAR[dtype]
 
 
 def test_noise_is_the_same_as_on_a_cpu():

@@ -111,7 +111,6 @@ def test_ready_plans_and_ladders_follow_from_the_flags_of_passes():
 def test_flags_of_passes():
     assert {p.name for p in PASSES if p.structural} == set(REWRITING) - {"channels_last"}
     assert {p.name for p in PASSES if not p.exact} == {"tf32", "bf16", "fp16"}
-    assert {p.name for p in PASSES if p.needs_hopper} == {"conv3d", "doubling", "strided"}
     names = {p.name for p in PASSES}
     assert all(set(p.excludes) | set(p.requires) <= names for p in PASSES)
     for plan, precision in {("strict", "bf16"): "bf16", ("tf32",): "tf32", ("cleanup",): "fp32"}.items():
@@ -185,6 +184,65 @@ def test_near_misses_are_left_alone():
     assert torch.ops.aten.group_norm.default not in targets, "a norm without weights is fused with ones and zeros"
     own = [n for n in fast.runner.inner.graph.nodes if n.target is torch.ops.voxtune.conv3d.default]
     assert [bool(n.args[3]) for n in own] == [False, True], "the second convolution takes the residual"
+
+
+class Windows(nn.Module):
+    """Convolutions over two sources, of other kernels and with other paddings, and their near misses."""
+
+    def __init__(self):
+        super().__init__()
+        self.joined = nn.Conv3d(24, 16, 3, padding=1)
+        self.causal = nn.Conv3d(16, 16, 3)
+        self.partly = nn.Conv3d(16, 16, (3, 1, 3), padding=(1, 0, 0))
+        self.plane = nn.Conv3d(16, 8, (1, 3, 3), padding="same")
+        self.line = nn.Conv3d(8, 16, (3, 1, 1))
+        self.valid = nn.Conv3d(16, 16, 3)
+        self.odd = nn.Conv3d(20, 16, 3, padding=1)
+
+    def forward(self, x, skip):
+        y = self.joined(torch.cat([x, skip], dim=1))
+        y = self.causal(F.pad(y, (1, 1, 1, 1, 2, 0)))
+        y = y + self.partly(F.pad(y, (2, 0)))  # the residual has the size of the result
+        y = self.line(F.pad(self.plane(y), (0, 0, 0, 0, 2, 0)))
+        y = self.odd(torch.cat([y, y[:, :4]], dim=1))  # 20 channels
+        y = self.valid(F.pad(y, (1, 1, 1, 1, 1, 1), mode="replicate"))
+        y = self.valid(F.pad(y, (1, 1, 1, 1, 1, 1), value=1.0))
+        y = self.valid(F.pad(y, (-1, 3, 1, 1, 1, 1)))
+        return self.joined(F.pad(y, (0, 0, 0, 0, 0, 0, 4, 4)))
+
+
+def test_convolutions_of_two_sources_and_any_padding():
+    torch.manual_seed(0)
+    net, args = Windows().eval(), (torch.randn(2, 16, 4, 6, 7), torch.randn(2, 8, 4, 6, 7))
+    truth = truth_of(net, args)
+    fast = build(net, args, None, Plan.of("cleanup", "conv3d", "channels_last"), twin=True)
+    assert error(fast(*args), truth) < 5e-6
+    assert fast.notes["conv3d"] == "applied 9 x (20 channels, not a multiple of 8)"
+    own = [n for n in fast.runner.inner.graph.nodes if n.target is torch.ops.voxtune.conv3d.default]
+    assert [len(n.args[0]) for n in own] == [2, *[1] * 8], "the concatenation is read as two sources"
+    around, none = [1] * 6, [0] * 6
+    windows = [((3, 3, 3), around), ((3, 3, 3), [2, 0, 1, 1, 1, 1]), ((3, 1, 3), [1, 1, 0, 0, 2, 0])]
+    windows += [((1, 3, 3), [0, 0, 1, 1, 1, 1]), ((3, 1, 1), [2, 0, 0, 0, 0, 0]), *[((3, 3, 3), none)] * 3]
+    windows += [((3, 3, 3), around)]
+    assert [(tuple(argument(n, "kernel")), argument(n, "padding")) for n in own] == windows
+    assert [n.args[3] is not None for n in own] == [False, False, True, *[False] * 6]
+
+
+def test_convolutions_of_groups_or_strides_are_left():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.grouped = nn.Conv3d(16, 16, 3, padding=1, groups=2)
+            self.wide = nn.Conv3d(16, 16, 5, padding=2)
+            self.strided = nn.Conv3d(16, 16, 3, padding=1, stride=(1, 2, 2))
+            self.dilated = nn.Conv3d(16, 16, 3, padding=2, dilation=2)
+
+        def forward(self, x):
+            return self.dilated(self.strided(self.wide(self.grouped(x))))
+
+    net, args = Net().eval(), (torch.randn(1, 16, 4, 6, 8),)
+    fast = build(net, args, None, Plan.of("cleanup", "conv3d", "channels_last"), twin=True)
+    assert fast.notes["conv3d"].startswith("no effect: a kernel of extents (5, 5, 5)")
 
 
 def test_statistics_go_from_convolution_to_norm():

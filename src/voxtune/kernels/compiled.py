@@ -35,7 +35,10 @@ def compiled(kernel, signature: dict[str, str], constants: dict[str, object], *,
     """`signature` gives the types of the run-time arguments; all others are in `constants`."""
     types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
     form = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
-    source = form(fn=kernel, signature=types, constexprs=constants)
+    # As at a launch with aligned tensors.
+    pointers = [i for i, name in enumerate(kernel.arg_names) if types[name].startswith("*")]
+    aligned = {"attrs": {(i,): [["tt.divisibility", 16]] for i in pointers}} if form is ASTSource else {}
+    source = form(fn=kernel, signature=types, constexprs=constants, **aligned)
     binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
     usage, sass = (dump(binary.asm["cubin"], option) for option in ("--dump-resource-usage", "--dump-sass"))
     match = re.search(r"REG:(\d+) STACK:(\d+)", usage)

@@ -1,18 +1,23 @@
-"""3x3x3 convolution of channels-last volumes, with what follows it in its epilogue.
+"""3x3x3 convolution of channels-last volumes, with what follows it in its epilogue; also 1x3x3, 3x1x1 and other kernels of ones
+and threes.
 
 Why: three quarters of a 3D U-Net's arithmetic are 3x3x3 convolutions with 64 output channels, where the matrix units wait for
 shared memory: each of 27 taps loads the whole tile again. Here a program computes two neighbouring output planes. Of the four
 input planes that they need, the inner two serve both, so that each is loaded once for two products. The products of one step
 use different accumulators: two on the same one would wait for each other.
 
-1. The bulk copy engine loads tiles (tensor descriptors) and fills what is outside the volume with zeros: the padding. On devices
-   without it the compiler turns the same descriptors into masked pointer loads.
-2. The epilogue adds a shift per channel (bias, time embedding) and a residual, and computes the statistics of its output, so that
+1. The bulk copy engine loads tiles (tensor descriptors) and fills what is outside the volume with zeros: the padding, of any
+   width before and after each axis (video networks pad the time axis in front only). Devices without the engine load by masked
+   pointers: descriptors would become loads of single values there.
+2. conv(cat([a, b])) reads two sources, one after the other, and the concatenation is never written. The weights have one matrix
+   per tap for the channels of both.
+3. The epilogue adds a shift per channel (bias, time embedding) and a residual, and computes the statistics of its output, so that
    the next norm need not read it again: see group_norm.py for their form.
-3. Small volumes fill too few multiprocessors: there several programs share the taps of a tile and write float32 partial sums,
+4. Small volumes fill too few multiprocessors: there several programs share the taps of a tile and write float32 partial sums,
    and a second kernel adds these in a fixed order and does the epilogue.
 
-Legend: N batch, D H W voxels, V = D*H*W, C input channels, K output channels, P tiles (or stretches) of voxels.
+Legend: N batch, D H W voxels of the result, V = D*H*W, C input channels (CA, CB of each source), K output channels, P tiles (or
+stretches) of voxels. KD KH KW are the extents of the kernel; a padding is (before, after) along depth, height and width.
 """
 
 from __future__ import annotations
@@ -24,21 +29,30 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from voxtune.kernels.conv3d_tiles import Conv3dTile, tiles
+from voxtune.kernels.conv3d_join import join, stretches_of_join
+from voxtune.kernels.conv3d_tiles import Conv3dTile, Device, has_copy_engine, tiles
 from voxtune.kernels.group_norm import row_stride
+from voxtune.kernels.pointwise import why_no_shift
 from voxtune.kernels.precompile import ready
+
+CUBE = (3, 3, 3)
+AROUND = (1, 1, 1, 1, 1, 1)
 
 
 def conv3d_reference(
-    x: Tensor,
+    sources: tuple[Tensor, ...],
     packed: Tensor,
     shift_NC: Tensor | None = None,
     residual: Tensor | None = None,
     statistics: bool = False,
+    kernel: tuple[int, ...] = CUBE,
+    padding: tuple[int, ...] = AROUND,
 ) -> tuple[Tensor, Tensor | None]:
     """The same in plain PyTorch, sums in float32 (float64 for float64); the statistics as one stretch."""
+    x = torch.cat(tuple(sources), dim=1) if len(sources) > 1 else sources[0]
     wide = torch.promote_types(x.dtype, torch.float32)
-    y = F.conv3d(x.to(wide), unpack(packed).to(wide), padding=1)
+    d, h, w = padding[:2], padding[2:4], padding[4:]
+    y = F.conv3d(F.pad(x.to(wide), (*w, *h, *d)), unpack(packed, kernel).to(wide))
     if shift_NC is not None:
         y = y + shift_NC.to(wide)[:, :, None, None, None]
     if residual is not None:
@@ -54,14 +68,77 @@ def conv3d_reference(
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A convolution's weight (K, C, 3, 3, 3) as (27, K, C): one contiguous matrix per tap."""
-    return weight.permute(2, 3, 4, 0, 1).reshape(27, *weight.shape[:2]).contiguous()
+    """A convolution's weight (K, C, KD, KH, KW) as (KD * KH * KW, K, C): one contiguous matrix per tap."""
+    return weight.permute(2, 3, 4, 0, 1).reshape(-1, *weight.shape[:2]).contiguous()
 
 
-def unpack(packed: Tensor) -> Tensor:
+def unpack(packed: Tensor, kernel: tuple[int, ...] = CUBE) -> Tensor:
     """The inverse of `pack`."""
-    _, K, C = packed.shape
-    return packed.view(3, 3, 3, K, C).permute(3, 4, 0, 1, 2)
+    return packed.view(*kernel, *packed.shape[1:]).permute(3, 4, 0, 1, 2)
+
+
+def result_size(source: Tensor, kernel: tuple[int, ...], padding: tuple[int, ...]) -> tuple[int, ...]:
+    """(D, H, W) of the result."""
+    return tuple(
+        size + before + after - extent + 1
+        for size, extent, before, after in zip(source.shape[2:], kernel, padding[::2], padding[1::2], strict=True)
+    )
+
+
+@triton.jit
+def load_voxels(
+    x,  # (N, XD, XH, XW, C): a descriptor of tiles (1, 1, TH, TW, TC), or a pointer
+    n,
+    d,
+    h0,
+    w0,
+    c0,
+    XD,
+    XH,
+    XW,
+    C,
+    TH: tl.constexpr,
+    TW: tl.constexpr,
+    TC: tl.constexpr,
+    BULK: tl.constexpr,
+):
+    """A tile (TH * TW, TC) of a plane, zeros outside."""
+    if BULK:
+        tile = x.load([n, d, h0, w0, c0]).reshape(TH * TW, TC)
+    else:
+        v, c = tl.arange(0, TH * TW), c0 + tl.arange(0, TC)
+        h, w = h0 + v // TW, w0 + v % TW
+        # The plane's own test as a tile too: the interpreter cannot join a tile's mask with a scalar's.
+        depth = d + tl.zeros_like(v)
+        inside = (h >= 0) & (h < XH) & (w >= 0) & (w < XW) & (depth >= 0) & (depth < XD)
+        plane = x + (n * XD + d).to(tl.int64) * XH * XW * C
+        keep = inside[:, None] & (c < C)[None, :]
+        tile = tl.load(plane + ((h * XW + w)[:, None] * C + c[None, :]), mask=keep, other=0.0)
+    return tile
+
+
+@triton.jit
+def _matrix(
+    w,  # (taps * K, WIDTH): a descriptor of tiles (TK, TC), or a pointer
+    tap,
+    k0,
+    first,  # the source's first column
+    c0,
+    K,
+    C,
+    WIDTH,
+    TK: tl.constexpr,
+    TC: tl.constexpr,
+    BULK: tl.constexpr,
+):
+    """A tap's weights (TK, TC). Columns past the source meet the zeros of its tile."""
+    if BULK:
+        matrix = w.load([tap * K + k0, first + c0])
+    else:
+        k, c = k0 + tl.arange(0, TK), c0 + tl.arange(0, TC)
+        keep = (k < K)[:, None] & (c < C)[None, :]
+        matrix = tl.load(w + ((tap * K + k)[:, None] * WIDTH + (first + c)[None, :]), mask=keep, other=0.0)
+    return matrix
 
 
 @triton.jit
@@ -70,34 +147,160 @@ def _product(accumulator, x, w, SWAP: tl.constexpr):
     return tl.dot(w, x.T, accumulator) if SWAP else tl.dot(x, w.T, accumulator)
 
 
-# Sizes are not specialised: one compiled kernel is used for all volume sizes and numbers of channels.
-@triton.jit(do_not_specialize=["N", "D", "H", "W", "C", "K", "splits", "shift_stride"])
+@triton.jit
+def _inner_planes(
+    lower,
+    upper,
+    x,
+    w,
+    steps,  # (first, end), of 2 * KH * KW taps and all chunks of the source
+    at,
+    size,
+    matrix,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    TH: tl.constexpr,
+    TW: tl.constexpr,
+    TK: tl.constexpr,
+    TC: tl.constexpr,
+    SWAP: tl.constexpr,
+    BULK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The two input planes from d that both output planes see: one tile of x, two of weights."""
+    PLANE: tl.constexpr = KH * KW
+    n, d, h0, w0, k0 = at
+    XD, XH, XW, C = size
+    column, K, WIDTH = matrix
+    chunks = (C + TC - 1) // TC
+    for step in tl.range(steps[0], steps[1], num_stages=STAGES):
+        tap = step // chunks
+        c0 = step % chunks * TC
+        h, v = h0 + tap // KW % KH, w0 + tap % KW
+        tile = load_voxels(x, n, d + tap // PLANE, h, v, c0, XD, XH, XW, C, TH, TW, TC, BULK)
+        # All loads before the products: one barrier a step.
+        w_lower = _matrix(w, tap + PLANE, k0, column, c0, K, C, WIDTH, TK, TC, BULK)
+        w_upper = _matrix(w, tap, k0, column, c0, K, C, WIDTH, TK, TC, BULK)
+        lower = _product(lower, tile, w_lower, SWAP)
+        upper = _product(upper, tile, w_upper, SWAP)
+    return lower, upper
+
+
+@triton.jit
+def _outer_planes(
+    lower,
+    upper,
+    x,
+    w,
+    steps,  # (first, end), of KH * KW taps and all chunks of the source
+    at,
+    size,
+    matrix,
+    KD: tl.constexpr,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    TH: tl.constexpr,
+    TW: tl.constexpr,
+    TK: tl.constexpr,
+    TC: tl.constexpr,
+    SWAP: tl.constexpr,
+    BULK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The input planes d and d + KD, each seen by one output plane. Without taps along the depth both use the same weights."""
+    n, d, h0, w0, k0 = at
+    XD, XH, XW, C = size
+    column, K, WIDTH = matrix
+    chunks = (C + TC - 1) // TC
+    for step in tl.range(steps[0], steps[1], num_stages=STAGES):
+        tap = step // chunks
+        c0 = step % chunks * TC
+        h, v = h0 + tap // KW, w0 + tap % KW
+        below = load_voxels(x, n, d, h, v, c0, XD, XH, XW, C, TH, TW, TC, BULK)
+        above = load_voxels(x, n, d + KD, h, v, c0, XD, XH, XW, C, TH, TW, TC, BULK)
+        w_lower = _matrix(w, tap, k0, column, c0, K, C, WIDTH, TK, TC, BULK)
+        w_upper = w_lower
+        if KD > 1:
+            w_upper = _matrix(w, tap + (KD - 1) * KH * KW, k0, column, c0, K, C, WIDTH, TK, TC, BULK)
+        lower = _product(lower, below, w_lower, SWAP)
+        upper = _product(upper, above, w_upper, SWAP)
+    return lower, upper
+
+
+@triton.jit
+def _store_plane(
+    y,  # (N, D, H, W, K): a descriptor of tiles (1, 1, TH, TW, TK), or a pointer
+    values,  # (TH * TW, TK)
+    n,
+    d,
+    h0,
+    w0,
+    k0,
+    D,
+    H,
+    W,
+    K,
+    TH: tl.constexpr,
+    TW: tl.constexpr,
+    TK: tl.constexpr,
+    BULK: tl.constexpr,
+):
+    if BULK:
+        y.store([n, d, h0, w0, k0], values.reshape(1, 1, TH, TW, TK))
+    else:
+        v, k = tl.arange(0, TH * TW), k0 + tl.arange(0, TK)
+        h, w = h0 + v // TW, w0 + v % TW
+        keep = ((h < H) & (w < W) & (d + tl.zeros_like(v) < D))[:, None] & (k < K)[None, :]
+        plane = y + (n * D + d).to(tl.int64) * H * W * K
+        tl.store(plane + ((h * W + w)[:, None] * K + k[None, :]), values, mask=keep)
+
+
+# Sizes are not specialised: one compiled kernel is used for all volume sizes, numbers of channels and paddings.
+@triton.jit(
+    do_not_specialize=[
+        *("N", "D", "H", "W", "XD", "XH", "XW", "eighths_a", "eighths_b", "eighths_k"),
+        *("before_d", "before_h", "before_w", "splits", "shift_stride"),
+    ]
+)
 def voxtune_conv3d(  # noqa: PLR0915
-    x_desc,  # (N, D, H, W, C), tiles of (1, 1, TH, TW, TC)
-    w_desc,  # (27 * K, C), tiles of (TK, TC)
-    y_desc,  # (N, D, H, W, K), or float32 (splits * N, D, H, W, K); tiles of (1, 1, TH, TW, TK)
-    r_desc,  # (N, D, H, W, K) or None
+    a,  # (N, XD, XH, XW, CA), tiles of (1, 1, TH, TW, TC); this and the next four are descriptors if BULK, else pointers
+    b,  # (N, XD, XH, XW, CB) or None
+    weights,  # (KD * KH * KW * K, CA + CB), tiles of (TK, TC)
+    y,  # (N, D, H, W, K), or float32 (splits * N, D, H, W, K); tiles of (1, 1, TH, TW, TK)
+    residual,  # (N, D, H, W, K) or None
     shift_ptr,  # (N, K) or (1, K), of any float type, or None
     statistics_ptr,  # (N, P, 3, K) float32 or None
     N,
     D,
     H,
     W,
-    C,
-    K,
+    XD,
+    XH,
+    XW,
+    eighths_a,  # CA / 8: so the compiler knows that rows are aligned to 16 bytes, whatever the number of channels
+    eighths_b,
+    eighths_k,
+    before_d,
+    before_h,
+    before_w,
     splits,
     shift_stride,  # from row to row, or 0 when one shift serves the batch
+    KD: tl.constexpr,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
     TH: tl.constexpr,
     TW: tl.constexpr,
     TK: tl.constexpr,
     TC: tl.constexpr,
     SWAP: tl.constexpr,
+    BULK: tl.constexpr,
     INNER_STAGES: tl.constexpr,
     OUTER_STAGES: tl.constexpr,
 ):
     VOXELS: tl.constexpr = TH * TW
     SHAPE: tl.constexpr = (TK, VOXELS) if SWAP else (VOXELS, TK)
-    chunks = (C + TC - 1) // TC
+    CA, CB, K = eighths_a * 8, eighths_b * 8, eighths_k * 8
+    WIDTH = (eighths_a + eighths_b) * 8
     columns = (K + TK - 1) // TK
     # Neighbours in the grid share input: output channels first, then along w, h, d.
     tile, split = tl.program_id(0) // columns, tl.program_id(1)
@@ -109,31 +312,70 @@ def voxtune_conv3d(  # noqa: PLR0915
     h0 = p // across % down * TH
     d0 = p // (across * down) * 2
 
-    first, last = 27 * chunks * split // splits, 27 * chunks * (split + 1) // splits
+    # Steps in this order: the first source's inner planes, the second's, then the outer planes of both.
+    steps_a, steps_b = KH * KW * ((CA + TC - 1) // TC), KH * KW * ((CB + TC - 1) // TC)
+    steps = KD * (steps_a + steps_b)
+    first, last = steps * split // splits, steps * (split + 1) // splits
     lower = tl.zeros(SHAPE, tl.float32)
     upper = tl.zeros(SHAPE, tl.float32)
-    # The inner input planes d0 and d0 + 1 (18 of the 27 taps of either output plane): one tile of x, two of weights.
-    inner = 18 * chunks
-    for step in tl.range(tl.minimum(first, inner), tl.minimum(last, inner), num_stages=INNER_STAGES):
-        tap = step // chunks
-        c0 = step % chunks * TC
-        x = x_desc.load([n, d0 + tap // 9, h0 + tap // 3 % 3 - 1, w0 + tap % 3 - 1, c0]).reshape(VOXELS, TC)
-        # All loads before the products: one barrier a step.
-        w_lower = w_desc.load([(tap + 9) * K + k0, c0])
-        w_upper = w_desc.load([tap * K + k0, c0])
-        lower = _product(lower, x, w_lower, SWAP)
-        upper = _product(upper, x, w_upper, SWAP)
-    # The outer planes d0 - 1 and d0 + 2, each seen by one output plane.
-    for step in tl.range(tl.maximum(first, inner) - inner, tl.maximum(last, inner) - inner, num_stages=OUTER_STAGES):
-        tap = step // chunks
-        c0 = step % chunks * TC
-        h, w = h0 + tap // 3 - 1, w0 + tap % 3 - 1
-        below = x_desc.load([n, d0 - 1, h, w, c0]).reshape(VOXELS, TC)
-        above = x_desc.load([n, d0 + 2, h, w, c0]).reshape(VOXELS, TC)
-        w_lower = w_desc.load([tap * K + k0, c0])
-        w_upper = w_desc.load([(tap + 18) * K + k0, c0])
-        lower = _product(lower, below, w_lower, SWAP)
-        upper = _product(upper, above, w_upper, SWAP)
+    size_a, size_b = (XD, XH, XW, CA), (XD, XH, XW, CB)
+    matrix_a, matrix_b = (0, K, WIDTH), (CA, K, WIDTH)
+    outer = (n, d0 - before_d, h0 - before_h, w0 - before_w, k0)
+    if KD == 3:
+        inner = (n, d0 - before_d + 1, h0 - before_h, w0 - before_w, k0)
+        part = (tl.minimum(first, 2 * steps_a), tl.minimum(last, 2 * steps_a))
+        lower, upper = _inner_planes(
+            lower, upper, a, weights, part, inner, size_a, matrix_a, KH, KW, TH, TW, TK, TC, SWAP, BULK, INNER_STAGES
+        )
+        first, last = first - part[0], last - part[1]
+        if b is not None:
+            part = (tl.minimum(first, 2 * steps_b), tl.minimum(last, 2 * steps_b))
+            lower, upper = _inner_planes(
+                lower,
+                upper,
+                b,
+                weights,
+                part,
+                inner,
+                size_b,
+                matrix_b,
+                KH,
+                KW,
+                TH,
+                TW,
+                TK,
+                TC,
+                SWAP,
+                BULK,
+                INNER_STAGES,
+            )
+            first, last = first - part[0], last - part[1]
+    part = (tl.minimum(first, steps_a), tl.minimum(last, steps_a))
+    lower, upper = _outer_planes(
+        lower, upper, a, weights, part, outer, size_a, matrix_a, KD, KH, KW, TH, TW, TK, TC, SWAP, BULK, OUTER_STAGES
+    )
+    if b is not None:
+        part = (first - part[0], last - part[1])
+        lower, upper = _outer_planes(
+            lower,
+            upper,
+            b,
+            weights,
+            part,
+            outer,
+            size_b,
+            matrix_b,
+            KD,
+            KH,
+            KW,
+            TH,
+            TW,
+            TK,
+            TC,
+            SWAP,
+            BULK,
+            OUTER_STAGES,
+        )
 
     if SWAP:
         lower, upper = lower.T, upper.T
@@ -142,12 +384,13 @@ def voxtune_conv3d(  # noqa: PLR0915
         shift = tl.load(shift_ptr + n * shift_stride + k, mask=k < K, other=0.0).to(tl.float32)
         lower += shift[None, :]
         upper += shift[None, :]
-    if r_desc is not None:
-        lower += r_desc.load([n, d0, h0, w0, k0]).reshape(VOXELS, TK).to(tl.float32)
-        upper += r_desc.load([n, d0 + 1, h0, w0, k0]).reshape(VOXELS, TK).to(tl.float32)
-    y_lower, y_upper = lower.to(y_desc.dtype), upper.to(y_desc.dtype)
-    y_desc.store([split * N + n, d0, h0, w0, k0], y_lower.reshape(1, 1, TH, TW, TK))
-    y_desc.store([split * N + n, d0 + 1, h0, w0, k0], y_upper.reshape(1, 1, TH, TW, TK))
+    if residual is not None:
+        lower += load_voxels(residual, n, d0, h0, w0, k0, D, H, W, K, TH, TW, TK, BULK).to(tl.float32)
+        upper += load_voxels(residual, n, d0 + 1, h0, w0, k0, D, H, W, K, TH, TW, TK, BULK).to(tl.float32)
+    dtype: tl.constexpr = y.dtype if BULK else y.dtype.element_ty
+    y_lower, y_upper = lower.to(dtype), upper.to(dtype)
+    _store_plane(y, y_lower, split * N + n, d0, h0, w0, k0, D, H, W, K, TH, TW, TK, BULK)
+    _store_plane(y, y_upper, split * N + n, d0 + 1, h0, w0, k0, D, H, W, K, TH, TW, TK, BULK)
     if statistics_ptr is not None:
         v = tl.arange(0, VOXELS)
         inside = ((h0 + v // TW < H) & (w0 + v % TW < W))[:, None]
@@ -164,155 +407,132 @@ def voxtune_conv3d(  # noqa: PLR0915
         tl.store(at + 2 * K, tl.sum(lower * lower, axis=0) + tl.sum(upper * upper, axis=0), mask=k < K)
 
 
-@triton.jit(do_not_specialize=["N", "V", "splits", "shift_stride"])
-def voxtune_conv3d_join(
-    partial_ptr,  # (splits, N, V, K) float32
-    y_ptr,  # (N, V, K)
-    r_ptr,  # (N, V, K) or None
-    shift_ptr,  # (N, K) or (1, K) or None
-    statistics_ptr,  # (N, P, 3, K) float32 or None
-    N,
-    V,
-    K,
-    splits,
-    shift_stride,
-    BLOCK_V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    p, n = tl.program_id(0), tl.program_id(2)
-    v = p * BLOCK_V + tl.arange(0, BLOCK_V)
-    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    keep = (v < V)[:, None] & (k < K)[None, :]
-    at = (n.to(tl.int64) * V + v)[:, None] * K + k[None, :]
-    y = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
-    for split in range(splits):
-        row = (n + split * N).to(tl.int64) * V + v
-        y += tl.load(partial_ptr + row[:, None] * K + k[None, :], mask=keep, other=0.0)
-    if shift_ptr is not None:
-        y += tl.load(shift_ptr + n * shift_stride + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-    if r_ptr is not None:
-        y += tl.load(r_ptr + at, mask=keep, other=0.0).to(tl.float32)
-    stored = y.to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + at, stored, mask=keep)
-    if statistics_ptr is not None:
-        count = tl.minimum(BLOCK_V, V - p * BLOCK_V).to(tl.float32)
-        y = tl.where(keep, stored.to(tl.float32), 0.0)
-        mean = tl.sum(y, axis=0) / count
-        away = tl.where(keep, y - mean[None, :], 0.0)
-        to = statistics_ptr + (n * tl.num_programs(0) + p).to(tl.int64) * 3 * K + k
-        tl.store(to, tl.zeros_like(mean) + count, mask=k < K)
-        tl.store(to + K, mean, mask=k < K)
-        tl.store(to + 2 * K, tl.sum(away * away, axis=0), mask=k < K)
-
-
 def why_not(  # noqa: PLR0911
-    x: Tensor,
-    weight_shape: tuple[int, ...],
-    stride: tuple[int, ...] = (1, 1, 1),
-    padding: tuple[int, ...] = (1, 1, 1),
-    dilation: tuple[int, ...] = (1, 1, 1),
-    groups: int = 1,
+    sources: tuple[Tensor, ...],
+    packed: Tensor,
+    shift_NC: Tensor | None = None,
+    residual: Tensor | None = None,
+    kernel: tuple[int, ...] = CUBE,
+    padding: tuple[int, ...] = AROUND,
 ) -> str | None:
     """The reason why the kernels do not apply, or None."""
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        return f"type {x.dtype} has no kernel"
-    if tuple(weight_shape[2:]) != (3, 3, 3) or x.dim() != 5 or weight_shape[1] != x.shape[1]:
-        return "not a 3x3x3 convolution of all channels"
-    if (tuple(stride), tuple(padding), tuple(dilation), groups) != ((1, 1, 1), (1, 1, 1), (1, 1, 1), 1):
-        return "stride, padding, dilation or groups other than 1"
-    if weight_shape[0] % 16 or weight_shape[1] % 16:
-        return f"{weight_shape[1]} to {weight_shape[0]} channels: not multiples of 16"
-    if not x.movedim(1, -1).is_contiguous():
-        return "the source is not channels-last"
-    if x.numel() == 0 or x.data_ptr() % 16:
-        return "an empty or unaligned source"
-    return None
+    first, K = sources[0], packed.shape[1]
+    if (reason := why_not_weight(K, tuple(s.shape[1] for s in sources), kernel)) is not None:
+        return reason
+    if first.dtype not in (torch.bfloat16, torch.float16):
+        return f"type {first.dtype} has no kernel"
+    if any(s.dtype != first.dtype or s.shape[0] != first.shape[0] or s.shape[2:] != first.shape[2:] for s in sources):
+        return "the sources differ in type, batch or size"
+    taps = kernel[0] * kernel[1] * kernel[2]
+    if packed.dtype != first.dtype or packed.shape != (taps, K, sum(s.shape[1] for s in sources)):
+        return f"weights of {packed.dtype} and shape {tuple(packed.shape)} for a {kernel} kernel over sources of {first.dtype}"
+    if not packed.is_contiguous() or packed.data_ptr() % 16:
+        return "the weights are not contiguous, or not aligned"
+    if min(padding) < 0:
+        return "a negative padding"
+    size = result_size(first, kernel, padding)
+    tensors = (*sources, *(() if residual is None else (residual,)))
+    if residual is not None and (residual.dtype != first.dtype or residual.shape != (first.shape[0], K, *size)):
+        return f"a residual of {residual.dtype} and shape {tuple(residual.shape)}"
+    if any(not t.movedim(1, -1).is_contiguous() for t in tensors):
+        return "a source, or the residual, is not channels-last"
+    if min(size) < 1 or any(t.numel() == 0 or t.data_ptr() % 16 for t in tensors):
+        return "an empty or unaligned source, residual or result"
+    # Offsets within a plane are 32-bit integers.
+    if any(t.shape[3] * t.shape[4] * t.shape[1] >= 2**31 for t in tensors) or size[1] * size[2] * K >= 2**31:
+        return "a plane of 2^31 values or more"
+    return why_no_shift(shift_NC, first.shape[0], K)
+
+
+def why_not_weight(K: int, channels: tuple[int, ...], kernel: tuple[int, ...]) -> str | None:
+    """The part of `why_not` that a weight and the channels of the sources decide."""
+    if len(kernel) != 3 or any(extent not in (1, 3) for extent in kernel):
+        return f"a kernel of extents {kernel}: each must be 1 or 3"
+    if len(channels) > 2:
+        return f"{len(channels)} sources: at most two"
+    odd = [c for c in (*channels, K) if c % 8]
+    return f"{odd[0]} channels, not a multiple of 8" if odd else None
 
 
 def conv3d(
-    x: Tensor,
+    sources: tuple[Tensor, ...],
     packed: Tensor,
     shift_NC: Tensor | None = None,
     residual: Tensor | None = None,
     statistics: bool = False,
+    kernel: tuple[int, ...] = CUBE,
+    padding: tuple[int, ...] = AROUND,
     *,
     checked: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """conv(x) + shift + residual, channels-last, and its statistics (N, P, 3, K) if requested; `why_not` must be None.
+    """conv(cat(sources)) + shift + residual, channels-last, and its statistics (N, P, 3, K) if requested.
 
-    `checked`: the caller has called `why_not`.
+    `why_not` must be None; `checked`: the caller has called it.
     """
-    assert checked or (reason := why_not(x, (packed.shape[1], packed.shape[2], 3, 3, 3))) is None, reason
-    N, C, D, H, W = x.shape
-    tile = tiles(N, D, H, W, C, packed.shape[1], hopper=is_hopper(x.device))
-    return convolve(x, packed, tile, shift_NC, residual, statistics)
-
-
-def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    assert checked or (reason := why_not(sources, packed, shift_NC, residual, kernel, padding)) is None, reason
+    D, H, W = result_size(sources[0], kernel, padding)
+    channels, device = tuple(s.shape[1] for s in sources), Device.of(sources[0].device)
+    tile = tiles(sources[0].shape[0], D, H, W, channels, packed.shape[1], kernel=kernel, device=device)
+    return convolve(sources, packed, tile, shift_NC, residual, statistics, kernel, padding)
 
 
 def convolve(
-    x: Tensor,
+    sources: tuple[Tensor, ...],
     packed: Tensor,
     tile: Conv3dTile,
     shift_NC: Tensor | None = None,
     residual: Tensor | None = None,
     statistics: bool = False,
+    kernel: tuple[int, ...] = CUBE,
+    padding: tuple[int, ...] = AROUND,
+    *,
+    bulk: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """conv3d with a given tile."""
-    N, C, D, H, W = x.shape
-    K, V = packed.shape[1], D * H * W
-    x_NDHWC, r_NDHWK = channels_inside(x), None if residual is None else channels_inside(residual)
+    """conv3d with a given tile. `bulk`: whether to load by descriptors (default: if the device has a copy engine)."""
+    N, CA, XD, XH, XW = sources[0].shape
+    D, H, W = result_size(sources[0], kernel, padding)
+    K = packed.shape[1]
+    CB = sources[1].shape[1] if len(sources) > 1 else 0
+    inside = [channels_inside(s) for s in sources]
+    r_NDHWK = None if residual is None else channels_inside(residual)
     assert packed.is_contiguous(), "the weights are not contiguous"
     shift_stride = row_stride(shift_NC)
-    y_NDHWK = torch.empty((N, D, H, W, K), dtype=x.dtype, device=x.device)
+    y_NDHWK = torch.empty((N, D, H, W, K), dtype=sources[0].dtype, device=sources[0].device)
     P = triton.cdiv(W, tile.w) * triton.cdiv(H, tile.h) * triton.cdiv(D, 2)
-    join_v, join_k = join_block(N, V, K)
-    stretches = P if tile.split == 1 else triton.cdiv(V, join_v)
-    moments = torch.empty((N, stretches, 3, K), dtype=torch.float32, device=x.device) if statistics else None
+    stretches = P if tile.split == 1 else stretches_of_join(N, D * H * W, K)
+    moments = torch.empty((N, stretches, 3, K), dtype=torch.float32, device=y_NDHWK.device) if statistics else None
     if tile.halo:
         from voxtune.kernels import conv3d_halo
 
-        conv3d_halo.launch(x_NDHWC, packed, y_NDHWK, r_NDHWK, shift_NC, moments, tile, shift_stride)
+        conv3d_halo.launch(inside, packed, y_NDHWK, r_NDHWK, shift_NC, moments, tile, shift_stride, padding[::2])
         return y_NDHWK.movedim(-1, 1), moments
     unsplit = tile.split == 1
     target = y_NDHWK if unsplit else y_NDHWK.new_empty((tile.split * N, D, H, W, K), dtype=torch.float32)
-    box = [1, 1, tile.h, tile.w]
+    bulk = has_copy_engine(y_NDHWK.device) if bulk is None else bulk
+
+    def tiled(x: Tensor | None, *shape: int) -> Tensor | TensorDescriptor | None:
+        return x if x is None or not bulk else TensorDescriptor.from_tensor(x, list(shape))
+
+    box = (1, 1, tile.h, tile.w)
     ready(voxtune_conv3d)[(P * N * triton.cdiv(K, tile.k), tile.split)](
-        TensorDescriptor.from_tensor(x_NDHWC, [*box, tile.c]),
-        TensorDescriptor.from_tensor(packed.view(27 * K, C), [tile.k, tile.c]),
-        TensorDescriptor.from_tensor(target, [*box, tile.k]),
-        TensorDescriptor.from_tensor(r_NDHWK, [*box, tile.k]) if unsplit and r_NDHWK is not None else None,
+        tiled(inside[0], *box, tile.c),
+        tiled(inside[1], *box, tile.c) if CB else None,
+        tiled(packed.view(-1, CA + CB), tile.k, tile.c),
+        tiled(target, *box, tile.k),
+        tiled(r_NDHWK, *box, tile.k) if unsplit else None,
         shift_NC if unsplit else None,
         moments if unsplit else None,
-        N,
-        D,
-        H,
-        W,
-        C,
-        K,
+        *(N, D, H, W, XD, XH, XW, CA // 8, CB // 8, K // 8),
+        *padding[::2],
         tile.split,
         shift_stride,
+        **dict(zip(("KD", "KH", "KW"), kernel, strict=True)),
         **tile.constants(),
+        BULK=bulk,
         num_warps=tile.warps,
     )
     if not unsplit:
-        ready(voxtune_conv3d_join)[(stretches, triton.cdiv(K, join_k), N)](
-            target,
-            y_NDHWK,
-            r_NDHWK,
-            shift_NC,
-            moments,
-            N,
-            V,
-            K,
-            tile.split,
-            shift_stride,
-            BLOCK_V=join_v,
-            BLOCK_K=join_k,
-            num_warps=4,
-        )
+        join(target, y_NDHWK, r_NDHWK, shift_NC, moments, tile.split)
     return y_NDHWK.movedim(-1, 1), moments
 
 
@@ -323,26 +543,33 @@ def channels_inside(x: Tensor) -> Tensor:
     return x_NDHWC.reshape(-1).view(x_NDHWC.shape)
 
 
-def join_block(N: int, V: int, K: int) -> tuple[int, int]:
-    """(voxels, channels) per program of the join: small enough that few voxels still fill the device."""
-    block_k = min(64, K & -K)
-    block_v = 32
-    while block_v < 256 and N * (V // block_v) * (K // block_k) > 1024:
-        block_v *= 2
-    return block_v, block_k
-
-
-def arguments(tile: Conv3dTile, *, dtype: str, epilogue: bool = True) -> tuple[dict[str, str], dict]:
+def arguments(
+    tile: Conv3dTile,
+    *,
+    dtype: str,
+    epilogue: bool = True,
+    sources: int = 1,
+    kernel: tuple[int, ...] = CUBE,
+    bulk: bool = True,
+) -> tuple[dict[str, str], dict]:
     """(types of the run-time arguments, constants) of voxtune_conv3d, to compile it without a device."""
-    box = f"1,1,{tile.h},{tile.w}"
+    box, out = f"1,1,{tile.h},{tile.w}", dtype if tile.split == 1 else "fp32"
     with_epilogue = epilogue and tile.split == 1
+
+    def tiled(kind: str, shape: str) -> str:
+        return f"tensordesc<{kind}[{shape}]>" if bulk else f"*{kind}"
+
     signature = {
-        "x_desc": f"tensordesc<{dtype}[{box},{tile.c}]>",
-        "w_desc": f"tensordesc<{dtype}[{tile.k},{tile.c}]>",
-        "y_desc": f"tensordesc<{dtype if tile.split == 1 else 'fp32'}[{box},{tile.k}]>",
+        "a": tiled(dtype, f"{box},{tile.c}"),
+        "b": tiled(dtype, f"{box},{tile.c}"),
+        "weights": tiled(dtype, f"{tile.k},{tile.c}"),
+        "y": tiled(out, f"{box},{tile.k}"),
     }
     if with_epilogue:
-        signature |= {"r_desc": signature["y_desc"], "shift_ptr": "*fp32", "statistics_ptr": "*fp32"}
-    signature |= dict.fromkeys(("N", "D", "H", "W", "C", "K", "splits", "shift_stride"), "i32")
-    absent = {} if with_epilogue else dict.fromkeys(("r_desc", "shift_ptr", "statistics_ptr"))
-    return signature, {**tile.constants(), **absent}
+        signature |= {"residual": signature["y"], "shift_ptr": "*fp32", "statistics_ptr": "*fp32"}
+    absent = ([] if with_epilogue else ["residual", "shift_ptr", "statistics_ptr"]) + (["b"] if sources == 1 else [])
+    extents = dict(zip(("KD", "KH", "KW"), kernel, strict=True))
+    constants: dict[str, int | None] = {**tile.constants(), **extents, "BULK": bulk, **dict.fromkeys(absent)}
+    sizes = [name for name in voxtune_conv3d.arg_names if name not in signature and name not in constants]
+    signature |= dict.fromkeys(sizes, "i32")
+    return {name: kind for name, kind in signature.items() if name not in constants}, constants

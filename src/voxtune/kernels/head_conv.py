@@ -5,7 +5,7 @@ as long as the memory traffic requires: here the one wide tensor is moved once. 
 product of its channels with all taps' weights reads it once. A program takes a tile of a plane with its border and walks along
 the depth. Taps of different depth are added in three running sums (results behind, at and ahead of the plane); those of one
 plane are aligned by a gather inside the tile. Scale and offset of the GroupNorm before a head, and its SiLU, can be applied
-when the tile is loaded: once per voxel, not once per tap.
+when the tile is loaded: once per voxel, not once per tap. Volumes in half precision without a norm go to head_lines.py.
 
 Legend: N batch, D H W voxels (an image has D = 1), C channels in, M channels out, T columns of a product.
 """
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from voxtune.kernels.group_norm import empty_channels_last
+from voxtune.kernels.head_lines import WIDEST, head_lines, pack_lines, why_not_lines
 from voxtune.kernels.pointwise import TYPES
 from voxtune.kernels.precompile import ready
 from voxtune.kernels.stem_conv import FEW, as_volume, span
@@ -39,6 +40,7 @@ class PackedHead:
     channels: int
     out_channels: int
     dimensions: int
+    lines: Tensor | None  # for head_lines.py, if that kernel can apply
 
 
 def pack_head(weight: Tensor, dtype: torch.dtype) -> PackedHead:
@@ -46,8 +48,13 @@ def pack_head(weight: Tensor, dtype: torch.dtype) -> PackedHead:
     M, C = weight.shape[:2]
     w_ZCMT = weight.detach().reshape(M, C, -1, 9).permute(2, 1, 0, 3)
     w_ZCMT = F.pad(w_ZCMT, (0, COLUMNS - 9, 0, triton.next_power_of_2(M) - M, 0, -C % chunk_of(C, dtype)))
+    by_lines = weight.dim() == 5 and dtype in (torch.bfloat16, torch.float16) and C <= WIDEST and M <= FEW
     return PackedHead(
-        weight=w_ZCMT.flatten(2).to(dtype).contiguous(), channels=C, out_channels=M, dimensions=weight.dim() - 2
+        weight=w_ZCMT.flatten(2).to(dtype).contiguous(),
+        channels=C,
+        out_channels=M,
+        dimensions=weight.dim() - 2,
+        lines=pack_lines(weight, dtype) if by_lines else None,
     )
 
 
@@ -220,6 +227,9 @@ def head(
     assert checked or (reason := why_not_head(x, packed, out)) is None, reason
     M, volume = packed.out_channels, packed.dimensions == 3
     y = empty_channels_last(x, M, dtype) if out is None else out
+    if affine is None and packed.lines is not None and why_not_lines(x, M) is None:
+        head_lines(x, packed.lines, bias_M, y)
+        return y
     N, C, D, H, W = as_volume(x).shape
     tile = head_tile(C, M, x.dtype, volume=volume)
     blocks = triton.cdiv(H, tile["BLOCK_H"] - 2) * triton.cdiv(W, tile["BLOCK_W"] - 2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
@@ -35,6 +35,7 @@ _use_references: ContextVar[bool] = ContextVar("voxtune_references", default=Fal
 # Registered directly: torch's decorator imports its compiler at the first call, which costs every process seconds.
 _LIBRARY = library.Library("voxtune", "DEF")
 Function = TypeVar("Function", bound=Callable[..., object])
+Packed = TypeVar("Packed")
 
 
 def operator(schema: str) -> Callable[[Function], Function]:
@@ -121,37 +122,58 @@ def _(x, weight, bias, eps, floor, activation):
     return empty_channels_last(x, x.shape[1])
 
 
-@operator("conv3d(Tensor x, Tensor packed, Tensor? shift, Tensor? residual, bool statistics) -> (Tensor, Tensor)")
+@operator(
+    "conv3d(Tensor[] sources, Tensor packed, Tensor? shift, Tensor? residual, bool statistics, "
+    "int[] kernel=[3, 3, 3], int[] padding=[1, 1, 1, 1, 1, 1]) -> (Tensor, Tensor)"
+)
 def conv3d(
-    x: Tensor, packed: Tensor, shift: Tensor | None, residual: Tensor | None, statistics: bool
+    sources: list[Tensor],
+    packed: Tensor,
+    shift: Tensor | None,
+    residual: Tensor | None,
+    statistics: bool,
+    kernel: Sequence[int] = _conv3d.CUBE,
+    padding: Sequence[int] = _conv3d.AROUND,
 ) -> tuple[Tensor, Tensor]:
-    x = _lasting(x)
+    """`padding` is (before, after) along depth, height and width."""
+    lasting = tuple(_lasting(s) for s in sources)
     residual = None if residual is None else _lasting(residual)
-    reason = _conv3d.why_not(x, (*packed.shape[1:], 3, 3, 3))
-    if _runs_kernel(x, reason, "conv3d"):
-        y, sums = _conv3d.conv3d(x, packed, shift, residual, statistics, checked=True)
+    given = (lasting, packed, shift, residual)
+    window = (tuple(kernel), tuple(padding))
+    if _runs_kernel(lasting[0], _conv3d.why_not(*given, *window), "conv3d"):
+        y, sums = _conv3d.conv3d(*given, statistics, *window, checked=True)
     else:
-        y, sums = _conv3d.conv3d_reference(x, packed, shift, residual, statistics)
-    return _lasting(y), x.new_empty(0, dtype=torch.float32) if sums is None else sums
+        y, sums = _conv3d.conv3d_reference(*given, statistics, *window)
+    return _lasting(y), y.new_empty(0, dtype=torch.float32) if sums is None else sums
 
 
 @shapes_of("conv3d")
-def _(x, packed, shift, residual, statistics):
-    return empty_channels_last(x, packed.shape[1]), x.new_empty(0, dtype=torch.float32)
+def _(sources, packed, shift, residual, statistics, kernel=_conv3d.CUBE, padding=_conv3d.AROUND):
+    size = _conv3d.result_size(sources[0], tuple(kernel), tuple(padding))
+    y = empty_channels_last(sources[0], packed.shape[1], voxels=size)
+    return y, y.new_empty(0, dtype=torch.float32)
 
 
-@operator("pointwise(Tensor[] sources, Tensor weight, Tensor? shift, Tensor? residual) -> Tensor")
-def pointwise(sources: list[Tensor], weight: Tensor, shift: Tensor | None, residual: Tensor | None) -> Tensor:
+@operator(
+    "pointwise(Tensor[] sources, Tensor weight, Tensor? shift, Tensor? residual, ScalarType? dtype=None) -> Tensor"
+)
+def pointwise(
+    sources: list[Tensor],
+    weight: Tensor,
+    shift: Tensor | None,
+    residual: Tensor | None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     lasting = tuple(_lasting(s) for s in sources)
     residual = None if residual is None else _lasting(residual)
     if _runs_kernel(lasting[0], _pointwise.why_not(lasting, weight, shift, residual), "pointwise"):
-        return _pointwise.pointwise(lasting, weight, shift, residual, checked=True)
-    return _lasting(_pointwise.pointwise_reference(lasting, weight, shift, residual))
+        return _pointwise.pointwise(lasting, weight, shift, residual, dtype=dtype, checked=True)
+    return _lasting(_pointwise.pointwise_reference(lasting, weight, shift, residual, dtype))
 
 
 @shapes_of("pointwise")
-def _(sources, weight, shift, residual):
-    return empty_channels_last(sources[0], weight.shape[0])
+def _(sources, weight, shift, residual, dtype=None):
+    return empty_channels_last(sources[0], weight.shape[0], dtype)
 
 
 @operator("add(Tensor a, Tensor b, Tensor? shift) -> Tensor")
@@ -227,15 +249,34 @@ def _(x, packed, shift, kernel, stride, statistics):
     return empty_channels_last(x, packed.shape[1], voxels=voxels), x.new_empty(0, dtype=torch.float32)
 
 
-# Weights in the layout that the edge kernels read, packed at the first call.
+# Weights in the layout that the edge kernels read, packed at the first call; and how they were packed.
 _packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _packed_by(pack: Callable[[Tensor], Packed], weight: Tensor) -> Packed:
+    if weight not in _packed:
+        _packed[weight] = pack, pack(weight)
+    packed: Packed = _packed[weight][1]
+    return packed
+
+
+def pack_again(weights: Iterable[Tensor]) -> None:
+    """Packs weights that were written to, into the same memory: recorded graphs read it."""
+    for weight in weights:
+        if weight in _packed:
+            pack, packed = _packed[weight]
+            for old, new in zip(_tensors(packed), _tensors(pack(weight)), strict=True):
+                old.copy_(new)
+
+
+def _tensors(packed: object) -> list[Tensor]:
+    return [value for value in vars(packed).values() if isinstance(value, Tensor)]
 
 
 @operator("stem(Tensor[] sources, Tensor weight, Tensor? shift) -> Tensor")
 def stem(sources: list[Tensor], weight: Tensor, shift: Tensor | None) -> Tensor:
-    if weight not in _packed:
-        _packed[weight] = _stem.pack_stem(weight, tuple(s.shape[1] for s in sources), weight.dtype)
-    packed = _packed[weight]
+    channels = tuple(s.shape[1] for s in sources)
+    packed = _packed_by(lambda w: _stem.pack_stem(w, channels, w.dtype), weight)
     if _runs_kernel(sources[0], _stem.why_not_stem(tuple(sources), packed, shift), "stem"):
         return _stem.stem(tuple(sources), packed, shift, checked=True)
     return _lasting(_stem.stem_reference(tuple(sources), weight, shift))
@@ -246,17 +287,16 @@ def _(sources, weight, shift):
     return empty_channels_last(sources[0], weight.shape[0], dtype=weight.dtype)
 
 
-@operator("head(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-def head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+@operator("head(Tensor x, Tensor weight, Tensor? bias, ScalarType? dtype=None) -> Tensor")
+def head(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
     x = _lasting(x)
-    if weight not in _packed:
-        _packed[weight] = _head.pack_head(weight, weight.dtype)
-    packed = _packed[weight]
+    packed = _packed_by(lambda w: _head.pack_head(w, w.dtype), weight)
     if _runs_kernel(x, _head.why_not_head(x, packed), "head"):
-        return _head.head(x, packed, bias, checked=True)
-    return _lasting(_head.head_reference(x, weight, None if bias is None else bias.to(weight.dtype)))
+        return _head.head(x, packed, bias, dtype=dtype, checked=True)
+    y = _head.head_reference(x, weight, None if bias is None else bias.to(weight.dtype))
+    return _lasting(y.to(dtype or y.dtype))
 
 
 @shapes_of("head")
-def _(x, weight, bias):
-    return empty_channels_last(x, weight.shape[0])
+def _(x, weight, bias, dtype=None):
+    return empty_channels_last(x, weight.shape[0], dtype)

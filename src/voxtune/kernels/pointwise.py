@@ -3,7 +3,8 @@
 Why: a decoder's skip connection is conv1x1(cat([a, b])). The concatenation costs more than the convolution: at 128^3 it moves
 twice the bytes of the product. Here one loop over input channels reads both sources, so that each byte is read once and the
 result is written once. The product is bound by memory (128 -> 64 channels is 43 FLOP per byte), so bias, time embedding and
-residual are added before the result leaves the registers.
+residual are added before the result leaves the registers. A segmentation network's head (32 channels to a few classes) is the
+same: its columns are padded to the 16 that the matrix units need, and only the real ones are stored, in float32 if wanted.
 
 Legend: N batch, V voxels, CA CB channels of the sources, K = CA + CB, M channels of the result.
 """
@@ -24,7 +25,11 @@ ENOUGH = 264
 
 
 def pointwise_reference(
-    sources: tuple[Tensor, ...], weight_MK: Tensor, shift_NC: Tensor | None = None, residual: Tensor | None = None
+    sources: tuple[Tensor, ...],
+    weight_MK: Tensor,
+    shift_NC: Tensor | None = None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The same in plain PyTorch; float32 arithmetic, or float64 for float64 sources."""
     x = torch.cat(sources, dim=1)
@@ -32,7 +37,7 @@ def pointwise_reference(
     y = torch.einsum("nk...,mk->nm...", x.to(wide), weight_MK.to(wide))
     if shift_NC is not None:
         y = y + shift_NC.to(wide).view(*shift_NC.shape, *[1] * (x.dim() - 2))
-    return (y if residual is None else y + residual.to(wide)).to(x.dtype)
+    return (y if residual is None else y + residual.to(wide)).to(dtype or x.dtype)
 
 
 def add_reference(a: Tensor, b: Tensor, shift_NC: Tensor | None = None) -> Tensor:
@@ -85,12 +90,19 @@ def voxtune_pointwise(
     acc = tl.zeros((BLOCK_V, BLOCK_M), tl.float32)
     a_tile, b_tile = a_ptr + row0 * CA, b_ptr + row0 * CB
     for i in range(CHUNKS_A + CHUNKS_B):
-        # A select rather than a branch, so that the loads of both sources go through one pipeline.
-        second = i >= CHUNKS_A
-        tile = tl.where(second, b_tile, a_tile)
-        width = tl.where(second, CB, CA)
-        at = k + tl.where(second, i - CHUNKS_A, i) * BLOCK_K
-        column = at + tl.where(second, CA, 0)
+        if CB == 0:
+            # Constants, from which the compiler sees how rows are aligned.
+            tile = a_tile
+            width: tl.constexpr = CA
+            at = k + i * BLOCK_K
+            column = at
+        else:
+            # A select rather than a branch, so that the loads of both sources go through one pipeline.
+            second = i >= CHUNKS_A
+            tile = tl.where(second, b_tile, a_tile)
+            width = tl.where(second, CB, CA)
+            at = k + tl.where(second, i - CHUNKS_A, i) * BLOCK_K
+            column = at + tl.where(second, CA, 0)
         x_mask, w_mask = in_v[:, None], in_m[None, :]
         if not EVEN:
             x_mask = x_mask & (at < width)[None, :]
@@ -172,12 +184,14 @@ def pointwise(
     shift_NC: Tensor | None = None,
     residual: Tensor | None = None,
     *,
+    dtype: torch.dtype | None = None,
     tf32: bool = False,
     checked: bool = False,
 ) -> Tensor:
     """conv1x1(cat(sources)) + shift + residual for channels-last sources; `why_not` must be None.
 
-    `tf32` applies to float32 sources. `checked`: the caller has called `why_not`.
+    The result is of `dtype` (default: the sources'). `tf32` applies to float32 sources. `checked`: the caller has called
+    `why_not`.
     """
     assert checked or (reason := why_not(sources, weight_MK, shift_NC, residual)) is None, reason
     a = voxels_last(sources[0])
@@ -185,7 +199,7 @@ def pointwise(
     b = voxels_last(sources[1]) if len(sources) > 1 else a
     CB = b.shape[2] if len(sources) > 1 else 0
     M = weight_MK.shape[0]
-    y = empty_channels_last(sources[0], M)
+    y = empty_channels_last(sources[0], M, dtype)
     tile = tile_of(N, V, CA, CB, M, a.dtype)
     ready(voxtune_pointwise)[(triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(V, tile["BLOCK_V"]), N)](
         a,
@@ -240,7 +254,9 @@ def tile_of(N: int, V: int, CA: int, CB: int, M: int, dtype: torch.dtype) -> dic
     chunk = next((k for k in (64, 32, 16) if k <= widest and CA % k == 0 and CB % k == 0), 0)
     block_k = chunk or max(16, min(widest, triton.next_power_of_2(max(CA, CB))))
     block_m = max(16, min(64, triton.next_power_of_2(M)))
-    block_v = 128 if dtype != torch.float32 else 64
+    # A head's tile is thin: more voxels keep enough bytes in flight. (Not yet measured.)
+    thin = dtype != torch.float32 and block_m == 16 and max(CA, CB) <= 32
+    block_v = 64 if dtype == torch.float32 else 256 if thin else 128
     while block_v > 32 and N * triton.cdiv(V, block_v) * triton.cdiv(M, block_m) < ENOUGH:
         block_v //= 2
     return {"BLOCK_V": block_v, "BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": 4, "num_stages": 3}

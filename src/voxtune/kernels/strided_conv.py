@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from voxtune.kernels.conv3d import join_block, voxtune_conv3d_join
+from voxtune.kernels.conv3d_join import join_block, voxtune_conv3d_join
 from voxtune.kernels.doubling_conv import planes_of_channels, statistics_reference
 from voxtune.kernels.group_norm import row_stride
 from voxtune.kernels.parity_tiles import ParityTile, strided_tile

@@ -53,7 +53,7 @@ def to_stderr(line: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the caller of `optimize` asked for, apart from the network and its inputs."""
+    """What the caller of `optimize` requested, apart from the network and its inputs."""
 
     precision: RequestedPrecision = "same"
     search: Search = "quick"
@@ -108,7 +108,7 @@ def optimize(
     `memory_limit` (bytes): the graphs of other input sizes are dropped if they need more. `say` receives the progress.
     """
     args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
-    wanted: Search = ("quick" if search else False) if isinstance(search, bool) else search
+    searched: Search = ("quick" if search else False) if isinstance(search, bool) else search
     with torch.inference_mode(False):
         usable = lambda x: x.clone() if x.is_inference() else x  # noqa: E731
         inputs: Inputs = tree_map_only(torch.Tensor, usable, (args, example_kwargs or {}))
@@ -119,7 +119,7 @@ def optimize(
         on_cpu = PlanTarget(model, inputs).device.type == "cpu"
         request = Request(
             precision=precision,
-            search=wanted,
+            search=searched,
             trajectory=trajectory,
             cache=cache,
             say=say or (to_stderr if on_cpu else log.info),
@@ -221,13 +221,13 @@ def _searched(target: PlanTarget, here: dict[str, Any], request: Request, precis
 
     with _no_autocast(target):
         gate = gate_for(target, request.trajectory, same=request.precision == "same")
-        found = fastest(target, as_called, precisions, gate, request.search, request.say)
-    rows = [row.describe() for row in found.rows]
-    verdict = next((r.verdict for r in found.rows if r.kept and r.verdict is not None), None)
+        result = fastest(target, as_called, precisions, gate, request.search, request.say)
+    rows = [row.describe() for row in result.rows]
+    verdict = next((r.verdict for r in result.rows if r.kept and r.verdict is not None), None)
     gated = {"original": True} if verdict is None else verdict.figures
     evidence = {"gate": gated, "search": request.search, "waterfall": rows}
-    found.network.plan = Plan(found.network.plan.steps, here, evidence)
-    return found.network
+    result.network.plan = Plan(result.network.plan.steps, here, evidence)
+    return result.network
 
 
 def _unsearched(

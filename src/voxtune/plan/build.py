@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from voxtune.files import one_line
+from voxtune.plan.derivation import Derived, LiveWeights
 from voxtune.plan.graph import Captured, capture
 from voxtune.plan.measure import clocked
 from voxtune.plan.optimized import Optimized, Variant
@@ -18,7 +19,6 @@ from voxtune.plan.passes import BY_NAME, PASSES, Context, Pass
 from voxtune.plan.passes.base import HALF
 from voxtune.plan.passes.execution import CUDA_GRAPH
 from voxtune.plan.plan import Plan, Step
-from voxtune.plan.recipes import Derived, Weights
 from voxtune.plan.run import GraphPool, Inputs, Runner, Signature
 
 log = logging.getLogger("voxtune")
@@ -113,7 +113,7 @@ class PlanTarget:
             inner,
             _in_force(plan, notes),
             context,
-            weights=None if inner is self.model else Weights(self.model, inner, derived),
+            weights=None if inner is self.model else LiveWeights(self.model, inner, derived),
             autocast=autocast,
             pool=self.pool,
         )

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportGraphSignature
 from torch.utils._pytree import tree_leaves
 
-from voxtune.plan.recipes import Derived, Recipe, Ref, named_weights
+from voxtune.plan.derivation import Derivation, Derived, Ref, named_weights
 
 aten = torch.ops.aten
 CASTS = (aten.to.dtype, aten._to_copy.default)
@@ -72,7 +72,7 @@ class Captured:
     def derive(self, like: str, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> fx.Node:
         """Adds a weight that a pure function of this package or an operator computes from other weights.
 
-        It is computed again when the network's weights change: see recipes.py.
+        It is computed again when the network's weights change: see derivation.py.
         """
         parts = fx.map_arg((args, kwargs), self.constant)
         with torch.no_grad():
@@ -82,13 +82,13 @@ class Captured:
                 value = value.clone(memory_format=torch.preserve_format)
             node = self.add_constant(value, like)
         references: Any = fx.map_arg((args, kwargs), self.reference)  # type: ignore[arg-type]
-        self.derived.recipes[str(node.target)] = Recipe(function, *references)
+        self.derived.derivations[str(node.target)] = Derivation(function, *references)
         return node
 
     def reference(self, weight: fx.Node) -> Ref:
-        """A weight as an argument of a recipe."""
+        """A weight as an argument of a derivation."""
         name = str(weight.target)
-        if name not in self.own and name not in self.derived.recipes:
+        if name not in self.own and name not in self.derived.derivations:
             self.derived.fixed[name] = self.constant(weight)  # type: ignore[assignment]
         return Ref(name)
 
@@ -139,7 +139,7 @@ class Captured:
         self.module.delete_all_unused_submodules()
         used = {str(n.target) for n in self.graph.nodes if n.op == "get_attr"}
         for name in [n for n, _ in self.module.named_buffers(recurse=False) if n not in used]:
-            delattr(self.module, name)  # a weight that a later pass replaced; its recipe may still be referred to
+            delattr(self.module, name)  # a weight that a later pass replaced; its derivation may still be referred to
         self.graph.lint()
         self.module.recompile()
 
@@ -149,7 +149,7 @@ class Captured:
         for name, tensor in list(named_weights(self.module)):
             path, _, attribute = name.rpartition(".")
             owner = self.module.get_submodule(path)
-            if name in used - self.derived.recipes.keys():
+            if name in used - self.derived.derivations.keys():
                 delattr(owner, attribute)
                 owner.register_buffer(attribute, tensor.detach().clone(memory_format=torch.preserve_format))
             elif name not in used:

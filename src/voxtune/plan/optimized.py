@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from voxtune.errors import InputError
 from voxtune.files import one_line
+from voxtune.plan.derivation import StaleError
 from voxtune.plan.passes.base import HALF, Precision
 from voxtune.plan.plan import Plan
-from voxtune.plan.recipes import StaleError
 from voxtune.plan.run import GraphPool, Inputs, Runner, Signature
 
 log = logging.getLogger("voxtune")
@@ -221,7 +221,7 @@ class Optimized(nn.Module):
             for key in [key for key in self._variants if key != newest]:
                 del self._variants[key]
 
-    # Weights.
+    # LiveWeights.
 
     def refresh(self) -> None:
         """Takes over the original's weights now, also after writes that leave no trace."""

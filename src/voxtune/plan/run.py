@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from voxtune.plan.derivation import LiveWeights
 from voxtune.plan.graph import module_of
 from voxtune.plan.heap import reuse_memory
 from voxtune.plan.measure import clocked
 from voxtune.plan.passes.base import Context
-from voxtune.plan.recipes import Weights
 from voxtune.precision import tf32_allowed
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Runner:
         in_force: frozenset[str],
         context: Context,
         *,
-        weights: Weights | None = None,
+        weights: LiveWeights | None = None,
         autocast: torch.dtype | None = None,
         pool: GraphPool | None = None,
     ):
@@ -292,7 +292,7 @@ class _Graph:
             if isinstance(target, Tensor):
                 target.copy_(source)
         self.recorded.replay()
-        # Weights are checked while the GPU works; if they have changed, the result is computed again.
+        # LiveWeights are checked while the GPU works; if they have changed, the result is computed again.
         if renew():
             self.recorded.replay()
         output = tree_map_only(Tensor, lambda x: x.clone(memory_format=torch.preserve_format), self.output)

@@ -21,10 +21,10 @@ from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.utils import _pytree as pytree
 
 from voxtune.files import one_line, writing
+from voxtune.plan.derivation import Derivation, Derived, Ref, function_of, name_of
 from voxtune.plan.graph import module_of
 from voxtune.plan.optimized import Optimized
 from voxtune.plan.passes.base import register_operators
-from voxtune.plan.recipes import Derived, Recipe, Ref, function_of, name_of
 from voxtune.reading import parse_json
 from voxtune.tensorfiles import read_torch
 
@@ -61,8 +61,8 @@ def save_graph(path: Path, network: Optimized) -> None:
             raise NotSerializableError("nothing was rewritten")
         description, tensors = _describe(module, device)
         derived = network.runner.weights.derived
-        recipes = {name: _encode(recipe, device) for name, recipe in derived.recipes.items()}
-        text = json.dumps({"source": sources_hash(), "notes": network.notes, "recipes": recipes, **description})
+        derivations = {name: _encode(derivation, device) for name, derivation in derived.derivations.items()}
+        text = json.dumps({"source": sources_hash(), "notes": network.notes, "derivations": derivations, **description})
         path.parent.mkdir(parents=True, exist_ok=True)
         with writing(path, state=True) as part:
             torch.save({"graph": text, "tensors": tensors, "fixed": derived.fixed}, part)
@@ -86,10 +86,10 @@ def load_graph(path: Path, device: torch.device) -> tuple[fx.GraphModule, dict[s
             return None
         tensors = {name: tensor.to(device) for name, tensor in content["tensors"].items()}
         module = _build(description, tensors, device)
-        recipes = {name: _decode(value, {}, device) for name, value in description["recipes"].items()}
+        derivations = {name: _decode(value, {}, device) for name, value in description["derivations"].items()}
         fixed = {name: tensor.to(device) for name, tensor in content["fixed"].items()}
         os.utime(path)
-        return module, description["notes"], Derived(recipes, fixed)
+        return module, description["notes"], Derived(derivations, fixed)
     except Exception as error:  # a damaged file raises many kinds of errors; the network can be rewritten instead
         log.warning("ignoring a saved graph (%s): %s: %s", path, type(error).__name__, one_line(error))
         return None
@@ -159,10 +159,10 @@ def _encode(value: Any, device: torch.device) -> Any:  # noqa: PLR0911
         return ["node", value.name]
     if isinstance(value, Ref):
         return ["weight", value.name]
-    if isinstance(value, Recipe):
+    if isinstance(value, Derivation):
         own = getattr(value.function, "__module__", "").startswith("voxtune.")
         function = name_of(value.function) if own else _name(value.function)
-        return ["recipe", function, _encode(value.args, device), _encode(value.kwargs, device)]
+        return ["derivation", function, _encode(value.args, device), _encode(value.kwargs, device)]
     if isinstance(value, tuple | list):
         return ["tuple" if isinstance(value, tuple) else "list", *(_encode(v, device) for v in value)]
     if isinstance(value, dict):
@@ -188,9 +188,9 @@ def _decode(value: Any, nodes: dict[str, fx.Node], device: torch.device) -> Any:
         return {k: _decode(v, nodes, device) for k, v in rest}
     if kind == "weight":
         return Ref(rest[0])
-    if kind == "recipe":
+    if kind == "derivation":
         function = function_of(rest[0]) if ":" in rest[0] else _find(rest[0])
-        return Recipe(function, *(_decode(part, nodes, device) for part in rest[1:]))
+        return Derivation(function, *(_decode(part, nodes, device) for part in rest[1:]))
     return device if kind == "device" else CONSTANTS[rest[0]]
 
 

@@ -96,12 +96,12 @@ def fastest(
     rows = [TuningRow(ORIGINAL, (), _time(lambda: original(*target.inputs[0], **target.inputs[1]), target), kept=True)]
     say(describe_row(rows[0]))
     assert rows[0].timing is not None
-    found = Found(target.original(Plan(())), rows)
+    result = Found(target.original(Plan(())), rows)
     budget = _budget(rows[0].timing, device, search)
     if budget is not None:
         rows[0].why = budget
         say(f"the original network is used: {budget}")
-        return found
+        return result
     with compilers(device):
         gate.begin()
         for precision in precisions:
@@ -124,7 +124,7 @@ def fastest(
             tried.clear()
             gc.collect()
     say("the original network is used: no plan was both faster and accepted by the gate")
-    return found
+    return result
 
 
 def _budget(timing: Timing, device: torch.device, search: Search) -> str | None:

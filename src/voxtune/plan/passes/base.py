@@ -89,7 +89,6 @@ class Pass:
     excludes: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
     needs_gpu: bool = False
-    needs_hopper: bool = False
     needs_channels_last: bool = False
     needs_half: bool = False
     # Any other condition: the reason why the pass cannot apply, or None.
@@ -97,8 +96,6 @@ class Pass:
 
     def why_not(self, context: Context) -> str | None:
         """The reason why the pass cannot apply in this context, or None."""
-        if self.needs_hopper and context.device.type == "cuda" and _compute_capability(context.device) != 9:
-            return "its kernel is written for compute capability 9; cuDNN is faster on other GPUs"
         if self.needs_gpu and not context.has_kernels:
             return "requires a CUDA device"
         if self.needs_channels_last and not context.channels_last and not context.twin:
@@ -109,10 +106,6 @@ class Pass:
         if missing:
             return f"requires {missing[0]}, which is not in the plan"
         return self.unavailable(context)
-
-
-def _compute_capability(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0]
 
 
 def register_operators() -> None:

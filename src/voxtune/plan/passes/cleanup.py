@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from voxtune.plan.derivation import Derivation, Ref
 from voxtune.plan.graph import CASTS, Captured, argument, aten, is_call, shape, value
 from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage
 from voxtune.plan.passes.written_norm import written_norms
-from voxtune.plan.recipes import Recipe, Ref
 
 COPIES = (
     aten.detach.default,
@@ -212,21 +212,21 @@ def _conv1d_to_linear(captured: Captured, node: fx.Node) -> int:
 def _fold(captured: Captured) -> int:
     """Computes what depends on weights alone."""
     known: dict[fx.Node, Any] = {}
-    recipes: dict[fx.Node, Ref | Recipe] = {}
+    derivations: dict[fx.Node, Ref | Derivation] = {}
     for node in captured.graph.nodes:
         if node.op == "get_attr":
-            known[node], recipes[node] = captured.constant(node), captured.reference(node)
+            known[node], derivations[node] = captured.constant(node), captured.reference(node)
         elif node.op == "call_function" and _pure(node) and all(i in known for i in node.all_input_nodes):
             args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
             with torch.no_grad():
                 known[node] = node.target(*args, **kwargs)
-            parts: Any = fx.map_arg((node.args, node.kwargs), recipes.__getitem__)  # type: ignore[arg-type]
-            recipes[node] = Recipe(node.target, *parts)
+            parts: Any = fx.map_arg((node.args, node.kwargs), derivations.__getitem__)  # type: ignore[arg-type]
+            derivations[node] = Derivation(node.target, *parts)
     folded = [n for n in known if n.op == "call_function" and any(u not in known for u in n.users)]
     for node in folded:
         if isinstance(known[node], Tensor):
             constant = captured.add_constant(known[node].clone(), "folded")
-            captured.derived.recipes[str(constant.target)] = recipes[node]  # type: ignore[assignment]
+            captured.derived.derivations[str(constant.target)] = derivations[node]  # type: ignore[assignment]
             captured.replace(node, constant)
     captured.refresh()
     return len(folded)

@@ -1,6 +1,7 @@
 """Convolutions by the project's kernels, with the operations on their output fused.
 
-conv3d:    3x3x3, stride 1: + bias, + time embedding, + residual, and the statistics for the next norm.
+conv3d:    3x3x3, 1x3x3, 3x1x1, stride 1, any zero padding, over two sources without concatenation: + bias, + time embedding,
+           + residual, and the statistics for the next norm.
 pointwise: 1x1x1, over two sources without concatenation: + bias, + residual.
 edges:     the stem (few input channels) and the head (few output channels).
 epilogue:  for convolutions that stay with cuDNN: bias into the next norm, or bias and residual in one kernel."""
@@ -8,6 +9,7 @@ epilogue:  for convolutions that stay with cuDNN: bias into the next norm, or bi
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -96,6 +98,55 @@ class Join:
         return total
 
 
+@dataclass(frozen=True)
+class Window:
+    """A convolution of stride 1 without groups or dilation: its source before any zero padding, and the padding."""
+
+    source: fx.Node
+    kernel: tuple[int, ...]
+    padding: tuple[int, ...]  # before and after each axis, the depth first
+
+
+def window_of(node: fx.Node) -> Window | None:
+    """The convolution's own padding and that of a zero padding before it: video networks pad the time axis in front only."""
+    kernel = shape(argument(node, "weight"))[2:]
+    if (
+        argument(node, "groups") != 1
+        or not _all(argument(node, "stride"), 1)
+        or not _all(argument(node, "dilation"), 1)
+    ):
+        return None
+    own = argument(node, "padding")
+    if isinstance(own, str):
+        if own == "same" and any(extent % 2 == 0 for extent in kernel):
+            return None
+        own = [extent // 2 for extent in kernel] if own == "same" else [0]
+    own = list(own) * (len(kernel) // len(own))
+    source = node.args[0]
+    before = after = (0,) * len(kernel)
+    if (pads := _zero_padding(source, len(kernel))) is not None:
+        source, before, after = source.args[0], pads[::2], pads[1::2]  # type: ignore[union-attr]
+    assert isinstance(source, fx.Node)
+    padding = tuple(p for o, b, a in zip(own, before, after, strict=True) for p in (o + b, o + a))
+    return Window(source, kernel, padding)
+
+
+def _zero_padding(node: Any, axes: int) -> tuple[int, ...] | None:
+    """(before, after) of each of the last axes, the first axis first, if a node pads these, and no others, by zeros."""
+    if is_call(node, aten.pad.default):
+        zeros = argument(node, "mode") == "constant" and argument(node, "value") in (None, 0)
+    elif is_call(node, aten.constant_pad_nd.default):
+        zeros = argument(node, "value") == 0
+    else:
+        return None
+    pads = list(argument(node, "pad"))
+    pads += [0] * (2 * axes - len(pads))
+    if not zeros or len(pads) > 2 * axes or min(pads) < 0:
+        return None
+    # PyTorch lists the last axis first.
+    return tuple(p for axis in range(axes - 1, -1, -1) for p in pads[2 * axis : 2 * axis + 2])
+
+
 def conv3d(captured: Captured, _context: Context, options: dict[str, Any]) -> PassOutcome:
     from voxtune.kernels import conv3d as kernel
 
@@ -103,35 +154,43 @@ def conv3d(captured: Captured, _context: Context, options: dict[str, Any]) -> Pa
 
     excepted = {tuple(s) for s in options.get("except", ())}
     count, skipped = 0, list[str]()
-    for node in captured.nodes(aten.conv3d.default):
-        constants = weights(captured, node)
-        if constants is None or not is_plain(node, 3):
+    for node in captured.nodes(aten.conv3d.default, aten.conv3d.padding):
+        constants, window = weights(captured, node), window_of(node)
+        if constants is None or window is None or window.kernel == (1, 1, 1):
             continue
         weight, bias = constants
-        odd = [c for c in weight.shape[:2] if c % 16]
-        reason = f"{odd[0]} channels, not a multiple of 16" if odd else None
-        if reason or (weight.shape[1], weight.shape[0], *shape(node)[2:]) in excepted:
+        sources = channel_sources(window.source)
+        K, C = weight.shape[:2]
+        reason = kernel.why_not_weight(K, tuple(shape(s)[1] for s in sources), window.kernel)
+        if reason and len(sources) > 1:
+            sources, reason = [window.source], kernel.why_not_weight(K, (C,), window.kernel)
+        if reason or (C, K, *shape(node)[2:]) in excepted:
             skipped.append(reason or "excepted by the plan")
             continue
-        _own_conv3d(captured, node, captured.derive("packed", kernel.pack, argument(node, "weight")), bias)
+        packed = captured.derive("packed", kernel.pack, argument(node, "weight"))
+        _own_conv3d(captured, node, sources, window, packed, bias)
         count += 1
     captured.refresh()
-    return PassOutcome(count, None if count else (skipped or ["no 3x3x3 convolution"])[0], notes=sorted(set(skipped)))
+    missing = "no convolution of stride 1 with a kernel of 3x3x3, 1x3x3 or 3x1x1"
+    return PassOutcome(count, None if count else (skipped or [missing])[0], notes=sorted(set(skipped)))
 
 
-def _own_conv3d(captured: Captured, node: fx.Node, packed: fx.Node, bias: fx.Node | None) -> None:
+def _own_conv3d(
+    captured: Captured, node: fx.Node, sources: list[Any], window: Window, packed: fx.Node, bias: fx.Node | None
+) -> None:
     join = Join(captured, node, bias)
-    args = (node.args[0], packed, join.shift(), join.residual)
-    insert_with_statistics(captured, join, torch.ops.voxtune.conv3d.default, *args, of=node)
+    args = (sources, packed, join.shift(), join.residual)
+    taps = {"kernel": list(window.kernel), "padding": list(window.padding)}
+    insert_with_statistics(captured, join, torch.ops.voxtune.conv3d.default, *args, of=node, **taps)
 
 
-def insert_with_statistics(captured: Captured, join: Join, target: Any, *args: Any, of: fx.Node) -> None:
-    """Inserts an operator in place of a convolution and its join. Its last argument says whether a norm reads its result; it
-    returns the result and the statistics, which the norm then receives.
+def insert_with_statistics(captured: Captured, join: Join, target: Any, *args: Any, of: fx.Node, **kwargs: Any) -> None:
+    """Inserts an operator in place of a convolution and its join. Its last positional argument says whether a norm reads its
+    result; it returns the result and the statistics, which the norm then receives.
     """
     norms = [u for u in join.last.users if is_call(u, torch.ops.voxtune.norm_act.default)]
     norms = [n for n in norms if join.last in argument(n, "sources")]  # and not only its residual
-    both = captured.insert(join.last, target, *args, bool(norms), of=of)
+    both = captured.insert(join.last, target, *args, bool(norms), of=of, **kwargs)
     y = captured.insert(join.last, operator.getitem, both, 0)
     if norms:
         statistics = captured.insert(join.last, operator.getitem, both, 1)
@@ -255,11 +314,10 @@ EDGES = Pass(
 )
 CONV3D = Pass(
     name="conv3d",
-    summary="own 3x3x3 convolutions with their epilogue",
+    summary="own 3x3x3, 1x3x3 and 3x1x1 convolutions with their epilogue",
     stage=PassStage.CONVOLUTION,
     structural=True,
     needs_gpu=True,
-    needs_hopper=True,
     needs_channels_last=True,
     needs_half=True,
     rewrite=conv3d,

@@ -60,10 +60,20 @@ def half(captured: Captured, context: Context, _options: dict[str, Any]) -> Pass
     output = next(n for n in captured.graph.nodes if n.op == "output")
     for node, before in outputs.items():
         if node in volumes and before is not None and before.is_floating_point():
+            if len(node.users) == 1 and _has_result_type(node):
+                node.kwargs = {**node.kwargs, "dtype": before.dtype}  # the kernel stores its float32 sums
+                continue
             back = captured.insert(output, aten.to.dtype, node, before.dtype)
             output.replace_input_with(node, back)
     captured.refresh()
     return PassOutcome(caster.count)
+
+
+def _has_result_type(node: fx.Node) -> bool:
+    """Whether a node is an operator of the project that can store its result in another type."""
+    if node.op != "call_function" or getattr(node.target, "namespace", "") != "voxtune":
+        return False
+    return any(a.name == "dtype" for a in node.target._schema.arguments)  # type: ignore[union-attr]
 
 
 def _outputs(captured: Captured) -> list[fx.Node]:

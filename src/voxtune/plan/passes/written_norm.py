@@ -30,20 +30,20 @@ def written_norms(captured: Captured) -> int:
     count = 0
     # Whole norms first: a group of one would otherwise be taken for a norm of its own.
     for targets in (RESHAPES, (aten.div.Tensor, aten.mul.Tensor)):
-        found = sum(_replace(captured, node) for node in captured.nodes(*targets))
-        if found:
+        result = sum(_replace(captured, node) for node in captured.nodes(*targets))
+        if result:
             captured.refresh()
-        count += found
+        count += result
     return count
 
 
 def _replace(captured: Captured, last: fx.Node) -> int:
     """`last`: the reshape from groups back to channels, or the standardized volume itself (one channel a group)."""
     inner = last.args[0] if is_call(last, *RESHAPES) else last
-    found = _grouped(inner)
-    if found is None:
+    result = _grouped(inner)
+    if result is None:
         return 0
-    grouped, eps = found
+    grouped, eps = result
     volume = grouped.args[0] if is_call(grouped, *RESHAPES) else grouped
     before, after = shape(volume), shape(last)
     groups = shape(grouped)[1]
@@ -93,8 +93,8 @@ def _standardized(node: Any) -> Standardized | None:
     if not is_call(node, aten.div.Tensor, aten.mul.Tensor):
         return None
     centred, root = node.args[0], node.args[1]
-    wanted = aten.sqrt.default if is_call(node, aten.div.Tensor) else aten.rsqrt.default
-    if not is_call(root, wanted) or not is_call(centred, aten.sub.Tensor) or argument(centred, "alpha") != 1:
+    root_operator = aten.sqrt.default if is_call(node, aten.div.Tensor) else aten.rsqrt.default
+    if not is_call(root, root_operator) or not is_call(centred, aten.sub.Tensor) or argument(centred, "alpha") != 1:
         return None
     source, mean = centred.args
     total = root.args[0]

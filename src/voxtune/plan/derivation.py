@@ -1,13 +1,14 @@
 """How each weight of a rewritten graph follows from the network's own weights, so that it can be computed again.
 
 A pass that derives a weight (casts it, packs it for a kernel, folds operators) records the function and its arguments as a
-Recipe. When the network's weights change, `Weights.repack` evaluates the recipes and writes the results into the same memory:
-nothing is captured, compiled or recorded again.
+Derivation. When the network's weights change, `LiveWeights.repack` evaluates the derivations and writes the results into the
+same memory: nothing is captured, compiled or recorded again.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
@@ -22,14 +23,14 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Ref:
-    """A weight by its name: of the network, or of a recipe."""
+    """A weight by its name: of the network, or of a derivation."""
 
     name: str
 
 
 @dataclass(frozen=True, eq=False)
-class Recipe:
-    """A pure function and its arguments, in which a Ref stands for a weight and a Recipe for its result."""
+class Derivation:
+    """A pure function and its arguments, in which a Ref stands for a weight and a Derivation for its result."""
 
     function: Function
     args: tuple[Any, ...]
@@ -54,18 +55,18 @@ def function_of(name: str) -> Function:
 class Derived:
     """Recipes by the name of the weight that they compute, and constants of the network's code that they refer to."""
 
-    recipes: dict[str, Recipe] = field(default_factory=dict)
+    derivations: dict[str, Derivation] = field(default_factory=dict)
     fixed: dict[str, Tensor] = field(default_factory=dict)
 
     def copy(self) -> Derived:
-        return Derived(dict(self.recipes), dict(self.fixed))
+        return Derived(dict(self.derivations), dict(self.fixed))
 
 
 class StaleError(RuntimeError):
     """The network's weights can no longer be written into the rewritten graph: other shapes or types, or missing ones."""
 
 
-class Weights:
+class LiveWeights:
     """The weights of a rewritten graph, and the network that they come from.
 
     `changed` is a host-side check of object identities, version counters and addresses. It does not see writes that leave
@@ -98,31 +99,34 @@ class Weights:
         results: dict[Any, Any] = {}
         with torch.inference_mode(False), torch.no_grad():
             for name, current in named_weights(self.module):
-                if name not in own and name not in self.derived.recipes:
+                if name not in own and name not in self.derived.derivations:
                     continue  # a constant of the network's code
                 new = self._value(Ref(name), known, results)
                 if new.shape != current.shape or new.dtype != current.dtype:
                     raise StaleError(f"{name} is now {new.dtype} {tuple(new.shape)}")
                 current.copy_(new)
+            kernels = sys.modules.get("voxtune.kernels.ops")
+            if kernels is not None:
+                kernels.pack_again(tensor for _, tensor in named_weights(self.module))
         self._dictionaries = [d for m in self.original.modules() for d in (m._parameters, m._buffers, m._modules)]
         self._seen = self._state()
 
     def _value(self, part: Any, own: Mapping[str, Tensor], results: dict[Any, Any]) -> Any:
-        """A reference or a recipe evaluated; other values as they are."""
-        recipes = self.derived.recipes
-        if isinstance(part, Ref) and part.name not in recipes:
+        """A reference or a derivation evaluated; other values as they are."""
+        derivations = self.derived.derivations
+        if isinstance(part, Ref) and part.name not in derivations:
             if part.name not in own:
                 raise StaleError(f"the network has no {part.name} any more")
             return own[part.name]
-        recipe = recipes[part.name] if isinstance(part, Ref) else part
-        if not isinstance(recipe, Recipe):
+        derivation = derivations[part.name] if isinstance(part, Ref) else part
+        if not isinstance(derivation, Derivation):
             return part
-        key = id(recipe)
+        key = id(derivation)
         if key not in results:
             args, kwargs = tree_map_only(
-                (Ref, Recipe), lambda item: self._value(item, own, results), (recipe.args, recipe.kwargs)
+                (Ref, Derivation), lambda item: self._value(item, own, results), (derivation.args, derivation.kwargs)
             )
-            results[key] = recipe.function(*args, **kwargs)
+            results[key] = derivation.function(*args, **kwargs)
         return results[key]
 
 
