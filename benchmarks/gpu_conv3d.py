@@ -154,8 +154,8 @@ def _halo(shape: Shape, c: int) -> list[Conv3dTile]:
         tile = Conv3dTile(
             h=h, w=w, k=k, c=c, swap=False, warps=warps, inner_stages=inner, outer_stages=outer, halo=True
         )
-        # 256 voxels x 32 channels x 2 planes of sums need the registers of 8 warps.
-        if h * w * k <= 128 * 16 * warps:
+        # At most 64 registers a thread for the sums of two planes.
+        if h * w * k <= 1024 * warps:
             tiles.append(tile)
     return [t for t in tiles if shared_memory(t) <= SHARED_LIMIT - 1024 and programs_of(t, shape) >= 64]
 

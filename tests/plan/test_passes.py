@@ -26,7 +26,7 @@ MATCHES = {
     "monai_3d": {"sdpa": 4, "fuse_norm": 21, "doubling": 1, "edges": 2, "conv3d": 16, "strided": 1, "pointwise": 5},
     "monai_2d": {"sdpa": 4, "fuse_norm": 25, "doubling": 1, "upsample": 1, "edges": 2, "epilogue": 14, "pointwise": 5},
     "diffusers_2d": {"fuse_norm": 21, "doubling": 1, "edges": 2, "epilogue": 11, "pointwise": 5},
-    "diffusers_3d": {"fuse_norm": 58, "doubling": 1, "edges": 2, "epilogue": 43, "pointwise": 5},
+    "diffusers_3d": {"fuse_norm": 58, "doubling": 1, "edges": 2, "conv3d": 32, "epilogue": 11, "pointwise": 5},
     "convnext": {"fuse_norm": 22, "doubling": 1},
 }
 

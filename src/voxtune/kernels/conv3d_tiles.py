@@ -58,6 +58,7 @@ class Device:
     shared: int = SHARED_MEMORY[90]
 
     @staticmethod
+    @functools.cache
     def of(device: torch.device) -> Device:
         hopper = is_hopper(device)
         return Device(hopper=hopper, halo=hopper and has_gluon(), shared=shared_limit(device))
