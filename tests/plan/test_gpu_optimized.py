@@ -141,7 +141,7 @@ def test_the_check_of_the_weights_takes_little_time():
         assert not weights.changed()
         times.append(time.perf_counter() - started)
     micro = sorted(times)[len(times) // 2] * 1e6
-    assert micro < 60, f"{len(weights._seen[0])} objects in {micro:.1f} microseconds"
+    assert micro < 60, f"{len(weights._objects)} objects in {micro:.1f} microseconds"
 
 
 def test_same_precision_is_that_of_the_flags():

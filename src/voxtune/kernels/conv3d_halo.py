@@ -292,6 +292,11 @@ def voxtune_conv3d_halo(  # noqa: PLR0912, PLR0915
         squares = gl.sum(lower * lower, axis=SPACE) + gl.sum(upper * upper, axis=SPACE)
         gl.store(at + 2 * K, squares, mask=k < K)
     tma.store_wait(0)
+    # The copy engine reads the results until here: without this use, sums over warps could be given the same memory.
+    x_ring._keep_alive()
+    w_ring._keep_alive()
+    if 2 * VOXELS > W_STAGES * 3 * TC and 2 * TH * TK > X_STAGES * (TH + 2) * TC:
+        results._keep_alive()
 
 
 def layout(rank: int, channels: int) -> gl.NVMMASharedLayout:

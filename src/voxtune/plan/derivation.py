@@ -11,6 +11,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -75,22 +76,24 @@ class LiveWeights:
 
     def __init__(self, original: nn.Module, module: nn.Module, derived: Derived | None = None):
         self.original, self.module, self.derived = original, module, derived or Derived()
-        self._dictionaries = [d for m in original.modules() for d in (m._parameters, m._buffers, m._modules)]
-        self._seen = self._state()
+        self._watch()
 
     def changed(self) -> bool:
         """Whether a parameter or buffer of the network was replaced or written to since the last `repack`."""
-        objects, ids, versions, places = self._seen
-        current = [value for d in self._dictionaries for value in d.values()]
-        if len(current) != len(objects) or not all(map(is_, current, objects)):
+        # Loops in C: this runs at every call, beside the GPU's work.
+        current = list(chain.from_iterable(map(dict.values, self._dictionaries)))
+        if len(current) != len(self._objects) or not all(map(is_, current, self._objects)):
             return True
-        return list(map(_version, ids)) != versions or list(map(Tensor.data_ptr, ids)) != places
+        return list(map(_version, self._tensors)) != self._versions or list(map(_place, self._tensors)) != self._places
 
-    def _state(self) -> tuple[list[Any], list[Tensor], list[int], list[int]]:
-        objects = [value for d in self._dictionaries for value in d.values()]
+    def _watch(self) -> None:
+        """Takes the network's present weights as those of the graph."""
+        of_module = ((m._parameters, m._buffers, m._modules) for m in self.original.modules())
+        self._dictionaries = [d for group in of_module for d in group if d]
+        self._objects = list(chain.from_iterable(map(dict.values, self._dictionaries)))
         # Inference tensors have no version counter; they cannot be written to outside inference mode either.
-        tensors = [x for x in objects if isinstance(x, Tensor) and not x.is_inference()]
-        return objects, tensors, list(map(_version, tensors)), list(map(Tensor.data_ptr, tensors))
+        self._tensors = [x for x in self._objects if isinstance(x, Tensor) and not x.is_inference()]
+        self._versions, self._places = list(map(_version, self._tensors)), list(map(_place, self._tensors))
 
     def repack(self) -> None:
         """Computes the graph's weights again from those of the network; StaleError if these no longer fit."""
@@ -108,8 +111,7 @@ class LiveWeights:
             kernels = sys.modules.get("voxtune.kernels.ops")
             if kernels is not None:
                 kernels.pack_again(tensor for _, tensor in named_weights(self.module))
-        self._dictionaries = [d for m in self.original.modules() for d in (m._parameters, m._buffers, m._modules)]
-        self._seen = self._state()
+        self._watch()
 
     def _value(self, part: Any, own: Mapping[str, Tensor], results: dict[Any, Any]) -> Any:
         """A reference or a derivation evaluated; other values as they are."""
@@ -130,7 +132,7 @@ class LiveWeights:
         return results[key]
 
 
-_version = attrgetter("_version")
+_version, _place = attrgetter("_version"), Tensor.data_ptr
 
 
 def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
