@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 import typer
 
 from voxtune.cli.choices import one_of, warn_deprecated
-from voxtune.files import printable
+from voxtune.errors import printable
 
 if TYPE_CHECKING:
     from voxtune.data.labels import LabelMap
