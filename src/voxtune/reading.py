@@ -32,7 +32,7 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 MAX_JSON_BYTES = 16 * 2**20
 MAX_DEPTH = 100
 # Memory of a value in a JSON document as Python holds it: a list or dictionary, a place in a list, a character.
-OBJECT_BYTES, LIST_BYTES, VALUE_BYTES, CHARACTER_BYTES = 240, 60, 72, 4
+OBJECT_BYTES, LIST_BYTES, VALUE_BYTES, CHARACTER_BYTES = 240, 100, 72, 4
 # Larger numbers do not fit into a float.
 MAX_DIGITS = 300
 MAX_FIELD = 2**16
