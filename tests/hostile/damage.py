@@ -140,7 +140,7 @@ def gzip_tricks(data: bytes, rng: Random) -> bytes:  # noqa: PLR0911  a trick fo
     content = gzip.decompress(data)
     kind = rng.randrange(7)
     if kind == 0:  # behind a valid beginning, 64 MiB or 3 GiB of zeros
-        return gzip_bomb(content[:352], rng.choice([64, 3072]))
+        return gzip_bomb(content[:352], rng.choice([64, 64, 64, 3072]))
     if kind == 1:
         return data + gzip.compress(bytes(2**22)) * 3
     if kind == 2:

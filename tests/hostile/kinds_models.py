@@ -66,7 +66,7 @@ register(
         make=_checkpoints,
         damages={"new.pt": _ZIP, "small.pt": _ZIP},
         read=lambda folder, path: _tolerant(read_published, folder, path),
-        cases=900,
+        cases=600,
         quick=16,
     )
 )
@@ -110,7 +110,7 @@ register(
         make=_model,
         damages={"model/model.safetensors": (archives.safetensors_damage,)},
         read=read_model,
-        cases=600,
+        cases=400,
         quick=10,
     )
 )
@@ -120,7 +120,7 @@ register(
         make=_model,
         damages={"model/config.json": JSON, "model/README.md": BYTES},
         read=read_model,
-        cases=900,
+        cases=600,
         quick=16,
     )
 )
@@ -138,7 +138,7 @@ register(
         make=_segmenter,
         damages={"segmenter/config.json": JSON, "segmenter/model.safetensors": (archives.safetensors_damage,)},
         read=lambda folder, _path: load_segmenter(folder / "segmenter"),
-        cases=300,
+        cases=250,
     )
 )
 
@@ -181,7 +181,11 @@ def read_settings(_folder: Path, path: Path) -> None:
     name, _, value = text.partition("=")
     names = setting_names()
     for setting in (name,) if name in names else names[:: max(1, len(names) // 8)]:
-        make_config({}, {setting: parse_value(value)}, "--set")
+        try:
+            parsed = parse_value(value)
+        except InputError as error:  # as the command does
+            raise InputError(f"--set {text[:80]}: {error}") from None
+        make_config({}, {setting: parsed}, "--set")
 
 
 def yaml_damage(data: bytes, rng: random.Random) -> bytes:
@@ -263,7 +267,7 @@ register(
             "value.txt": (set_value, set_value, damage.text_damage),
         },
         read=read_settings,
-        cases=900,
+        cases=600,
         quick=14,
     )
 )
@@ -327,7 +331,7 @@ register(
             ),
         },
         read=read_training_run,
-        cases=800,
+        cases=500,
         quick=12,
     )
 )
@@ -360,7 +364,7 @@ def read_plan(folder: Path, path: Path) -> None:
     assert remembered(MADE_FOR) is None or plan.made_for == MADE_FOR
 
 
-register(Kind(name="plans", make=_plans, damages={"plan.json": JSON}, read=read_plan, cases=500, quick=10))
+register(Kind(name="plans", make=_plans, damages={"plan.json": JSON}, read=read_plan, cases=400, quick=10))
 
 
 def _graph(folder: Path) -> None:
@@ -436,7 +440,7 @@ register(
             )
         },
         read=read_graph,
-        cases=400,
+        cases=350,
     )
 )
 
@@ -481,4 +485,4 @@ def _model_of_steps() -> Model:
     return _STEPS_MODEL[0]
 
 
-register(Kind(name="steps.json", make=_steps, damages={"steps.json": JSON}, read=read_steps, cases=400))
+register(Kind(name="steps.json", make=_steps, damages={"steps.json": JSON}, read=read_steps, cases=350))

@@ -41,7 +41,7 @@ register(
         make=_session,
         damages={"session/session.json": JSON},
         read=read_session,
-        cases=400,
+        cases=350,
     )
 )
 register(
@@ -50,7 +50,7 @@ register(
         make=_session,
         damages={f"session/{table}.parquet": (archives.parquet_damage,) for table in TABLES},
         read=read_session,
-        cases=500,
+        cases=400,
         quick=10,
     )
 )
@@ -153,7 +153,7 @@ register(
         make=_results,
         damages={"results.json": JSON},
         read=lambda folder, path: write_waterfall(path, folder.parent / "out" / "waterfall.svg"),
-        cases=400,
+        cases=350,
     )
 )
 
@@ -192,6 +192,6 @@ register(
             "session/memory.parquet": (archives.parquet_damage,),
         },
         read=lambda _folder, path: written_by_voxtune(path),
-        cases=500,
+        cases=400,
     )
 )

@@ -73,7 +73,7 @@ VOLUME_DAMAGES: dict[str, tuple[damage.Callable, ...]] = {
     "second.nii": (damage.bytes_damage, NIFTI2, NIFTI2),
     "big.nii": (damage.bytes_damage, BIG),
 }
-register(Kind(name="NIfTI volumes", make=_volumes, damages=VOLUME_DAMAGES, read=read_mask, cases=1600, quick=24))
+register(Kind(name="NIfTI volumes", make=_volumes, damages=VOLUME_DAMAGES, read=read_mask, cases=1000, quick=24))
 register(
     Kind(
         name="MGH volumes",
@@ -88,7 +88,7 @@ register(
             ),
         },
         read=read_mask,
-        cases=700,
+        cases=500,
         quick=12,
     )
 )
@@ -145,7 +145,7 @@ register(
         make=_folders,
         damages={"images/sub-0_T1w.nii.gz": _VOLUME, "masks/sub-1_dseg.nii.gz": _VOLUME},
         read=read_folders,
-        cases=400,
+        cases=350,
     )
 )
 
@@ -206,7 +206,7 @@ register(
         make=_packed,
         damages={"subjects.npz": (damage.bytes_damage, archives.archive_damage, packed_header)},
         read=read_packed,
-        cases=700,
+        cases=500,
         quick=12,
     )
 )
@@ -231,7 +231,7 @@ register(
             "binary/data_batch_2.bin": BYTES,
         },
         read=read_cifar,
-        cases=500,
+        cases=400,
     )
 )
 
@@ -268,7 +268,7 @@ register(
         make=_labels,
         damages={"dseg.tsv": TEXT, "config.json": JSON, "labels.txt": TEXT},
         read=read_labels_file,
-        cases=700,
+        cases=500,
         quick=10,
     )
 )
@@ -326,7 +326,7 @@ register(
             "participants.tsv": TEXT,
         },
         read=read_viewed,
-        cases=600,
+        cases=400,
     )
 )
-register(Kind(name="metrics.json", make=_viewed, damages={"metrics.json": JSON}, read=read_viewed, cases=400))
+register(Kind(name="metrics.json", make=_viewed, damages={"metrics.json": JSON}, read=read_viewed, cases=350))

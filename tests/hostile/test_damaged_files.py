@@ -42,14 +42,12 @@ def test_a_fixed_part(tmp_path: Path, part: int) -> None:
 
 
 def test_commands_of_the_fixed_part(tmp_path: Path) -> None:
-    """One of each sort, and the first of them in a process of its own."""
-    runner = Runner()
-    check(runner.run_commands([*range(0, len(commands.COMMANDS), 4)], tmp_path))
-    check(runner.run_commands([20], tmp_path, fresh=True))
+    check(Runner().run_commands(range(3, len(commands.COMMANDS), 9), tmp_path))
 
 
 def test_cases_are_the_same_in_every_run(tmp_path: Path) -> None:
-    for kind in KINDS.values():
+    for kind in map(KINDS.get, ("NIfTI volumes", "file names", "CIFAR-10 batches", "metrics.json", "session.json")):
+        assert kind is not None
         contents = []
         for name in ("a", "b"):
             folder = tmp_path / name / kind.name.replace("/", "-")

@@ -74,11 +74,20 @@ def test_a_file_calls_nothing_but_operators(rewritten, tmp_path):
     path = tmp_path / "network.graph"
     save_graph(path, rewritten.runner.inner, rewritten.notes, CPU)
     content = torch.load(path, weights_only=True)
-    for name in ("os.system.x", "aten.nothing.default", "eval"):
+    for name in ("os.system.x", "aten.nothing.default", "eval", "aten.from_file.default"):
         description = json.loads(content["graph"])
         next(n for n in description["nodes"] if n["op"] == "call_function")["target"] = name
         torch.save({**content, "graph": json.dumps(description)}, path)
         assert load_graph(path, CPU) is None
+
+
+@pytest.mark.parametrize("notes", [None, [], "x", {"fold": 1}])
+def test_notes_of_another_type_are_ignored(rewritten, tmp_path, notes):
+    path = tmp_path / "network.graph"
+    save_graph(path, rewritten.runner.inner, rewritten.notes, CPU)
+    content = torch.load(path, weights_only=True)
+    torch.save({**content, "graph": json.dumps({**json.loads(content["graph"]), "notes": notes})}, path)
+    assert load_graph(path, CPU) is None
 
 
 def test_only_the_latest_files_remain(rewritten, tmp_path):

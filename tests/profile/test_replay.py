@@ -52,6 +52,23 @@ def test_values_of_other_types_are_refused_in_one_line(session: Path, file: str,
         load_session(session)
 
 
+@pytest.mark.parametrize("document", ["7", "[]", "[1]", "true", '"x"', "null", "{}"])
+def test_documents_of_other_types_are_refused_in_one_line(session: Path, document: str) -> None:
+    for file in ("census.json", "few.json"):
+        before = (session / "raw" / file).read_bytes()
+        (session / "raw" / file).write_text(document)
+        with pytest.raises(InputError, match=file):
+            replay(session)
+        (session / "raw" / file).write_bytes(before)
+
+
+def test_a_session_of_very_many_rows_is_refused(session: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of 800,000 launches takes minutes, and their table 400 KB."""
+    monkeypatch.setattr("voxtune.profile.session.MAX_ROWS", 5)
+    with pytest.raises(InputError, match="6 rows, more than the maximum of 5"):
+        load_session(session)
+
+
 def test_a_page_that_grows_is_refused(session: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line of two bytes becomes a row with every column of the header."""
     header = ",".join(f'"{n}"' for n in ("ID", "Kernel Name", *range(500)))

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FORMAT = "voxtune-session"
-MAX_ROWS = 2_000_000
+# A step has a few thousand launches. The pages of a report take seconds for each 10,000.
+MAX_ROWS = 200_000
 # A number with its mask, as pyarrow reads it and as pandas holds it.
 BYTES_PER_VALUE = 18
 # Tables whose rows have every value.
