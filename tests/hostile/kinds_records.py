@@ -24,14 +24,14 @@ TABLES = ("launches", "opcodes", "memory", "timings")
 
 
 def _session(folder: Path) -> None:
-    make("baseline", launches=40).save(folder / "session")
-    make("tf32", launches=40).save(folder / "other")
+    make("baseline", launches=12).save(folder / "session")
+    make("tf32", launches=12).save(folder / "other")
 
 
 def read_session(folder: Path, _path: Path) -> None:
-    """A report, and the comparison with a baseline, of the session."""
+    """A report of the session, and the comparison of its time with that of another one."""
     session, other = load_session(folder / "session"), load_session(folder / "other")
-    render_html(build([other, session], window="paper"))
+    render_html(build([session]))
     check(other, session, 0.05)
 
 
@@ -41,7 +41,7 @@ register(
         make=_session,
         damages={"session/session.json": JSON},
         read=read_session,
-        cases=350,
+        cases=300,
     )
 )
 register(
@@ -50,7 +50,7 @@ register(
         make=_session,
         damages={f"session/{table}.parquet": (archives.parquet_damage,) for table in TABLES},
         read=read_session,
-        cases=400,
+        cases=300,
         quick=10,
     )
 )
