@@ -67,7 +67,7 @@ register(
         damages={"new.pt": _ZIP, "small.pt": _ZIP},
         read=lambda folder, path: _tolerant(read_published, folder, path),
         cases=600,
-        quick=16,
+        quick=12,
     )
 )
 register(
@@ -121,7 +121,7 @@ register(
         damages={"model/config.json": JSON, "model/README.md": BYTES},
         read=read_model,
         cases=600,
-        quick=16,
+        quick=12,
     )
 )
 

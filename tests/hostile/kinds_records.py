@@ -42,6 +42,7 @@ register(
         damages={"session/session.json": JSON},
         read=read_session,
         cases=300,
+        quick=3,
     )
 )
 register(
@@ -51,7 +52,7 @@ register(
         damages={f"session/{table}.parquet": (archives.parquet_damage,) for table in TABLES},
         read=read_session,
         cases=300,
-        quick=10,
+        quick=4,
     )
 )
 
