@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-stamp
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu lint format docs bench bench-gpu wheel clean
+.PHONY: help setup demo test test-slow test-gpu test-hostile lint format docs bench bench-gpu wheel clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -21,13 +21,16 @@ demo: $(STAMP) ## Generate a brain MRI from a mask on a CPU
 	$(BIN)/voxtune demo -o out/demo
 
 test: $(STAMP) ## Run the quick tests (no GPU needed)
-	$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not gpu and not slow and not hostile" -n 2 --dist worksteal
 
 test-slow: $(STAMP) ## Run the slow tests; the record to commit is benchmarks/results/slow-tests.json
-	$(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist worksteal --record=benchmarks/results/slow-tests.json
+	$(BIN)/python -m pytest -m "slow and not gpu and not hostile" -n 2 --dist worksteal --record=benchmarks/results/slow-tests.json
 
 test-gpu: $(STAMP) ## Run the tests that need a CUDA device; the record is benchmarks/results/gpu-tests.json
 	$(BIN)/python -m pytest -m gpu --record=benchmarks/results/gpu-tests.json
+
+test-hostile: $(STAMP) ## Run the campaign of damaged files and interruptions; the record is benchmarks/results/hostile-tests.json
+	$(BIN)/python -m pytest -m "hostile and not gpu" -n 2 --dist worksteal --record=benchmarks/results/hostile-tests.json
 
 lint: $(STAMP) ## Check style and types
 	$(BIN)/ruff check src tests benchmarks tools

@@ -19,6 +19,8 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         row = self.rows.setdefault(report.nodeid, {"name": report.nodeid, "outcome": "passed", "seconds": 0.0})
         row["seconds"] = round(row["seconds"] + report.duration, 2)
+        # What the test counted, by record_property. Reports of a later phase repeat it.
+        row.update(report.user_properties)
         if report.outcome != "passed":
             row["outcome"] = report.outcome
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

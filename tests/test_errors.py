@@ -58,3 +58,18 @@ def test_advice_has_only_options_of_the_running_command(options, expected):
     with command_options(options):
         assert advice(*CURES) == expected
     assert advice(*CURES) == "renumber the mask"
+
+
+def test_a_message_is_one_short_printable_line():
+    """Names and values from files are part of messages."""
+    message = str(InputError(f"a\x1b[31m.json: \ud800 unknown setting {'x' * 10**6}\n; choose from a, b"))
+    assert len(message) == 500 and message.isprintable()
+    assert message.startswith(r"a\x1b[31m.json: \ud800 unknown") and message.endswith("choose from a, b")
+    assert str(pickle.loads(pickle.dumps(InputError("a: b")))) == "a: b"
+
+
+def test_the_name_of_a_file_is_recognised_after_it_was_made_printable():
+    name = "a\x1b[31m" + "n" * 400
+    assert InputError(f"{name}: damaged").names(name) and not InputError("b: damaged").names(name)
+    problems = problems_of(("a\nb", InputError("a\nb: empty")))
+    assert problems.rows == (("a\nb", "empty"),)

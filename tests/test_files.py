@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from voxtune import files
-from voxtune.errors import FilesError, InputError
+from voxtune.errors import FilesError, InputError, printable
 from voxtune.files import (
     AppendLog,
     check_outputs,
     locked_file,
     locked_folder,
-    printable,
     recorded_command,
     recorded_path,
     recording_paths,

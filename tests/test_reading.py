@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
+import sys
 import time
 
 import pytest
@@ -10,6 +13,8 @@ import pytest
 from voxtune.errors import InputError
 from voxtune.reading import (
     check_memory,
+    gunzip,
+    json_memory,
     parse_bytes,
     parse_json,
     read_file,
@@ -111,6 +116,34 @@ def test_memory_follows_the_size_of_the_file(monkeypatch):
     monkeypatch.setenv("VOXTUNE_READ_LIMIT", "much")
     with pytest.raises(InputError, match="expected a size such as 4GB"):
         check_memory("x", 1, 1)
+
+
+def held(value) -> int:
+    """The bytes of a value of a JSON document in memory."""
+    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sys.getsizeof(value) + sum(held(part) for part in parts)
+
+
+@pytest.mark.parametrize(
+    "part", ["[]", "{}", '{"a":1}', '"é€"', "1.5", "12345678901", "[[1]]", '{"a":[],"b":{"c":""}}']
+)
+def test_the_memory_of_a_document_is_known_before_it_is_parsed(part, monkeypatch):
+    text = f"[{','.join([part] * 1000)}]"
+    assert held(json.loads(text)) <= json_memory(text) <= 8 * held(json.loads(text)) + 1000
+    monkeypatch.setenv("VOXTUNE_READ_LIMIT", "1KB")
+    with pytest.raises(InputError, match=r"x\.json: .* --read-limit"):
+        parse_json("[" + "[]," * 1000 + "0]", "x.json")
+
+
+def test_a_compressed_document_is_compared_with_the_compressed_size(monkeypatch, tmp_path):
+    monkeypatch.setenv("VOXTUNE_READ_LIMIT", "1KB")
+    text = '"' + "x" * 5000 + '"'
+    assert parse_json(text, "x") == "x" * 5000
+    with pytest.raises(InputError, match="--read-limit"):
+        parse_json(text, "x", file_bytes=100)
+    (tmp_path / "x.gz").write_bytes(gzip.compress(text.encode()))
+    with pytest.raises(InputError, match="--read-limit"):
+        gunzip(tmp_path / "x.gz")
 
 
 def test_sizes():

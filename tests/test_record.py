@@ -10,8 +10,8 @@ from pathlib import Path
 TESTS = """
 import pytest
 
-def test_good():
-    pass
+def test_good(record_property):
+    record_property("cases", 7)
 
 def test_bad():
     assert 1 + 1 == 3, "arithmetic"
@@ -33,6 +33,7 @@ def test_every_outcome_is_written(tmp_path):
     assert (found["passed"], found["failed"], found["skipped"]) == (1, 1, 1)
     rows = {row["name"].rpartition("::")[2]: row for row in found["rows"]}
     assert rows["test_good"]["outcome"] == "passed" and "reason" not in rows["test_good"]
+    assert rows["test_good"]["cases"] == 7 and "cases" not in rows["test_bad"]
     assert "AssertionError" in rows["test_bad"]["reason"]
     assert rows["test_left_out"]["reason"].endswith("no such card")
     assert found["commit"] and found["versions"]["torch"]
@@ -41,4 +42,4 @@ def test_every_outcome_is_written(tmp_path):
 def test_the_commands_of_make_can_replace_a_record():
     """Written as two words, pytest takes the path of an existing record for a folder of tests, and loads no conftest."""
     makefile = (Path(__file__).parent.parent / "Makefile").read_text()
-    assert makefile.count("--record=") == 2 and "--record " not in makefile
+    assert makefile.count("--record=") == 3 and "--record " not in makefile

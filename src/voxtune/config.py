@@ -19,6 +19,8 @@ from voxtune.errors import InputError
 T = TypeVar("T")
 # Larger than any meaningful setting, and small enough for every conversion.
 MAX_NUMBER = 10**30
+# Lists in a configuration are those of a person; checks take time that grows with the square of their length.
+MAX_ITEMS = 4096
 
 
 def from_mapping(cls: type[T], data: Any, where: str) -> T:
@@ -68,7 +70,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         return _tuple(args, value, where)
     if origin is typing.Literal:
         if value not in args:
-            raise InputError(f"{where}: {value!r} is not one of {', '.join(map(repr, args))}")
+            raise InputError(f"{where}: {str(value)[:80]!r} is not one of {', '.join(map(repr, args))}")
         return value
     if dataclasses.is_dataclass(hint):
         return from_mapping(hint, value, where)  # type: ignore[arg-type]
@@ -84,7 +86,9 @@ def _optional(args: tuple[Any, ...], value: Any, where: str) -> Any:
 
 def _tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
-        raise InputError(f"{where}: expected a list, got {value!r}")
+        raise InputError(f"{where}: expected a list, got {str(value)[:80]!r}")
+    if len(value) > MAX_ITEMS:
+        raise InputError(f"{where}: a list of {len(value)} values, more than {MAX_ITEMS}")
     if args[-1] is Ellipsis:
         return tuple(_value(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
     if len(value) != len(args):

@@ -18,12 +18,42 @@ EXTRAS = {
     "yaml": "train",
 }
 
+# Characters of a message: names and values in files can have any length.
+MAX_MESSAGE = 500
+
+
+def printable(text: str, limit: int | None = None) -> str:
+    """The text on one line with control characters escaped: file names may contain terminal commands.
+
+    A text of more than `limit` characters is shortened in its middle, because the end of a message is its advice.
+    """
+    words = " ".join((text if limit is None else _shortened(text, 4 * limit)).split())
+    escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+    return escaped if limit is None else _shortened(escaped, limit)
+
+
+def _shortened(text: str, limit: int) -> str:
+    gap = " ... "
+    if len(text) <= limit:
+        return text
+    head = (limit - len(gap)) * 2 // 3
+    return text[:head] + gap + text[head + len(gap) - limit :]
+
 
 class InputError(ValueError):
     """Invalid input. The one-line message states what is wrong, where, and how to fix it.
 
-    The command line prints the message and exits with code 2.
+    The command line prints the message and exits with code 2. Names and values from files are part of many messages, so
+    every message is made printable and cut to MAX_MESSAGE characters here.
     """
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(printable(str(message), MAX_MESSAGE))
+
+    def names(self, file: object) -> bool:
+        """Whether the message names the file."""
+        # A long name is cut.
+        return printable(str(file))[: MAX_MESSAGE // 3] in str(self)
 
 
 class FilesError(InputError):
@@ -50,7 +80,7 @@ class FileProblems:
         """Adds a problem; the file's name at the beginning of the message is dropped, because the row has it."""
         rows = error.rows if isinstance(error, FilesError) else ((str(file), str(error)),)
         for name, message in rows:
-            problem = message.removeprefix(f"{name}: ")
+            problem = message.removeprefix(f"{name}: ").removeprefix(f"{printable(name)}: ")
             problems = self._problems.setdefault(name, [])
             if problem not in problems:
                 problems.append(problem)

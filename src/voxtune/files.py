@@ -63,8 +63,13 @@ def writing(path: Path, *, overwrite: bool = False, state: bool = False) -> Iter
 def write_file(path: Path, data: bytes | str, *, overwrite: bool = False, state: bool = False) -> Path:
     """Writes `data` to `path`, creating its folder; the rules are those of `writing`."""
     with writing(path, overwrite=overwrite, state=state) as part:
-        part.write_bytes(data.encode() if isinstance(data, str) else data)
+        part.write_bytes(utf8(data) if isinstance(data, str) else data)
     return path
+
+
+def utf8(text: str) -> bytes:
+    """The text of a file. Names of files need not be UTF-8; their other bytes are escaped."""
+    return text.encode(errors="backslashreplace")
 
 
 def write_json(path: Path, data: Any, *, overwrite: bool = False, state: bool = False) -> Path:
@@ -417,21 +422,3 @@ def counted(count: int, noun: str) -> str:
 def one_line(error: BaseException) -> str:
     """The message of an error on one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
-
-
-def printable(text: str, limit: int | None = None) -> str:
-    """The text on one line with control characters escaped: file names may contain terminal commands.
-
-    A text of more than `limit` characters is shortened in its middle, because the end of a message is its advice.
-    """
-    words = " ".join((text if limit is None else _shortened(text, 4 * limit)).split())
-    escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
-    return escaped if limit is None else _shortened(escaped, limit)
-
-
-def _shortened(text: str, limit: int) -> str:
-    gap = " ... "
-    if len(text) <= limit:
-        return text
-    head = (limit - len(gap)) * 2 // 3
-    return text[:head] + gap + text[head + len(gap) - limit :]

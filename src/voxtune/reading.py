@@ -31,6 +31,8 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 # Configurations and records of Voxtune are far smaller.
 MAX_JSON_BYTES = 16 * 2**20
 MAX_DEPTH = 100
+# Memory of a value in a JSON document as Python holds it: a list or dictionary, a place in a list, a character.
+OBJECT_BYTES, LIST_BYTES, VALUE_BYTES, CHARACTER_BYTES = 240, 100, 72, 4
 # Larger numbers do not fit into a float.
 MAX_DIGITS = 300
 MAX_FIELD = 2**16
@@ -47,7 +49,7 @@ def reading(path: object, what: str = "file", *, fix: str = "") -> Iterator[None
     try:
         yield
     except InputError as error:
-        if isinstance(error, FilesError) or str(path) in str(error):
+        if isinstance(error, FilesError) or error.names(path):
             raise
         raise InputError(f"{path}: {error}{f'; {fix}' if fix else ''}") from None
     except OSError as error:
@@ -111,7 +113,7 @@ def gunzip(path: Path, what: str = "file", *, fix: str = "") -> bytes:
         with gzip.GzipFile(fileobj=file) as stream:
             while part := stream.read(CHUNK):
                 total += len(part)
-                check_memory(path, total, size)
+                check_memory(path, 2 * total, size)  # the parts, and the whole
                 parts.append(part)
         return b"".join(parts)
 
@@ -169,13 +171,21 @@ def read_json(path: Path, *, limit: int = MAX_JSON_BYTES) -> Any:
     return parse_json(read_file(path, limit=limit, what="JSON file"), path)
 
 
-def parse_json(data: bytes | str, where: object, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+def parse_json(
+    data: bytes | str,
+    where: object,
+    *,
+    pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
+    file_bytes: int | None = None,
+) -> Any:
     """A JSON document of bounded depth and bounded numbers; NaN and infinity are errors.
 
-    `pairs` makes an object of its keys and values, by default a dictionary.
+    `pairs` makes an object of its keys and values, by default a dictionary. `file_bytes` is the size of the file if the
+    document was compressed.
     """
     try:
         text = data if isinstance(data, str) else data.decode("utf-8-sig")
+        check_memory(where, json_memory(text), len(data) if file_bytes is None else file_bytes)
         if _depth(text) > MAX_DEPTH:
             raise InputError(f"{where}: not valid JSON (nested more than {MAX_DEPTH} deep)")
         return json.loads(text, parse_int=_int, parse_float=_float, parse_constant=_constant, object_pairs_hook=pairs)
@@ -183,6 +193,12 @@ def parse_json(data: bytes | str, where: object, *, pairs: Callable[[list[tuple[
         raise
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not valid JSON ({one_line(error)})") from None
+
+
+def json_memory(text: str) -> int:
+    """At most the memory that the values in a JSON document take: an empty list of two characters takes 56 bytes."""
+    values = VALUE_BYTES * (text.count(",") + 1) + OBJECT_BYTES * text.count("{") + LIST_BYTES * text.count("[")
+    return values + len(text) * (1 if text.isascii() else CHARACTER_BYTES)
 
 
 def _depth(text: str) -> int:

@@ -167,3 +167,12 @@ def test_oblique_masks_are_announced_once_for_all(capsys, imported_model, tmp_pa
     for i in range(3):
         [made] = (tmp_path / "out").rglob(f"sub-{i}_desc-synth01_T1w.nii.gz")
         assert np.array_equal(nib.load(made).affine, nib.load(tmp_path / f"sub-{i}_dseg.nii").affine)
+
+
+@pytest.mark.parametrize("text", ["²", "9" * 5000, "٣", "1,²,1", ""])
+def test_characters_that_only_look_like_digits_are_wrong_input(capsys, text):
+    """int() fails for some that str.isdigit accepts."""
+    for options in (("info", "med-ddpm", f"--size={text or ','}"), ("ladder", "-o", "x", f"--rungs={text or '-'}")):
+        assert main([*options]) == 2
+        assert capsys.readouterr().err.startswith("voxtune: error: ")
+    assert main(["sample", "demo", "-o", "x", f"--device=cuda:{text or '²'}"]) == 2

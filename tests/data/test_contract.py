@@ -241,3 +241,17 @@ def test_the_example_mask_has_every_combination():
     large = replace(OVERLAP, size=(32, 32, 32))
     assert set(np.unique(example_labels(large))) == {0, 1, 2, 4}
     assert set(np.unique(example_labels(replace(BRATS, size=(32, 32, 32))))) == {0, 1, 2, 3, 4}
+
+
+def test_long_lists_of_a_configuration_are_refused():
+    """Checks compare every value with every other; a config of 16 MiB would take hours."""
+    from voxtune.config import MAX_ITEMS
+
+    many = [{"name": f"l{n}", "value": n + 1, "channel": n} for n in range(MAX_ITEMS + 1)]
+    contract = {"size": [8, 8, 8], "spacing": [1, 1, 1], "orientation": "RAS", "labels": many}
+    with pytest.raises(InputError, match=f"x: labels: a list of {MAX_ITEMS + 1} values"):
+        from_mapping(DataContract, contract, "x")
+    values = list(range(2, MAX_ITEMS))
+    contract["labels"] = [{"name": f"l{n}", "value": 1, "channel": n, "more_values": values} for n in range(2)]
+    with pytest.raises(InputError, match="more than 5000"):
+        from_mapping(DataContract, contract, "x")

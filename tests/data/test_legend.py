@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 
 import numpy as np
 import pytest
 
 from tests.factories.contracts import BRATS
 from voxtune.data.contract import DataContract, Label
+from voxtune.data.labels import parse_labels
 from voxtune.data.legend import (
     LabelName,
     centre_of,
@@ -132,3 +134,22 @@ def test_the_slices_show_much_of_a_scattered_lesion(order):
     ring[2:7, 2:7, 4] = 0
     assert ring[centre_of(ring, (1,))] == 1
     assert centre_of(ring, (7,)) is None and centre_of(ring, ()) is None
+
+
+@pytest.mark.parametrize("row", ["{n}\tlabel {n}", "{n}\tbrain", "1\tlabel {n}"])
+def test_a_table_of_tens_of_thousands_of_labels_is_refused_at_once(tmp_path, row):
+    """Comparing every name with every other would take minutes for a file of a mebibyte."""
+    path = tmp_path / "dseg.tsv"
+    path.write_text("index\tname\n" + "\n".join(row.format(n=n) for n in range(1, 50_000)))
+    started = time.monotonic()
+    for read in (read_legend, lambda file: parse_labels(str(file))):
+        with pytest.raises(InputError, match="values, more than 5000"):
+            read(path)
+    assert time.monotonic() - started < 20
+
+
+def test_a_table_of_freesurfers_size_is_read(tmp_path):
+    path = tmp_path / "dseg.tsv"
+    path.write_text("index\tname\n" + "\n".join(f"{n}\tlabel {n}" for n in range(1, 2000)))
+    assert len(read_legend(path)) == 1999
+    assert len(parse_labels(str(path)).labels()) == 1999

@@ -13,6 +13,7 @@ from voxtune.plan import saved_graph
 from voxtune.plan.api import CPU_READY, READY, optimize
 from voxtune.plan.build import PlanTarget, build
 from voxtune.plan.cache import identity, remember
+from voxtune.plan.derivation import function_of, name_of
 from voxtune.plan.graph import module_of
 from voxtune.plan.plan import Plan
 from voxtune.plan.saved_graph import load_graph, save_graph
@@ -74,11 +75,20 @@ def test_a_file_calls_nothing_but_operators(rewritten, tmp_path):
     path = tmp_path / "network.graph"
     save_graph(path, rewritten)
     content = torch.load(path, weights_only=True)
-    for name in ("os.system.x", "aten.nothing.default", "eval"):
+    for name in ("os.system.x", "aten.nothing.default", "eval", "aten.from_file.default"):
         description = json.loads(content["graph"])
         next(n for n in description["nodes"] if n["op"] == "call_function")["target"] = name
         torch.save({**content, "graph": json.dumps(description)}, path)
         assert load_graph(path, CPU) is None
+
+
+@pytest.mark.parametrize("notes", [None, [], "x", {"fold": 1}])
+def test_notes_of_another_type_are_ignored(rewritten, tmp_path, notes):
+    path = tmp_path / "network.graph"
+    save_graph(path, rewritten)
+    content = torch.load(path, weights_only=True)
+    torch.save({**content, "graph": json.dumps({**json.loads(content["graph"]), "notes": notes})}, path)
+    assert load_graph(path, CPU) is None
 
 
 def test_only_the_latest_files_remain(rewritten, tmp_path):
@@ -108,3 +118,36 @@ def test_the_second_call_uses_the_saved_graph(tmp_path, monkeypatch):
     with torch.no_grad():
         assert torch.equal(optimize(net, args)(*args), first(*args))
     assert graph.stat().st_size > 100
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "voxtune.files:delete_file",
+        "voxtune.plan.derivation:name_of",
+        "voxtune.plan.passes.layout:channels_last",
+        "voxtune.kernels.conv3d:unpack",
+        "os:system",
+        "voxtune.plan.passes.layout:os.system",
+        "lasting",
+    ],
+)
+def test_a_file_names_only_functions_that_compute_weights(name):
+    with pytest.raises(ValueError, match="function"):
+        function_of(name)
+
+
+def test_weights_follow_after_loading(rewritten, tmp_path):
+    path = tmp_path / "network.graph"
+    save_graph(path, rewritten)
+    loaded = load_graph(path, CPU)
+    assert loaded is not None
+    assert {
+        function_of(name_of(d.function)) for d in loaded[2].derivations.values() if not hasattr(d.function, "_schema")
+    }
+    net, args = make("med_ddpm")
+    other = PlanTarget(net, (args, {})).restore(ALL_PASSES, *loaded)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(1.1)
+        torch.testing.assert_close(other(*args), net(*args), rtol=1e-3, atol=1e-4)

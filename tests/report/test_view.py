@@ -6,6 +6,7 @@ import base64
 import gzip
 import hashlib
 import json
+import os
 import re
 from importlib import resources
 
@@ -189,6 +190,16 @@ def test_nan_is_shown_as_the_minimum_with_a_warning(tmp_path):
     write_array(tmp_path / "in" / "x.nii", array)
     warnings = view_page(tmp_path / "in", tmp_path / "v.html").warnings
     assert any("1 of 27 voxels is NaN" in w for w in warnings)
+
+
+def test_names_that_are_not_utf8_are_escaped(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    name = os.fsdecode(b"sub-\xff_T1w.nii")
+    write_array(folder / "x.nii", np.ones((3, 3, 3), np.float32)).rename(folder / name)
+    (tmp_path / "m.json").write_text('{"figures": [{"name": "\\ud800", "value": 1}]}')
+    page = view_page(folder, tmp_path / "v.html", metrics=tmp_path / "m.json").path.read_text()
+    assert r"sub-\udcff" in page and r"\ud800" in page
 
 
 def test_invalid_metrics_are_ignored(tmp_path):

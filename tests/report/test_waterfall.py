@@ -11,7 +11,7 @@ import pytest
 from voxtune.cli.main import main
 from voxtune.errors import InputError
 from voxtune.report.svg import render_svg
-from voxtune.report.waterfall import CHAIN, read_results, waterfall
+from voxtune.report.waterfall import CHAIN, read_results, waterfall, write_waterfall
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "h200" / "unet3d_sample.json"
@@ -71,6 +71,25 @@ def test_a_file_that_is_no_results_file_is_an_input_error(tmp_path, text):
     (tmp_path / "r.json").write_text(text)
     with pytest.raises(InputError, match=r"r\.json"):
         read_results(tmp_path / "r.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"p20_ms": "x", "p80_ms": 1.0}, {"error": []}, {"shape": 5}, {"versions": "2.8"}],
+)
+def test_values_of_other_types_are_an_input_error(tmp_path, change):
+    data = results(baseline_fp32=1.0, tf32=0.5)
+    changed = data | change if "versions" in change else data | {"rows": [row | change for row in data["rows"]]}
+    (tmp_path / "r.json").write_text(json.dumps(changed))
+    with pytest.raises(InputError, match=r"r\.json: damaged"):
+        write_waterfall(tmp_path / "r.json", tmp_path / "w.svg")
+    assert not (tmp_path / "w.svg").exists()
+
+
+@pytest.mark.parametrize("version", ["9" * 5000, "²", "", None, [], 91002, "91002"])
+def test_any_version_of_cudnn_is_text(version):
+    data = results(baseline_fp32=1.0) | {"versions": {"cudnn": version}}
+    assert render_svg(waterfall(data))
 
 
 def test_input_errors(tmp_path, capsys):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 import typer
 
 from voxtune.cli.choices import one_of, warn_deprecated
-from voxtune.files import printable
+from voxtune.errors import printable
 
 if TYPE_CHECKING:
     from voxtune.data.labels import LabelMap
@@ -218,8 +219,8 @@ def choose_device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or (kind == "cpu" and index):
-        raise InputError(f"--device {name}: choose auto, cpu, cuda or cuda:N")
+    if kind not in ("cpu", "cuda") or (index and not re.fullmatch("[0-9]{1,4}", index)) or (kind == "cpu" and index):
+        raise InputError(f"--device {name[:40]}: choose auto, cpu, cuda or cuda:N")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise InputError(
             f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use --device cpu"
@@ -234,8 +235,8 @@ def parse_size(text: str, option: str = "--size") -> tuple[int, ...]:
     from voxtune.errors import InputError
 
     parts = text.replace("x", ",").split(",")
-    if not all(p.strip().isdigit() and 0 < int(p) <= 4096 for p in parts):
-        raise InputError(f"{option} {text}: dimensions must be whole numbers from 1 to 4096, such as 128,128,128")
+    if not all(re.fullmatch("[0-9]{1,9}", p.strip()) and 0 < int(p) <= 4096 for p in parts):
+        raise InputError(f"{option} {text[:40]}: dimensions must be whole numbers from 1 to 4096, such as 128,128,128")
     return tuple(int(p) for p in parts)
 
 

@@ -20,7 +20,8 @@ from voxtune.cli.common import (
     choose_device,
     parse_labels,
 )
-from voxtune.files import check_outputs, counted, locked_folder, printable, recorded_path
+from voxtune.errors import printable
+from voxtune.files import check_outputs, counted, locked_folder, recorded_path
 
 if TYPE_CHECKING:
     from voxtune.quality.result import Evaluation

@@ -17,9 +17,8 @@ import typer
 
 from voxtune.cli.choices import Command
 from voxtune.cli.common import EXIT_CODES, EXIT_INPUT, EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK
-from voxtune.cli.problems import MAX_MESSAGE, print_problems
-from voxtune.errors import FilesError, InputError
-from voxtune.files import printable
+from voxtune.cli.problems import print_problems
+from voxtune.errors import MAX_MESSAGE, FilesError, InputError, printable
 
 # In the order of the help.
 COMMANDS = (

@@ -8,11 +8,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from voxtune.files import printable
+from voxtune.errors import MAX_MESSAGE, printable
 
 SHOWN_ROWS = 20
-# Characters of a message: names and values in files can have any length.
-MAX_MESSAGE = 500
 
 
 def print_problems(problems: Sequence[tuple[str, str]], headline: str, *, one_line: bool) -> None:

@@ -304,7 +304,7 @@ def _assignments(texts: list[str]) -> dict[str, Any]:
         try:
             values[name] = parse_value(value)
         except ValueError as error:
-            raise InputError(f"--set {text}: {error}") from None
+            raise InputError(f"--set {text[:80]}: {error}") from None
     return values
 
 

@@ -46,6 +46,14 @@ PRESETS = {
 }
 # Sets of channels are numbered with 64 bits, classes with 8.
 MOST_OVERLAPPING, MOST_CLASSES = 62, 255
+# Values of all labels together; the tables of FreeSurfer have about 1,500.
+MOST_VALUES = 5000
+
+
+def check_count(values: int) -> None:
+    """Raises for labels with more values than any table has."""
+    if values > MOST_VALUES:
+        raise InputError(f"labels: {values} values, more than {MOST_VALUES}; give the table of a mask's labels")
 
 
 def label_key(name: str) -> str:
@@ -140,6 +148,7 @@ class DataContract:
     def _check_labels(self) -> None:
         if not self.labels:
             raise InputError("labels: at least one label with name, value and channel is required")
+        check_count(sum(len(label.values) for label in self.labels))
         for field in ("name", "channel"):
             duplicates = _repeated([getattr(label, field) for label in self.labels])
             if duplicates:

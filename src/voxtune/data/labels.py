@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from voxtune.config import from_mapping
-from voxtune.data.contract import PRESETS, DataContract, Kind, Label, label_key
+from voxtune.data.contract import PRESETS, DataContract, Kind, Label, check_count, label_key
 from voxtune.data.nifti import Volume, read_labels, read_volume
 from voxtune.data.preflight import MODEL, Consumer, Report, check_mask, check_pair
 from voxtune.errors import InputError
@@ -71,13 +71,17 @@ class LabelMap:
     origin: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        keys = [label_key(entry.name) for entry in self.entries]
-        for number, entry in enumerate(self.entries):
-            if keys[number] in keys[:number]:
+        check_count(sum(max(1, len(entry.values)) for entry in self.entries))
+        keys: set[str] = set()
+        background = frozenset(self.background)
+        for entry in self.entries:
+            key = label_key(entry.name)
+            if key in keys:
                 raise InputError(
                     f"--labels: {entry.name!r} is given twice; write all its values in one place, as {EXAMPLE}"
                 )
-            both = set(entry.values) & set(self.background)
+            keys.add(key)
+            both = background.intersection(entry.values)
             if both:
                 raise InputError(f"--labels: value {min(both)} is both {entry.name!r} and {BACKGROUND}")
         if sum(entry.from_image for entry in self.entries) > 1:
@@ -109,18 +113,19 @@ class LabelMap:
             raise InputError(f"--labels model requires a model; {FORMS}")
         free = max((value for entry in self.entries for value in entry.values), default=0) + 1
         labels: list[Label] = []
+        owners: dict[int, str] = {}
         for channel, entry in enumerate(self.entries):
             if not entry.values and not entry.from_image:
                 raise InputError(
                     f"--labels: {entry} has no values; a label that no file has cannot be trained, remove it"
                 )
-            shared = next((other for other in labels if set(other.values) & set(entry.values)), None)
+            shared = next((value for value in entry.values if value in owners), None)
             if shared is not None and not overlapping:
-                value = min(set(shared.values) & set(entry.values))
                 raise InputError(
-                    f"--labels: value {value} is in {shared.name!r} and in {entry.name!r}; give it to one of them, or pass "
+                    f"--labels: value {shared} is in {owners[shared]!r} and in {entry.name!r}; give it to one of them, or pass "
                     "--overlapping-labels"
                 )
+            owners |= dict.fromkeys(entry.values, entry.name)
             first, *more = entry.values or (free,)
             labels.append(
                 Label(

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from voxtune.data.contract import DataContract, Kind, Label
+from voxtune.data.contract import DataContract, Kind, Label, check_count
 from voxtune.data.labels import BACKGROUND, IMAGE, MAX_FILE_BYTES, MAX_NAME, LabelEntry, parse_labels
 from voxtune.errors import InputError
 from voxtune.reading import read_text, reading, tsv_rows
@@ -102,17 +102,19 @@ def _of_labels(labels: Iterable[Label | LabelEntry]) -> Legend:
 
 def _join(rows: Iterable[tuple[int, LabelName]]) -> Legend:
     """One label for each value: a value of several labels has all names, and is a pathology if one of them is."""
-    legend: Legend = {}
-    for value, label in rows:
-        first = legend.get(value)
-        if first is None:
-            legend[value] = label
-        elif label.name not in first.name.split(" + "):
-            role: Kind | None = "pathology" if "pathology" in (first.kind, label.kind) else None
-            legend[value] = LabelName(
-                name=f"{first.name} + {label.name}", colour=first.colour or label.colour, role=role
-            )
-    return legend
+    labels: dict[int, dict[str, LabelName]] = {}
+    for count, (value, label) in enumerate(rows, 1):
+        check_count(count)
+        labels.setdefault(value, {}).setdefault(label.name, label)
+    return {value: _joined(list(names.values())) for value, names in labels.items()}
+
+
+def _joined(labels: list[LabelName]) -> LabelName:
+    if len(labels) == 1:
+        return labels[0]
+    role: Kind | None = "pathology" if any(label.kind == "pathology" for label in labels) else None
+    colour = next((label.colour for label in labels if label.colour), "")
+    return LabelName(name=" + ".join(label.name for label in labels), colour=colour, role=role)
 
 
 def _role(text: Any) -> Kind | None:

@@ -28,7 +28,7 @@ from voxtune.data.volumeset import (
     read_placed,
     volumes_of,
 )
-from voxtune.errors import FileProblems, InputError, advice
+from voxtune.errors import FileProblems, InputError, advice, printable
 from voxtune.evaluation.judge import DomainCheck
 from voxtune.quality.metrics import (
     Metric,
@@ -206,7 +206,7 @@ class Reader:
                     references=self.references.get(file.subject, ()),
                 )
             except InputError as error:
-                of_mask = mask is not None and str(error).startswith(f"{mask}: ")
+                of_mask = mask is not None and str(error).startswith(f"{printable(str(mask))}: ")
                 self.errors.add(mask if of_mask else file.path, error)
         return placed if len(placed) == len(files.images) else None
 

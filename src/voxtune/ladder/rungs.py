@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -199,7 +200,7 @@ def rungs_of(text: str | None) -> list[Rung]:
     numbers: set[int] = set()
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
+        if not all(re.fullmatch("[0-9]{1,4}", number) for number in (first, last or first)):
             raise InputError(f"--rungs {text}: expected numbers from 1 to {len(RUNGS)}, such as 1,4,8-10")
         numbers |= set(range(int(first), int(last or first) + 1))
     if not numbers or not numbers <= {rung.number for rung in RUNGS}:

@@ -8,18 +8,20 @@ same memory: nothing is captured, compiled or recorded again.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 Function = Callable[..., Any]
+Decorated = TypeVar("Decorated", bound=Function)
 
 
 @dataclass(frozen=True)
@@ -38,17 +40,29 @@ class Derivation:
     kwargs: dict[str, Any]
 
 
+def computes_weights(function: Decorated) -> Decorated:
+    """Marks a function of a pass that saved graphs may name. Those of the kernels that pack weights are known by their names."""
+    function.computes_weights = True  # type: ignore[attr-defined]
+    return function
+
+
 def name_of(function: Function) -> str:
-    """module:name of a function of this package, for a file."""
-    return f"{function.__module__}:{function.__qualname__}"
+    """module:name of a function that computes weights, for a file."""
+    name = f"{function.__module__}:{function.__qualname__}"
+    packs = function.__module__.startswith("voxtune.kernels.") and function.__name__.startswith("pack")
+    if not (packs or getattr(function, "computes_weights", False)):
+        raise ValueError(f"{name} is not marked as a function that computes weights")
+    return name
 
 
 def function_of(name: str) -> Function:
-    """The function of this package that `name_of` named."""
+    """The function that `name_of` named."""
     module, _, attribute = name.partition(":")
-    function = getattr(importlib.import_module(module), attribute) if module.startswith("voxtune.") else None
-    if not callable(function) or name_of(function) != name:
-        raise ValueError(f"{name[:80]!r} is not a function of voxtune")
+    if re.fullmatch(r"voxtune\.(kernels|plan\.passes)(\.\w+)+", module) is None or not attribute.isidentifier():
+        raise ValueError(f"{name[:80]!r} is not a function of a pass or a kernel")
+    function = getattr(importlib.import_module(module), attribute)
+    if name_of(function) != name:
+        raise ValueError(f"{name[:80]!r} is another function's name")
     return function
 
 
@@ -88,8 +102,10 @@ class LiveWeights:
 
     def _watch(self) -> None:
         """Takes the network's present weights as those of the graph."""
-        of_module = ((m._parameters, m._buffers, m._modules) for m in self.original.modules())
-        self._dictionaries = [d for group in of_module for d in group if d]
+        of_module: Iterator[tuple[Any, ...]] = (
+            (m._parameters, m._buffers, m._modules) for m in self.original.modules()
+        )
+        self._dictionaries: list[dict[str, Any]] = [d for group in of_module for d in group if d]
         self._objects = list(chain.from_iterable(map(dict.values, self._dictionaries)))
         # Inference tensors have no version counter; they cannot be written to outside inference mode either.
         self._tensors = [x for x in self._objects if isinstance(x, Tensor) and not x.is_inference()]

@@ -88,8 +88,11 @@ def load_graph(path: Path, device: torch.device) -> tuple[fx.GraphModule, dict[s
         module = _build(description, tensors, device)
         derivations = {name: _decode(value, {}, device) for name, value in description["derivations"].items()}
         fixed = {name: tensor.to(device) for name, tensor in content["fixed"].items()}
+        notes = description["notes"]
+        if not isinstance(notes, dict) or not all(isinstance(text, str) for text in notes.values()):
+            raise TypeError("the notes of the passes are not text")
         os.utime(path)
-        return module, description["notes"], Derived(derivations, fixed)
+        return module, notes, Derived(derivations, fixed)
     except Exception as error:  # a damaged file raises many kinds of errors; the network can be rewritten instead
         log.warning("ignoring a saved graph (%s): %s: %s", path, type(error).__name__, one_line(error))
         return None
@@ -148,7 +151,11 @@ def _find(name: str) -> Any:
     namespace, operation, overload = name.split(".")
     if namespace not in NAMESPACES:
         raise NotSerializableError(f"it calls {name}")
-    return getattr(getattr(getattr(torch.ops, namespace), operation), overload)
+    function = getattr(getattr(getattr(torch.ops, namespace), operation), overload)
+    if any(argument.name == "filename" for argument in function._schema.arguments):
+        # aten.from_file creates the file that it maps.
+        raise NotSerializableError(f"it opens a file by {name}")
+    return function
 
 
 def _encode(value: Any, device: torch.device) -> Any:  # noqa: PLR0911

@@ -170,9 +170,9 @@ class RawCensus:
     def load(cls, folder: Path) -> RawCensus:
         path = folder / CENSUS
         rest = read_json(path, limit=MAX_RAW_BYTES)
-        rest.pop("format", None)
         trace = read_trace(folder / TRACE)
         with reading(path, "recording"):
+            rest.pop("format", None)
             holders = [KnownStorages({a: (c, n) for a, c, n in known}) for known in rest.pop("holders")]
             return cls(**rest, holders=holders, trace=trace)
 

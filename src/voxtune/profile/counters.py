@@ -17,9 +17,9 @@ from voxtune.errors import optional_import
 from voxtune.files import recorded_values, write_file
 from voxtune.marks import marked_gzip
 from voxtune.profile.align import Key, align, launch_key
-from voxtune.profile.ncu import CountedLaunch, raw_files, read_raw, read_rules, recorded_page
+from voxtune.profile.ncu import CountedLaunch, page_memory, raw_files, read_raw, read_rules, recorded_page
 from voxtune.profile.session import Session, frame
-from voxtune.reading import gunzip, read_json, reading
+from voxtune.reading import check_memory, gunzip, read_json, reading
 
 with optional_import("profiling"):
     import pandas as pd
@@ -239,9 +239,15 @@ class TierReport:
         with reading(path, "recording"):
             return cls(
                 **{name: rest[_KEYS.get(name, name)] for name in ("tier", "columns", "unknown", "result", "seconds")},
-                raw=gunzip(raw, "page of counters").decode(),
-                details=gunzip(details, "page of counters").decode() if details.exists() else None,
+                raw=_read_page(raw),
+                details=_read_page(details) if details.exists() else None,
             )
+
+
+def _read_page(path: Path) -> str:
+    text = gunzip(path, "page of counters").decode()
+    check_memory(path, page_memory(text), path.stat().st_size)
+    return text
 
 
 def assign_counters(

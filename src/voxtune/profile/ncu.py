@@ -24,6 +24,8 @@ log = logging.getLogger("voxtune")
 
 # A cell with all instances of an opcode metric exceeds the csv module's limit of 128 KiB.
 MAX_CELL = 2**27
+# Memory of a row and of each of its cells, of which Python holds a text and a place in a dictionary.
+ROW_BYTES, CELL_BYTES = 300, 90
 PRIVATE_COLUMNS = {"Process ID", "Process Name", "Host Name"}
 # An imported report is printed in units of its own choice ("ms", "Gbyte"), whatever --print-units says.
 _SCALES = {f"{prefix}byte": 1000.0**power for power, prefix in enumerate(("", "K", "M", "G", "T"))}
@@ -101,9 +103,16 @@ def read_rules(text: str) -> dict[str, tuple[float, str]]:
     return {k: (gain, rule) for k, (_, gain, rule) in best.items()}
 
 
+def page_memory(text: str) -> int:
+    """At most the memory of a page as rows, each of which has every column of the header."""
+    header = re.search(r'^"ID".*', text, re.MULTILINE)
+    columns = 1 if header is None else header[0].count(",") + 1
+    return text.count("\n") * (ROW_BYTES + columns * CELL_BYTES) + 4 * len(text)
+
+
 def _rows(text: str) -> Iterator[dict[str, str]]:
     """The rows of the CSV, without the tool's messages before and after it."""
-    lines = text.splitlines()
+    lines = text.split("\n")
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
         return

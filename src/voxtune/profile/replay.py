@@ -10,12 +10,12 @@ import json
 import sys
 from pathlib import Path
 
-from voxtune.errors import InputError
-from voxtune.files import printable
+from voxtune.errors import InputError, printable
 from voxtune.profile.census import RAW, RawCensus
 from voxtune.profile.configs import parse_config
 from voxtune.profile.counters import COUNTER_TIERS, Identity, TierReport, assign_counters, prove_precision
-from voxtune.profile.session import Session, find_sessions, frame, load_session
+from voxtune.profile.session import Session, check_session, find_sessions, frame, load_session
+from voxtune.reading import reading
 
 
 def replay(folder: str | Path) -> Session:
@@ -25,7 +25,18 @@ def replay(folder: str | Path) -> Session:
     if not (raw / "census.json").exists():
         raise InputError(f"{folder}: no raw recording; record the session with --keep-raw")
     session = load_session(folder)
-    census = RawCensus.load(raw).census()
+    recording = RawCensus.load(raw)
+    # Its values, of any type, are used in many places before they are columns with a type.
+    with reading(raw, "recording", fix="record the session again"):
+        _rebuild(session, recording, raw)
+        check_session(session)
+    session.save(folder, overwrite=True)
+    return session
+
+
+def _rebuild(session: Session, recording: RawCensus, raw: Path) -> None:
+    """Replaces the session's tables by those of the recording in `raw`."""
+    census = recording.census()
     session.launches, session.memory = frame(census.launches, "launches"), frame(census.memory, "memory")
     session.timings, session.opcodes = frame(census.timings, "timings"), frame([], "opcodes")
     identities: dict[int, Identity] = {}
@@ -35,8 +46,6 @@ def replay(folder: str | Path) -> Session:
     if any((raw / f"{tier}.json").exists() for tier in COUNTER_TIERS):
         claims = parse_config(session.meta["config"]).fp32
         session.meta["proof"] = prove_precision(session, claims_fp32=claims)
-    session.save(folder, overwrite=True)
-    return session
 
 
 def main(arguments: list[str]) -> int:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FORMAT = "voxtune-session"
-MAX_ROWS = 2_000_000
+# A step has a few thousand launches. The pages of a report take seconds for each 10,000.
+MAX_ROWS = 200_000
 # A number with its mask, as pyarrow reads it and as pandas holds it.
 BYTES_PER_VALUE = 18
 # Tables whose rows have every value.
@@ -127,16 +128,30 @@ def _read_meta(path: Path) -> dict[str, Any]:
             raise InputError(
                 f"{path}: session version {version!r} is not supported (expected {schema.VERSION}); record it again"
             )
-        _check_entries(meta, REQUIRED, required=True)
-        _check_entries(meta, OPTIONAL)
-        for tier, state in meta["tiers"].items():
-            if not isinstance(state, dict):
-                raise InputError(f"tier {tier[:40]!r} is not an object")
-            _check_entries(state, TIER)
-        if not all(type(n) is int and n > 0 for n in meta.get("size") or []):
-            raise InputError("'size' is not a list of whole numbers above 0")
-        _check_numbers(meta)
+        _check_meta(meta)
     return meta
+
+
+def check_session(session: Session) -> None:
+    """Raises for a session that could be saved but not loaded."""
+    _check_meta(session.meta)
+    for table in schema.TABLES:
+        rows = getattr(session, table)
+        if len(rows) > MAX_ROWS:
+            raise InputError(f"{len(rows)} rows, more than the maximum of {MAX_ROWS}")
+        _check_columns(rows, table)
+
+
+def _check_meta(meta: dict[str, Any]) -> None:
+    _check_entries(meta, REQUIRED, required=True)
+    _check_entries(meta, OPTIONAL)
+    for tier, state in meta["tiers"].items():
+        if not isinstance(state, dict):
+            raise InputError(f"tier {tier[:40]!r} is not an object")
+        _check_entries(state, TIER)
+    if not all(type(n) is int and n > 0 for n in meta.get("size") or []):
+        raise InputError("'size' is not a list of whole numbers above 0")
+    _check_numbers(meta)
 
 
 def _check_entries(values: dict[str, Any], kinds: Mapping[str, Any], *, required: bool = False) -> None:
@@ -179,12 +194,16 @@ def _read_table(path: Path, table: str) -> pd.DataFrame:
         arrow = file.read(columns=names, use_threads=False)
         check_memory(path, sum(_text_bytes(arrow[name]) for name in texts), size)
         frame = arrow.select(names).cast(_arrow_schema(table)).to_pandas(types_mapper=_types_mapper())
-        for column in schema.TABLES[table]:
-            if column.type != "string":
-                _check_column(frame[column.name])
-            if table in COMPLETE and frame[column.name].isna().any():
-                raise InputError(f"a row has no {column.name!r}")
+        _check_columns(frame, table)
     return frame
+
+
+def _check_columns(rows: pd.DataFrame, table: str) -> None:
+    for column in schema.TABLES[table]:
+        if column.type != "string":
+            _check_column(rows[column.name])
+        if table in COMPLETE and rows[column.name].isna().any():
+            raise InputError(f"a row has no {column.name!r}")
 
 
 def _text_bytes(column: Any) -> int:

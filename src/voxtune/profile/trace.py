@@ -12,7 +12,7 @@ from typing import Any
 from torch.profiler import profile
 
 from voxtune.files import paths_are_recorded, recorded_values
-from voxtune.reading import gunzip, reading
+from voxtune.reading import gunzip, parse_json, reading
 
 STEP = "voxtune::step#"
 MODULE = "module::"
@@ -113,7 +113,7 @@ def decode_trace(data: bytes) -> Trace:
 def read_trace(path: Path) -> Trace:
     """The trace of a gzipped JSON file."""
     with reading(path, "trace"):
-        return decode_trace(gunzip(path, "trace"))
+        return parse_trace(parse_json(gunzip(path, "trace"), path, file_bytes=path.stat().st_size)["traceEvents"])
 
 
 def parse_trace(events: list[dict[str, Any]]) -> Trace:

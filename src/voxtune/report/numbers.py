@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ _NAMES = {
 
 def cudnn_version(version: Any) -> str:
     """cuDNN 9 reports major * 10000 + minor * 100 + patch."""
-    code = int(version) if str(version).isdigit() else 0
+    # Not str.isdigit: it accepts characters, and thousands of digits, that int does not.
+    code = int(version) if re.fullmatch(r"[0-9]{1,9}", str(version)) else 0
     return f"{code // 10000}.{code // 100 % 100}.{code % 100}" if code >= 90000 else str(version)
 
 

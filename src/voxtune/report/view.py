@@ -18,7 +18,7 @@ from typing import Any
 
 from voxtune.data.cases import Case, Cases, Origin, find_cases
 from voxtune.errors import InputError
-from voxtune.files import counted, write_file
+from voxtune.files import counted, utf8, write_file
 from voxtune.report.embedding import Embedding, TooLargeError
 from voxtune.report.html import asset, embed, policy
 from voxtune.report.metrics import MetricRow, Metrics, read_metrics
@@ -79,7 +79,7 @@ def view_page(
     volumes = Embedding(limit=LARGEST, legend=cases.legend)
     data = {"cases": _embed_cases(cases, volumes, measured), "volumes": volumes.facts, "labels": volumes.labels()}
     warnings += [] if labels is None else volumes.unnamed(str(labels))
-    page = _render(_title(cases), _subtitle(Path(folder), cases), data, measured, volumes).encode()
+    page = utf8(_render(_title(cases), _subtitle(Path(folder), cases), data, measured, volumes))
     if len(page) > LARGE:
         warnings.append(
             f"the page has {len(page) / MEGABYTE:.0f} MB; browsers open it slowly; pass --limit N to show fewer cases"

@@ -7,7 +7,7 @@ from typing import Any
 
 from voxtune.errors import InputError
 from voxtune.files import write_file
-from voxtune.reading import read_json
+from voxtune.reading import read_json, reading
 from voxtune.report.figure import Waterfall, WaterfallRow
 from voxtune.report.numbers import cudnn_version
 from voxtune.report.svg import render_svg
@@ -29,7 +29,11 @@ COMPARED = {
 
 
 def write_waterfall(results: Path, target: Path, *, overwrite: bool = False) -> None:
-    write_file(target, render_svg(waterfall(read_results(results))), overwrite=overwrite)
+    data = read_results(results)
+    # Besides names and times, any value of the file is used as text.
+    with reading(results, "results file"):
+        picture = render_svg(waterfall(data))
+    write_file(target, picture, overwrite=overwrite)
 
 
 def read_results(path: Path) -> dict[str, Any]:

@@ -102,8 +102,11 @@ def read_run(out: Path, overrides: Mapping[str, Any] | None = None) -> TrainConf
                 f"{out}: {SOURCES}, which names the place of {recorded[:80]}, is missing; pass {PATHS[name]}"
             )
         path = Path(os.path.normpath(out.resolve() / places[name]))
-        if not moved and not path.exists():
-            raise InputError(f"{path}: not found, but the run needs it; if it was moved, pass {PATHS[name]}")
+        # Not Path.exists, which raises for a name that is too long.
+        if not moved and not os.path.exists(path):  # noqa: PTH110
+            raise InputError(
+                f"{out / SOURCES}: {str(path)[:200]} not found, but the run needs it; if it was moved, pass {PATHS[name]}"
+            )
         return str(path)
 
     return make_config(with_paths(data, locate), overrides, str(file))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from voxtune.plan.derivation import Derivation, Ref
+from voxtune.plan.derivation import Derivation, Ref, computes_weights
 from voxtune.plan.graph import CASTS, Captured, argument, aten, is_call, shape, value
 from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage
 from voxtune.plan.passes.written_norm import written_norms
@@ -124,6 +124,7 @@ def _scale(gamma: Tensor | None, variance: Tensor, eps: float) -> Tensor:
     return (variance.double() + eps).rsqrt() * (1 if gamma is None else gamma.double())
 
 
+@computes_weights
 def folded_weight(weight: Tensor, gamma: Tensor | None, variance: Tensor, eps: float, outputs: int) -> Tensor:
     """A convolution's weight with the norm after it; `outputs` is its dimension of output channels."""
     per_output = [1] * weight.dim()
@@ -131,6 +132,7 @@ def folded_weight(weight: Tensor, gamma: Tensor | None, variance: Tensor, eps: f
     return (weight.double() * _scale(gamma, variance, eps).view(per_output)).to(weight.dtype)
 
 
+@computes_weights
 def folded_bias(
     weight: Tensor,
     bias: Tensor | None,
@@ -145,6 +147,7 @@ def folded_bias(
     return (total if beta is None else total + beta.double()).to(weight.dtype)
 
 
+@computes_weights
 def mean_weight(weight: Tensor) -> Tensor:
     """The weight of a 1x1x1 convolution, for 2x2x2 voxels of which it reads the mean."""
     sides = weight.dim() - 2

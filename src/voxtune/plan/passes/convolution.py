@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from voxtune.plan.derivation import computes_weights
 from voxtune.plan.graph import Captured, argument, aten, channel_sources, is_call, shape, sole_user
 from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage, register_operators
 from voxtune.plan.passes.norm import per_channel, set_argument
@@ -46,15 +47,18 @@ def weights(captured: Captured, node: fx.Node) -> tuple[Tensor, fx.Node | None] 
     return weight, bias
 
 
+@computes_weights
 def as_row(bias: Tensor) -> Tensor:
     """(1, C), to which shifts of a batch can be added."""
     return bias[None].float()
 
 
+@computes_weights
 def as_float(bias: Tensor) -> Tensor:
     return bias.float()
 
 
+@computes_weights
 def as_matrix(weight: Tensor) -> Tensor:
     """A 1x1x1 convolution's weight as (outputs, inputs)."""
     return weight.flatten(1).contiguous()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from voxtune.plan.derivation import computes_weights
 from voxtune.plan.graph import Captured, aten, value, volume_inputs
 from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage
 
@@ -48,6 +49,7 @@ def _channels_last_weights(network: nn.Module) -> None:
         parameter.data = lasting(parameter.data)
 
 
+@computes_weights
 def lasting(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=FORMATS[x.dim()]) if x.dim() in FORMATS else x
 

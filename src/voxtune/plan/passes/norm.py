@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from voxtune.plan.derivation import computes_weights
 from voxtune.plan.graph import CASTS, Captured, argument, aten, channel_sources, is_call, shape, sole_user, value
 from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage, register_operators
 
@@ -301,6 +302,7 @@ def _channel_product(captured: Captured, channels: int, factor: float, *parts: f
     return captured.derive("affine", channel_product, channels, number, *weights)
 
 
+@computes_weights
 def channel_product(channels: int, number: float, *weights: Tensor) -> Tensor:
     """(C,) float32, from weights of one value, or of one per channel."""
     total = torch.full((channels,), number, dtype=torch.float64, device=weights[0].device)

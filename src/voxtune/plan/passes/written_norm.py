@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from voxtune.plan.derivation import computes_weights
 from voxtune.plan.graph import Captured, argument, aten, is_call, is_weight, shape, sole_user
 from voxtune.plan.passes.norm import per_channel
 
@@ -149,6 +150,7 @@ def _behind_reshapes(node: fx.Node) -> tuple[fx.Node | None, fx.Node]:
     return (user, last) if shape(last) == shape(node) else (None, node)
 
 
+@computes_weights
 def as_vector(weight: Tensor) -> Tensor:
     return weight.flatten()
 

@@ -1,0 +1,1 @@
+"""The campaign of damaged and hostile files (docs/development/hostile.md)."""
