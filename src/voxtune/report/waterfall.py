@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from voxtune.errors import InputError
-from voxtune.files import write_file
+from voxtune.files import write_output
 from voxtune.reading import read_json
 from voxtune.report.figure import Waterfall, WaterfallRow
 from voxtune.report.numbers import cudnn_version
@@ -29,7 +29,7 @@ COMPARED = {
 
 
 def write_waterfall(results: Path, target: Path, *, overwrite: bool = False) -> None:
-    write_file(target, render_svg(waterfall(read_results(results))), overwrite=overwrite)
+    write_output(target, render_svg(waterfall(read_results(results))), overwrite=overwrite)
 
 
 def read_results(path: Path) -> dict[str, Any]:
