@@ -1,0 +1,1 @@
+"""Damaged files and interrupted commands in large numbers (make test-hostile)."""
