@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -165,3 +166,16 @@ def test_oblique_masks_are_announced_once_for_all(capsys, imported_model, tmp_pa
     for i in range(3):
         [made] = (tmp_path / "out").rglob(f"sub-{i}_desc-synth01_T1w.nii.gz")
         assert np.array_equal(nib.load(made).affine, nib.load(tmp_path / f"sub-{i}_dseg.nii").affine)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_standard_output_on_a_full_disk_is_one_line(tmp_path):
+    """Whether the failing write is that of a line, or the last flush; and nothing is printed where nothing can be."""
+    for arguments in (["--version"], ["estimate", "med-ddpm", "--json"]):
+        command = [sys.executable, "-m", "voxtune", *arguments]
+        with Path("/dev/full").open("wb") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+            assert done.returncode == 2, done.stderr
+            assert done.stderr.splitlines()[-1] == "voxtune: error: standard output: No space left on device"
+            assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+            assert subprocess.run(command, stdout=full, stderr=full, check=False).returncode == 2
