@@ -35,8 +35,9 @@ from voxtune.workloads import ConvNeXtConfig, MedDDPMConfig
 SHAPE = (8, 8, 8)
 AFFINE = np.diag([24.0, 24.0, 24.0, 1.0])
 STEPS = 4
-# Errors of a disk, once or from then on; and their text.
-FAILURES = (("ENOSPC", True), ("ENOSPC", False), ("EIO", True), ("EIO", False))
+# Errors of a disk, whether they last, and at which steps a campaign has them: every step, or every third one of those that
+# differ from another error in its text only. And the texts.
+FAILURES = (("ENOSPC", True, 1), ("ENOSPC", False, 3), ("EIO", True, 3), ("EIO", False, 1))
 REASONS = {"ENOSPC": "No space left on device", "EIO": "Input/output error"}
 TRAIN = (
     *("--size", "8,8,8", "--base", "32", "--multipliers", "1", "--batch", "2", "--accumulation", "1"),

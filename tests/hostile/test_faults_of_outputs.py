@@ -18,7 +18,6 @@ import pytest
 from tests.cli import test_outputs as outputs
 from tests.factories.kills import MODULES, Commands, Fault
 from tests.factories.small_jobs import (
-    FAILURES,
     REASONS,
     check_failure,
     contents,
@@ -35,7 +34,7 @@ pytestmark = [
 ]
 # Of commands that write many files in the same way, every n-th step.
 EVERY = dict.fromkeys(("report", "waterfall", "import", "pack", "view", "evaluate", "tune"), 1)
-EVERY |= {"cohort": 2, "profile": 5, "figures": 11}
+EVERY |= {"cohort": 2, "profile": 7, "figures": 11}
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def test_killed_at_the_steps_of_its_writes(
     record_counts(record_property, kills=len(steps))
 
 
-@pytest.mark.parametrize(("error", "lasting"), [FAILURES[0], FAILURES[3]])
+@pytest.mark.parametrize(("error", "lasting"), [("ENOSPC", True), ("EIO", False)])
 def test_on_a_failing_disk(
     commands: Commands, example: Example, tmp_path: Path, record_property: Record, error: str, lasting: bool
 ) -> None:

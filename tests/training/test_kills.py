@@ -78,7 +78,7 @@ def test_killed_at_every_step_of_its_writes(commands, data, uninterrupted, tmp_p
     [
         ("ENOSPC", True, 37),
         ("EIO", False, 37),
-        *(pytest.param(kind, lasting, 1, marks=pytest.mark.hostile) for kind, lasting in FAILURES),
+        *(pytest.param(*failure, every, marks=pytest.mark.hostile) for *failure, every in FAILURES),
     ],
 )
 def test_a_failing_disk_is_one_line_and_resumes(
