@@ -24,6 +24,7 @@ from voxtune.files import (
     slug,
     write_file,
     write_json,
+    write_output,
     writing,
 )
 from voxtune.marks import is_marked, written_by_voxtune
@@ -211,6 +212,61 @@ def test_a_file_is_locked_by_a_file_beside_it(tmp_path):
             pass
         with locked_file(tmp_path / "other"):
             pass
+    assert names(tmp_path) == []
+
+
+def test_temporary_files_of_killed_processes_are_deleted_and_those_of_running_ones_kept(tmp_path):
+    code = f"""
+import os, signal
+from pathlib import Path
+from voxtune.files import writing
+with writing(Path({str(tmp_path / "killed")!r})):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+    def kill_one() -> None:
+        before = names(tmp_path)
+        subprocess.run([sys.executable, "-c", code], check=False)
+        assert len(names(tmp_path)) == len(before) + 1
+
+    with writing(tmp_path / "running.txt") as part:
+        part.write_text("running")
+        kill_one()
+        with locked_folder(tmp_path):
+            assert len([name for name in names(tmp_path) if name.endswith(".part")]) == 1
+        kill_one()
+        with locked_file(tmp_path / "other"):
+            pass
+        kill_one()
+        write_output(tmp_path / "third", "x")
+    assert names(tmp_path) == ["running.txt", "third"]
+    assert (tmp_path / "running.txt").read_text() == "running"
+
+
+@pytest.mark.parametrize("call", ["ftruncate", "write"])
+def test_a_lock_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch, call):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(InputError, match="No space left on device"), locked_folder(tmp_path / "out"):
+        pass
+    monkeypatch.undo()
+    assert names(tmp_path) == []
+    with locked_folder(tmp_path / "out"):
+        pass
+
+
+def test_a_lock_that_cannot_be_deleted_is_a_warning(tmp_path, monkeypatch, caplog):
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with locked_folder(tmp_path):
+        monkeypatch.setattr(os, "unlink", fail)
+    monkeypatch.undo()
+    assert "cannot be deleted" in caplog.text
+    with locked_folder(tmp_path):
+        pass
     assert names(tmp_path) == []
 
 

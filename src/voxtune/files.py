@@ -47,9 +47,7 @@ def writing(path: Path, *, overwrite: bool = False, state: bool = False) -> Iter
     with reporting_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _check_existing(path, overwrite=overwrite, state=state)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".voxtune-", suffix=".part")
-        os.close(handle)
-        part = Path(name)
+        handle, part = _create_part(path.parent)
         try:
             yield part
             _flush(part, os.O_RDWR)
@@ -57,7 +55,11 @@ def writing(path: Path, *, overwrite: bool = False, state: bool = False) -> Iter
             _publish(part, path, replace=overwrite or state)
             _flush(path.parent, os.O_RDONLY)
         finally:
-            part.unlink(missing_ok=True)
+            try:
+                part.unlink(missing_ok=True)
+            finally:
+                if handle is not None:
+                    os.close(handle)
 
 
 def write_file(path: Path, data: bytes | str, *, overwrite: bool = False, state: bool = False) -> Path:
@@ -72,10 +74,60 @@ def utf8(text: str) -> bytes:
     return text.encode(errors="backslashreplace")
 
 
+def write_output(path: Path, data: bytes | str, *, overwrite: bool = False) -> Path:
+    """`write_file` for the output of a command that locks no folder; deletes what killed commands left beside it."""
+    with reporting_os_errors(path):
+        _delete_leftovers(path.parent.glob(".*.part"), alone=False)
+    return write_file(path, data, overwrite=overwrite)
+
+
 def write_json(path: Path, data: Any, *, overwrite: bool = False, state: bool = False) -> Path:
     """Writes `data` as an indented JSON file; the rules are those of `writing`."""
     text = json.dumps(data, indent=2, default=str, allow_nan=False)
     return write_file(path, text + "\n", overwrite=overwrite, state=state)
+
+
+def _create_part(folder: Path) -> tuple[int | None, Path]:
+    """A temporary file, and the handle that locks it, if there are locks: so it differs from one of a killed process."""
+    while True:
+        handle, name = tempfile.mkstemp(dir=folder, prefix=".voxtune-", suffix=".part")
+        part, locked = Path(name), _try_lock(handle)
+        # Before it was locked, another process may have deleted it as one of a killed process.
+        if locked and part.exists():
+            return handle, part
+        os.close(handle)
+        if locked is None:
+            return None, part
+
+
+def _try_lock(handle: int) -> bool | None:
+    """Locks a file until its handle is closed. False if another process has locked it, None where there are no locks."""
+    try:
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):  # Windows and some cluster file systems
+        return None
+    return True
+
+
+def _delete_leftovers(files: Iterable[Path], *, alone: bool) -> None:
+    """Deletes the temporary files of killed processes among `files`. `alone`: also where there are no locks."""
+    for file in files:
+        if PART.fullmatch(file.name) is None:
+            continue
+        try:
+            handle = os.open(file, os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
+        except OSError:  # no longer there, or not ours
+            continue
+        try:
+            abandoned = _try_lock(handle)
+            if abandoned or (alone and abandoned is None):
+                file.unlink(missing_ok=True)
+        finally:
+            os.close(handle)
 
 
 def _flush(path: Path, flags: int) -> None:
@@ -321,18 +373,22 @@ def locked_folder(folder: Path) -> Iterator[None]:
     Folders that were created for an output of which nothing was written are removed.
     """
     with _created(folder), _lock(folder / LOCK, folder):
-        for path in folder.rglob(".*.part"):
-            if PART.fullmatch(path.name):
-                path.unlink(missing_ok=True)
+        with reporting_os_errors(folder):
+            _delete_leftovers(folder.rglob(".*.part"), alone=True)
         yield
 
 
 @contextmanager
 def locked_file(file: Path) -> Iterator[None]:
-    """Locks an output file for this process, by a hidden file beside it; creates its folder like `locked_folder`."""
+    """Locks an output file for this process, by a hidden file beside it; creates its folder like `locked_folder`.
+
+    Deletes temporary files of killed processes in this folder, where locks tell them from those of running ones.
+    """
     # The name of the file may be as long as a name can be.
     stem = os.fsencode(file.name)[: MAX_NAME_BYTES - 20].decode(errors="ignore")
     with _created(file.parent), _lock(file.with_name(f".{stem}.voxtune.lock"), file):
+        with reporting_os_errors(file):
+            _delete_leftovers(file.parent.glob(".*.part"), alone=False)
         yield
 
 
@@ -357,8 +413,16 @@ def _lock(path: Path, output: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # Deleted while it is locked: a process that opened it meanwhile sees that it is gone, and starts again.
+        _unlock(path, handle)
+
+
+def _unlock(path: Path, handle: int) -> None:
+    # Deleted while it is locked: a process that opened it meanwhile sees that it is gone, and starts again.
+    try:
         path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s cannot be deleted (%s); it does not lock anything", path, one_line(error))
+    finally:
         os.close(handle)
 
 
@@ -366,20 +430,16 @@ def _locked_handle(path: Path, output: Path) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
     while True:
         handle = os.open(path, flags, 0o666)
-        try:
-            import fcntl
-
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        locked = _try_lock(handle)
+        if locked is False:
             pid = os.read(handle, 20).decode(errors="replace").strip()
             os.close(handle)
             process = f" (PID {pid})" if pid.isdigit() else ""
             raise InputError(
                 f"{output}: in use by another Voxtune process{process}; wait for it or choose another output"
-            ) from None
-        except (ImportError, OSError) as error:
-            # Windows and some cluster file systems have no flock.
-            log.warning("%s cannot be locked (%s): do not start another command on it", output, one_line(error))
+            )
+        if locked is None:
+            log.warning("%s cannot be locked on this file system: do not start another command on it", output)
             return handle
         try:
             current = path.lstat()
@@ -387,8 +447,12 @@ def _locked_handle(path: Path, output: Path) -> int:
             current = None
         opened = os.fstat(handle)
         if current is not None and (current.st_dev, current.st_ino) == (opened.st_dev, opened.st_ino):
-            os.ftruncate(handle, 0)
-            os.write(handle, f"{os.getpid()}\n".encode())
+            try:
+                os.ftruncate(handle, 0)
+                os.write(handle, f"{os.getpid()}\n".encode())
+            except OSError:  # such as a full disk
+                _unlock(path, handle)
+                raise
             return handle
         os.close(handle)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -176,3 +177,16 @@ def test_characters_that_only_look_like_digits_are_wrong_input(capsys, text):
         assert main([*options]) == 2
         assert capsys.readouterr().err.startswith("voxtune: error: ")
     assert main(["sample", "demo", "-o", "x", f"--device=cuda:{text or '²'}"]) == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_standard_output_on_a_full_disk_is_one_line(tmp_path):
+    """Whether the failing write is that of a line, or the last flush; and nothing is printed where nothing can be."""
+    for arguments in (["--version"], ["estimate", "med-ddpm", "--json"]):
+        command = [sys.executable, "-m", "voxtune", *arguments]
+        with Path("/dev/full").open("wb") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+            assert done.returncode == 2, done.stderr
+            assert done.stderr.splitlines()[-1] == "voxtune: error: standard output: No space left on device"
+            assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+            assert subprocess.run(command, stdout=full, stderr=full, check=False).returncode == 2

@@ -98,6 +98,18 @@ def test_sample_draws_png(place, tmp_path, capsys):
     assert Image.open(files[0]).size == (24, 16)
 
 
+def test_a_resumed_job_has_the_sheet_of_all_images(place, tmp_path):
+    run = ["sample", str(place / "run"), "-o", str(tmp_path), "--count", "4", "--batch", "2", "--device", "cpu"]
+    arguments = [*run, "--steps", "2", "--picture", "--quiet"]
+    assert main(arguments) == 0
+    sheet, written = tmp_path / "picture.png", (tmp_path / "picture.png").read_bytes()
+    for lost in (("image-000003.json", "picture.png"), ("image-000000.png",), ("picture.png",)):
+        for name in lost:
+            (tmp_path / name).unlink()
+        assert main([*arguments, "--resume"]) == 0
+        assert sheet.read_bytes() == written, lost
+
+
 def test_what_sample_refuses(place, tmp_path, capsys):
     run, out = place / "run", tmp_path / "out"
     assert "takes no mask; omit --mask" in refused(capsys, "sample", run, "-m", "x.nii.gz", "-o", out)

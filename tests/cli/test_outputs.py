@@ -194,7 +194,11 @@ class Written:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp(SECRET)
+    return write_inputs(tmp_path_factory.mktemp(SECRET))
+
+
+def write_inputs(root: Path) -> Path:
+    """Models, subjects, sessions and volumes for the commands."""
     torch.manual_seed(0)
     model = Model(analytic.model(4).config)
     without_zeros(model.network)

@@ -8,6 +8,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 
+from voxtune.data import bids
 from voxtune.data.bids import write_cohort
 from voxtune.data.cohort import subject
 from voxtune.data.pairing import pair_folders
@@ -87,6 +88,21 @@ def test_a_folder_that_is_not_empty_is_rejected(tmp_path):
     with pytest.raises(InputError, match="is a file"):
         write_cohort(tmp_path / "thesis.txt", 1, 0, SIZE)
     assert (tmp_path / "thesis.txt").read_text() == "precious"
+
+
+def test_a_cohort_that_another_process_writes_meanwhile_is_kept(tmp_path, monkeypatch):
+    out, locked = tmp_path / "out", bids.locked_folder
+
+    def late(folder):
+        monkeypatch.setattr(bids, "locked_folder", locked)
+        write_cohort(out, 1, 0, SIZE)
+        return locked(folder)
+
+    monkeypatch.setattr(bids, "locked_folder", late)
+    with pytest.raises(InputError, match="not empty"):
+        write_cohort(out, 1, 1, SIZE)
+    write_cohort(tmp_path / "alone", 1, 0, SIZE)
+    assert contents(out) == contents(tmp_path / "alone")
 
 
 def test_overwriting_removes_earlier_subjects(tmp_path):

@@ -383,7 +383,8 @@ def read_graph(_folder: Path, path: Path) -> None:
     loaded = load_graph(path, CPU)
     if loaded is None:
         raise InputError(f"{path}: ignored")
-    module, notes = loaded
+    module, notes, derived = loaded
+    assert all(name and derivation is not None for name, derivation in derived.derivations.items())
     assert all(isinstance(text, str) for text in [*notes, *notes.values()])
     with torch.no_grad():
         try:

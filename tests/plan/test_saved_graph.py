@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -56,6 +59,18 @@ def test_the_same_network_is_loaded(name, tmp_path):
     ]
     assert modules[0] == modules[1]
     assert any(path for path, _ in modules[0])
+
+
+def test_a_full_disk_is_no_error(rewritten, tmp_path, monkeypatch):
+    """Only the next process takes longer."""
+
+    errors = {os: ("fsync", OSError(errno.ENOSPC, "No space left on device"))}
+    errors[torch] = ("save", RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"))
+    for module, (name, error) in errors.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, Mock(side_effect=error))
+            save_graph(tmp_path / "a.graph", rewritten.runner.inner, rewritten.notes, CPU)
+    assert not list(tmp_path.iterdir())
 
 
 def test_damaged_files_and_other_sources_are_ignored(rewritten, tmp_path, monkeypatch):

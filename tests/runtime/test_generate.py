@@ -267,6 +267,25 @@ def test_resume_draws_what_is_missing_and_nothing_else(tmp_path):
     assert list(VolumeJob(model, prepare(model, masks), out, seed=3, resume=True).generate(2)) == []
 
 
+def test_a_replacement_that_is_interrupted_never_leaves_a_sidecar_of_another_volume(tmp_path, monkeypatch):
+    """The new volume is in place, its sidecar is not: a resume with the old settings must not take it for the old one."""
+    model, masks, out = small_model(), small_masks(tmp_path / "masks", 2), tmp_path / "out"
+    list(generate(model, prepare(model, masks), out, seed=0))
+    expected = contents(out)
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(voxtune.runtime.generate, "write_json", killed)
+        list(generate(model, prepare(model, masks), out, seed=1, overwrite=True))
+    job = VolumeJob(model, prepare(model, masks), out, seed=0, resume=True)
+    job.check()
+    assert (job.finished.numbers, job.finished.incomplete) == ({1}, 1)
+    list(job.run())
+    assert contents(out) == expected
+
+
 def test_resume_into_a_new_folder_is_a_start(tmp_path):
     model, masks = small_model(), small_masks(tmp_path / "masks", 1)
     assert len(list(generate(model, prepare(model, masks), tmp_path / "out", resume=True))) == 1

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,10 @@ from tests.factories.tiny_training import (
     tiny_config,
     weights,
 )
+from voxtune.files import write_json
 from voxtune.training.checkpoint import checkpoints
 from voxtune.training.data import epoch_order
+from voxtune.training.folder import check_new_run, delete_run
 from voxtune.training.loop import train
 
 KILLED = -signal.SIGKILL
@@ -120,3 +124,25 @@ def test_file_size_limit_leaves_the_last_checkpoint(tmp_path, uninterrupted):
     assert not list(out.rglob("*.part"))
     assert finish(run_tiny, str(out), {}) == 0
     check_same(out, uninterrupted)
+
+
+def test_a_replacement_that_is_interrupted_leaves_a_run_or_a_folder_for_a_new_one(tmp_path, monkeypatch):
+    old, delete = tmp_path / "old", Path.unlink
+    train(tiny_config(sample_every=3), Blobs(), old)
+    write_json(old / "sources.json", {"format": "voxtune-sources/1"})
+    total = len([file for file in old.rglob("*") if file.is_file()])
+    for count in range(total + 1):
+        out = shutil.copytree(old, tmp_path / str(count))
+        deleted = []
+
+        def unlink(path, missing_ok=False, deleted=deleted, count=count):
+            if len(deleted) == count:
+                raise KeyboardInterrupt
+            deleted.append(path)
+            delete(path)
+
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(Path, "unlink", unlink)
+            delete_run(out)
+        check_new_run(out, overwrite=(out / "train.json").exists())
+        assert (out / "sources.json").exists() or not (out / "train.json").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import signal
@@ -9,7 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from voxtune.cli.choices import Command
 from voxtune.cli.common import EXIT_CODES, EXIT_INPUT, EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK
 from voxtune.cli.problems import print_problems
 from voxtune.errors import MAX_MESSAGE, FilesError, InputError, printable
+from voxtune.files import one_line
 
 # In the order of the help.
 COMMANDS = (
@@ -42,6 +44,9 @@ COMMANDS = (
     "estimate",
     "doctor",
 )
+
+# Not internal errors, wherever they happen, such as at a line of standard output.
+DISK_ERRORS = {errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS}
 
 app = typer.Typer(
     help="Fast 3D diffusion U-Nets for brain MRI: sample, train, profile and check them.",
@@ -96,7 +101,12 @@ _register()
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command and returns its exit code, one of `voxtune.cli.common.EXIT_CODES`."""
     with _interrupts() as pressed:
-        return _run(arguments, pressed)
+        code = _run(arguments, pressed)
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            return _unwritable(error, code)
+        return code
 
 
 class Interrupted(KeyboardInterrupt):
@@ -136,15 +146,23 @@ def _run(arguments: list[str] | None, pressed: list[int]) -> int:
     except (typer.Exit, SystemExit) as leave:  # SystemExit: the options for shell completion
         status = leave.code if isinstance(leave, SystemExit) else leave.exit_code
         return status if isinstance(status, int) else EXIT_OK
-    except BrokenPipeError:
-        # The reader of our output is gone (voxtune ... | head). Keep the interpreter's flush at exit quiet.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OK
+    except BrokenPipeError as error:
+        return _unwritable(error, EXIT_OK)
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted(pressed)
     except Exception as error:
         # Libraries turn the interruption of an import or a callback into errors of their own.
         return _interrupted(pressed) if pressed else _report(error, arguments)
+
+
+def _unwritable(error: OSError, code: int) -> int:
+    """The exit code if the disk or standard output cannot be written to."""
+    with suppress(OSError, ValueError):
+        # Keep the interpreter's flush at exit quiet.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):  # the reader of our output is gone (voxtune ... | head)
+        return code
+    return _fail(f"{error.filename or 'standard output'}: {error.strerror or one_line(error)}")
 
 
 def _report(error: Exception, arguments: list[str] | None) -> int:
@@ -155,6 +173,8 @@ def _report(error: Exception, arguments: list[str] | None) -> int:
     usage = getattr(error, "format_message", None)  # wrong usage, reported by the parser
     if usage:
         return _fail(usage() or "missing command; see voxtune --help")
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        return _unwritable(error, EXIT_INPUT)
     traceback.print_exception(error)
     return _fail("internal error; please report it with the traceback above", code=EXIT_INTERNAL)
 
@@ -165,7 +185,8 @@ def _interrupted(pressed: list[int]) -> int:
 
 
 def _fail(message: str, code: int = EXIT_INPUT) -> int:
-    print(f"voxtune: error: {printable(message, MAX_MESSAGE)}", file=sys.stderr)
+    with suppress(OSError):  # of a log on a full disk
+        print(f"voxtune: error: {printable(message, MAX_MESSAGE)}", file=sys.stderr)
     return code
 
 

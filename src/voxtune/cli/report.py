@@ -10,7 +10,7 @@ import typer
 
 from voxtune.cli.common import JsonOption, Output, OverwriteOption, QuietOption, RecordPathsOption, parse_window_option
 from voxtune.errors import InputError
-from voxtune.files import check_outputs, write_file
+from voxtune.files import check_outputs, write_output
 
 if TYPE_CHECKING:
     from voxtune.profile.session import Session
@@ -114,7 +114,7 @@ def write(document: Document, form: str, path: Path | None, output: Output, *, o
         from voxtune.report.html import render_html
 
         target = path or DEFAULT_PAGE
-        files = [write_file(target, render_html(document), overwrite=overwrite)]
+        files = [write_output(target, render_html(document), overwrite=overwrite)]
     size = sum(f.stat().st_size for f in files) / 1e6
     output.say(f"{target}: {f'{len(files)} figures' if form == 'svg' else 'report'}, {size:.1f} MB")
     return files

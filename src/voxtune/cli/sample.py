@@ -226,7 +226,7 @@ def _run(job: SampleJob, batch_size: int | Literal["auto"], *, picture: bool, ou
     batch = 1 if batch_size == "auto" else batch_size
     results: list[dict[str, Any]] = []
     written: list[str] = []
-    shown: list[GeneratedImage] = []
+    drawn: set[int] = set()
     started, count = time.perf_counter(), 0
     if job.remaining:
         output.say(f"generating {_describe(job)}, on {job.model.device}")
@@ -237,13 +237,11 @@ def _run(job: SampleJob, batch_size: int | Literal["auto"], *, picture: bool, ou
                 if output.json:
                     results.append(result)
                 written += [f"wrote {file}" for file in result["files"]][: SHOWN + 1 - len(written)]
-                if sheet is not None and len(shown) < MAX_PICTURE_IMAGES:
-                    shown.append(sample)
-    if sheet is not None and shown:
-        _sheet(shown, sheet, overwrite=job.replaces)
+                drawn.add(sample.index)
+    if sheet is not None and (drawn or not sheet.exists()) and _sheet(job, drawn, sheet):
         written.append(f"wrote {sheet}")
         if results:
-            results[len(shown) - 1]["files"].append(str(sheet))
+            results[min(len(results), MAX_PICTURE_IMAGES) - 1]["files"].append(str(sheet))
     seconds = time.perf_counter() - started
     for line in written[:SHOWN]:
         output.say(line)
@@ -262,10 +260,14 @@ def _run(job: SampleJob, batch_size: int | Literal["auto"], *, picture: bool, ou
 @contextmanager
 def _resume_hint(job: SampleJob, output: Output) -> Iterator[None]:
     """After an interruption, says how to go on."""
+    replaces = job.replaces and not job.resume
+    others = (
+        "run the same command again to replace all" if replaces else "the same command with --resume draws the others"
+    )
     try:
         yield
     except (KeyboardInterrupt, InputError):
-        output.warn(f"finished {_kind(job)}s are complete; the same command with --resume draws the others")
+        output.warn(f"finished {_kind(job)}s are complete; {others}")
         raise
 
 
@@ -465,10 +467,17 @@ def _picture(volume: GeneratedVolume, path: Path, overwrite: bool) -> None:
     slice_picture(panels, path, around=labels, legend=contract_legend(contract), overwrite=overwrite)
 
 
-def _sheet(images: list[Any], path: Path, *, overwrite: bool) -> None:
+def _sheet(job: SampleJob, drawn: set[int], path: Path) -> bool:
+    """Draws the first images of the job, also those of the run that it resumes; whether there are any."""
     import numpy as np
 
-    from voxtune.data.pixels import png, sheet
+    from voxtune.data.pixels import png, read_png, sheet
     from voxtune.files import write_file
+    from voxtune.runtime.images import ImageJob
 
-    write_file(path, png(sheet(np.stack([image.pixels_HWC for image in images]))), overwrite=overwrite)
+    assert isinstance(job, ImageJob)
+    items = [item for number, item in enumerate(job.items) if item.index in drawn or number in job.finished.numbers]
+    pixels = [read_png(job.out / item.names[0], job.size) for item in items[:MAX_PICTURE_IMAGES]]
+    if pixels:
+        write_file(path, png(sheet(np.stack(pixels))), overwrite=job.replaces)
+    return bool(pixels)

@@ -69,11 +69,17 @@ def write_cohort(
     folder = Path(folder)
     if n < 1:
         raise InputError(f"number of subjects is {n}; it must be 1 or more")
-    old = _earlier_subjects(folder, overwrite)
     numbers = range(first, first + n)
     new = [file for number in numbers for file in _subject_files(folder, f"sub-{number:04d}")]
-    check_outputs([*(folder / name for name in DATASET), *new], overwrite=overwrite, folder=folder)
+
+    def check() -> list[Path]:
+        earlier = _earlier_subjects(folder, overwrite)
+        check_outputs([*(folder / name for name in DATASET), *new], overwrite=overwrite, folder=folder)
+        return earlier
+
+    check()
     with locked_folder(folder):
+        old = check()  # again: another process may have written a cohort meanwhile
         delete_file(folder / PARTICIPANTS)
         _delete(old)
         provenance = {"seed": seed, "size": list(size), "subjects": n, "healthy_fraction": healthy_fraction}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import colorsys
 import io
 import math
+from pathlib import Path
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from voxtune.data.nifti import Volume
 from voxtune.data.orientation import axis_codes, reorder
 from voxtune.errors import InputError
 from voxtune.marks import PNG_COMMENT
+from voxtune.reading import opening
 
 # Numbers of channels that a PNG can store.
 PNG_CHANNELS = (1, 3)
@@ -70,6 +72,18 @@ def png(pixels_HWC: np.ndarray) -> bytes:
     image = Image.fromarray(pixels_HWC[..., 0] if pixels_HWC.shape[-1] == 1 else pixels_HWC)
     image.save(buffer, format="PNG", pnginfo=info)
     return buffer.getvalue()
+
+
+def read_png(path: Path, size: tuple[int, ...]) -> np.ndarray:
+    """The pixels (H, W, C) of a greyscale or RGB image of this height and width."""
+    from PIL import Image
+
+    with opening(path, "PNG") as file:
+        image = Image.open(file, formats=("PNG",))
+        if (image.height, image.width) != size or image.mode not in ("L", "RGB"):
+            raise InputError(f"{path}: expected a greyscale or RGB image of {size[0]} x {size[1]} pixels")
+        pixels = np.asarray(image)
+    return pixels if pixels.ndim == 3 else pixels[..., None]
 
 
 def sheet(images_NHWC: np.ndarray, *, cell: int = 64) -> np.ndarray:

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.utils import _pytree as pytree
 
+from voxtune.errors import InputError
 from voxtune.files import one_line, writing
 from voxtune.plan.derivation import Derivation, Derived, Ref, function_of, name_of
 from voxtune.plan.graph import module_of
@@ -68,7 +69,8 @@ def save_graph(path: Path, network: Optimized) -> None:
             torch.save({"graph": text, "tensors": tensors, "fixed": derived.fixed}, part)
         for old in sorted(path.parent.glob("*.graph"), key=lambda p: p.stat().st_mtime)[:-MAX_FILES]:
             old.unlink(missing_ok=True)
-    except (NotSerializableError, OSError, NotImplementedError, TypeError) as error:
+    # On a full disk, the writer raises an InputError and torch.save a RuntimeError.
+    except (NotSerializableError, InputError, OSError, RuntimeError, TypeError) as error:
         log.info("the rewritten graph is not saved: %s", one_line(error))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from voxtune.data.legend import Legend, first_voxel
 from voxtune.data.pixels import coloured, png
-from voxtune.files import write_file
+from voxtune.files import write_file, write_output
 
 VIEWS = ("axial", "coronal", "sagittal")
 GAP, CAPTION = 8, 26
@@ -98,7 +98,7 @@ def gallery(
                 if title in by_title:
                     _place(sheet, by_title[title], view, centre, (x, top + row * step), side)
             x += step
-    return write_file(path, png(np.asarray(sheet)), overwrite=overwrite)
+    return write_output(path, png(np.asarray(sheet)), overwrite=overwrite)
 
 
 def _canvas(width: int, height: int) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from voxtune.data.cases import Case, Cases, Origin, find_cases
 from voxtune.errors import InputError
-from voxtune.files import counted, utf8, write_file
+from voxtune.files import counted, utf8, write_output
 from voxtune.report.embedding import Embedding, TooLargeError
 from voxtune.report.html import asset, embed, policy
 from voxtune.report.metrics import MetricRow, Metrics, read_metrics
@@ -84,7 +84,7 @@ def view_page(
         warnings.append(
             f"the page has {len(page) / MEGABYTE:.0f} MB; browsers open it slowly; pass --limit N to show fewer cases"
         )
-    write_file(Path(output), page, overwrite=overwrite)
+    write_output(Path(output), page, overwrite=overwrite)
     return WrittenPage(
         path=Path(output),
         cases=tuple(case.name for case in cases.cases),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from voxtune.errors import InputError
-from voxtune.files import write_file
+from voxtune.files import write_output
 from voxtune.reading import read_json, reading
 from voxtune.report.figure import Waterfall, WaterfallRow
 from voxtune.report.numbers import cudnn_version
@@ -33,7 +33,7 @@ def write_waterfall(results: Path, target: Path, *, overwrite: bool = False) -> 
     # Besides names and times, any value of the file is used as text.
     with reading(results, "results file"):
         picture = render_svg(waterfall(data))
-    write_file(target, picture, overwrite=overwrite)
+    write_output(target, picture, overwrite=overwrite)
 
 
 def read_results(path: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A job of `voxtune sample`: many samples that are drawn in batches and written, and that can be resumed.
 
 Every sample has its own files and its own noise. Its sidecars are written last: a sample with all of its files is complete,
-whatever happens to the job afterwards.
+whatever happens to the job afterwards. While a sample is replaced, its sidecars say that it is incomplete.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import numpy as np
 
 from voxtune.diffusion.noise import check_seed
 from voxtune.errors import FileProblems, InputError, advice, overwrite_advice
-from voxtune.files import check_outputs, counted
+from voxtune.files import check_outputs, counted, write_json
 from voxtune.reading import parse_json, read_json
 from voxtune.runtime.batching import BatchChoice, pads_last_batch
 from voxtune.runtime.model import Model
 from voxtune.runtime.sampling import SamplerSettings
 from voxtune.versions import __version__
 
+# In the sidecars of a sample whose files are being replaced; with this entry, the sample is not complete.
+INCOMPLETE = "incomplete"
 # What happens after a sample that cannot be drawn: the job stops, or goes on without it.
 OnError = Literal["stop", "skip"]
 Progress = Callable[[int, int], None]
@@ -185,8 +187,16 @@ class Job(ABC, Generic[ItemT, ResultT]):
                 made_by = {"batch": len(padded), "passes": self._passes()}
                 for number, sample in zip(inputs, samples, strict=False):
                     if number not in self.finished.numbers and self._is_finite(number, sample):
+                        self._mark_incomplete(self.items[number])
                         yield self.write(self.items[number], inputs[number], sample, made_by)
             done += missing
+
+    def _mark_incomplete(self, item: ItemT) -> None:
+        """Until the new sidecars are written, earlier ones must not vouch for a mixture of old and new files."""
+        for name in item.sidecars:
+            if (self.out / name).exists():
+                # The version marks the file, and images of version 0.1 beside it, as those of Voxtune.
+                write_json(self.out / name, {"voxtune": __version__, INCOMPLETE: True}, overwrite=self.replaces)
 
     def _read(self, numbers: Iterable[int]) -> dict[int, Any]:
         inputs = {}
@@ -237,8 +247,11 @@ class Job(ABC, Generic[ItemT, ResultT]):
             if not all(present):
                 incomplete += any(present)
                 continue
-            for name in item.sidecars:
-                record = _read_record(self.out / name)
+            records = {name: _read_record(self.out / name) for name in item.sidecars}
+            if any(record.get(INCOMPLETE) for record in records.values()):
+                incomplete += 1
+                continue
+            for name, record in records.items():
                 difference = self._difference(item, record)
                 if difference is not None:
                     problems.add(

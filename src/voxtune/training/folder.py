@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ from voxtune.training.log import METRICS, SAMPLES, TENSORBOARD
 
 CONFIG, SOURCES, COMMANDS, MODEL = "train.json", "sources.json", "commands.json", "model"
 SOURCES_FORMAT = "voxtune-sources/1"
-# Files of a run, in the order in which they are deleted: what is left after an interruption is still a run.
+# Files of a run, in the order in which they are deleted: what is left after an interruption is a run that knows its data, or
+# a folder for a new one.
 RUN_FILES = (
     *(f"{MODEL}/{name}" for name in ("README.md", "model.safetensors", "config.json")),
     *(f"{CHECKPOINTS}/step-*.safetensors", f"{CHECKPOINTS}/step-*.safetensors.damaged"),
-    *(f"{SAMPLES}/step-*.png", f"{TENSORBOARD}/events.out.tfevents.*", METRICS, COMMANDS, SOURCES, CONFIG),
+    *(f"{SAMPLES}/step-*.png", f"{TENSORBOARD}/events.out.tfevents.*", METRICS, COMMANDS, CONFIG, SOURCES),
 )
 # What a run that was killed before its first setting leaves behind; .lock is that of version 0.1.
 LEFTOVERS = {LOCK, ".lock", SOURCES}
@@ -53,8 +55,12 @@ def check_new_run(out: Path, *, overwrite: bool) -> None:
 
 
 def delete_run(out: Path) -> None:
-    """Deletes the files of an earlier run, which `check_new_run` has checked; other files stay."""
+    """Deletes the files of an earlier run, which `check_new_run` has checked, and the folders that this empties."""
     for path in _run_files(out):
+        if path.name == CONFIG:  # from here on, the folder is one for a new run, which has no other folders
+            for folder in (MODEL, CHECKPOINTS, SAMPLES, TENSORBOARD):
+                with suppress(OSError):  # holds other files, or does not exist
+                    (out / folder).rmdir()
         path.unlink(missing_ok=True)
 
 
