@@ -78,6 +78,6 @@ def test_auto_is_cached_and_samples_the_same(tmp_path, monkeypatch, golden):
     a, b = model.sample(mask, seed=1), fast.sample(mask, seed=1)
     assert float((a - b).norm() / a.norm()) < 0.1
     assert len(list((tmp_path / "plans").glob("*.json"))) == 1
-    monkeypatch.setattr("voxtune.plan.api._ready", None)
+    monkeypatch.setattr("voxtune.plan.api._searched", None)
     voxtune.optimize(model).sample(mask, seed=1)
     model.to("cpu")

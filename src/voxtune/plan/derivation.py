@@ -98,7 +98,13 @@ class LiveWeights:
         current = list(chain.from_iterable(map(dict.values, self._dictionaries)))
         if len(current) != len(self._objects) or not all(map(is_, current, self._objects)):
             return True
-        return list(map(_version, self._tensors)) != self._versions or list(map(_place, self._tensors)) != self._places
+        return list(map(_version, self._tensors)) != self._versions or not self._in_place()
+
+    def _in_place(self) -> bool:
+        """Whether each tensor lies where it lay; PyTorch's builds for CUDA have a function for it."""
+        if _PLACES_EQUAL is not None:
+            return bool(_PLACES_EQUAL(self._tensors, self._places, self._indices))
+        return list(map(_place, self._tensors)) == self._places
 
     def _watch(self) -> None:
         """Takes the network's present weights as those of the graph."""
@@ -110,6 +116,7 @@ class LiveWeights:
         # Inference tensors have no version counter; they cannot be written to outside inference mode either.
         self._tensors = [x for x in self._objects if isinstance(x, Tensor) and not x.is_inference()]
         self._versions, self._places = list(map(_version, self._tensors)), list(map(_place, self._tensors))
+        self._indices = list(range(len(self._tensors)))
 
     def repack(self) -> None:
         """Computes the graph's weights again from those of the network; StaleError if these no longer fit."""
@@ -149,6 +156,7 @@ class LiveWeights:
 
 
 _version, _place = attrgetter("_version"), Tensor.data_ptr
+_PLACES_EQUAL: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
 def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
