@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_
@@ -95,8 +95,7 @@ class LiveWeights:
     def changed(self) -> bool:
         """Whether a parameter or buffer of the network was replaced or written to since the last `repack`."""
         # Loops in C: this runs at every call, beside the GPU's work.
-        current = list(chain.from_iterable(map(dict.values, self._dictionaries)))
-        if len(current) != len(self._objects) or not all(map(is_, current, self._objects)):
+        if not all(map(is_, chain.from_iterable(self._views), self._objects)):
             return True
         return list(map(_version, self._tensors)) != self._versions or not self._in_place()
 
@@ -111,8 +110,9 @@ class LiveWeights:
         of_module: Iterator[tuple[Any, ...]] = (
             (m._parameters, m._buffers, m._modules) for m in self.original.modules()
         )
-        self._dictionaries: list[dict[str, Any]] = [d for group in of_module for d in group if d]
-        self._objects = list(chain.from_iterable(map(dict.values, self._dictionaries)))
+        # Live views of the modules' dictionaries; the end shows that there are as many objects as before.
+        self._views: list[Iterable[Any]] = [*(d.values() for group in of_module for d in group if d), (_END,)]
+        self._objects = list(chain.from_iterable(self._views))
         # Inference tensors have no version counter; they cannot be written to outside inference mode either.
         self._tensors = [x for x in self._objects if isinstance(x, Tensor) and not x.is_inference()]
         self._versions, self._places = list(map(_version, self._tensors)), list(map(_place, self._tensors))
@@ -155,6 +155,7 @@ class LiveWeights:
         return results[key]
 
 
+_END = object()
 _version, _place = attrgetter("_version"), Tensor.data_ptr
 _PLACES_EQUAL: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
