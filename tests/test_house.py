@@ -64,7 +64,7 @@ MAY_READ: dict[str, tuple[set[str], str]] = {
     "report/view.py": ({"read_text"}, "data of the package"),
     "data/pixels.py": ({"Image.open"}, "within the guard; its size is checked before it is decoded"),
     "data/subjects.py": ({"open"}, "a member of an archive of opening_zip"),
-    "tensorfiles.py": ({"open"}, "a member of an archive of opening_zip"),
+    "tensorfiles.py": ({"open"}, "a member of an archive of opening_zip; the temporary file that it writes"),
     "plan/saved_graph.py": ({"read_bytes"}, "source of the package"),
     "runtime/batching.py": ({"read_text"}, "/proc"),
     "profile/environment.py": ({"read_text"}, "/proc"),

@@ -12,12 +12,12 @@ import zipfile
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.factories import GOLDENS
 from voxtune.errors import InputError
-from voxtune.tensorfiles import read_safetensors, read_torch
+from voxtune.tensorfiles import read_safetensors, read_torch, save_safetensors
 
 TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 WHOLE = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
@@ -234,6 +234,32 @@ def test_as_safetensors_reads_it(tmp_path):
     assert {name: content[name].tolist() for name in tensors} == {name: t.tolist() for name, t in tensors.items()}
     assert {name: t.dtype for name, t in content.items()} == {name: t.dtype for name, t in tensors.items()}
     assert metadata == {"format": "pt", "run": '{"a": 1}'}
+
+
+def test_written_as_safetensors_does(tmp_path):
+    """The file can be read by the library, and writing it makes no other file, which a kill would leave behind."""
+    part, folder = tmp_path / "part", [tmp_path / "part"]
+    part.touch()
+    identity = part.stat().st_ino
+    tensors = {str(kind): torch.arange(24).reshape(2, 3, 4).to(kind) for kind in (*TYPES, *WHOLE)}
+    tensors |= {"scalar": torch.tensor(2.5), "none": torch.zeros(0, 4), "ä": torch.arange(6.0).reshape(2, 3).T}
+    listings = []
+
+    class Listing(dict):
+        def __getitem__(self, name):
+            listings.append(list(tmp_path.iterdir()))
+            return super().__getitem__(name)
+
+    save_safetensors(part, Listing(tensors), {"format": "pt", "run": '{"a": "ä"}'})
+    assert part.stat().st_ino == identity and all(files == folder for files in listings)
+    for content in (load_file(part), read_safetensors(part)[0]):
+        assert content.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert content[name].dtype == tensor.dtype and torch.equal(content[name], tensor)
+    assert read_safetensors(part)[1] == {"format": "pt", "run": '{"a": "ä"}'}
+    written = part.read_bytes()
+    save_safetensors(part, dict(reversed(tensors.items())), {"format": "pt", "run": '{"a": "ä"}'})
+    assert part.read_bytes() == written, "whatever the order of the tensors"
 
 
 def header(entries: object, data: bytes = b"", length: int | None = None) -> bytes:

@@ -1,13 +1,16 @@
-"""Files of tensors: PyTorch checkpoints and safetensors, read without executing or trusting anything in them.
+"""Files of tensors: PyTorch checkpoints and safetensors, read without executing or trusting anything in them; safetensors
+are also written.
 
 Sizes in a file are compared with the bytes present and with the memory limit before a tensor is made.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
@@ -255,6 +258,31 @@ class _Place:
     shape: tuple[int, ...]
     start: int
     end: int
+
+
+def save_safetensors(part: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Writes a safetensors file to `part`, the temporary file of `voxtune.files.writing`, one tensor after the other.
+
+    The library's own writer makes a temporary file of another name, which a killed process leaves behind for ever.
+    """
+    import torch
+
+    types = {getattr(torch, kind): name for name, kind in SAFETENSORS_TYPES.items()}
+    # The largest numbers first, so that all are aligned; then by name, so that the same tensors give the same bytes.
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, types[tensors[name].dtype], name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.itemsize
+        header[name] = {"dtype": types[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with part.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in order:
+            numbers: Any = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            file.write(numbers)
 
 
 def _place(name: str, entry: Any) -> _Place:

@@ -15,7 +15,6 @@ from voxtune.errors import InputError, overwrite_advice
 from voxtune.files import (
     check_outputs,
     checked_path,
-    one_line,
     recorded_path,
     reporting_os_errors,
     write_file,
@@ -26,7 +25,7 @@ from voxtune.marks import marked_markdown
 from voxtune.reading import file_sha256, parse_json, read_json
 from voxtune.runtime.model import Model, ModelConfig, checked_device
 from voxtune.runtime.sampling import AutoSampling
-from voxtune.tensorfiles import read_safetensors
+from voxtune.tensorfiles import read_safetensors, save_safetensors
 from voxtune.workloads import NetworkConfig, build
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
@@ -176,15 +175,8 @@ def write_safetensors(
     path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], *, overwrite: bool = False, state: bool = False
 ) -> None:
     """Writes atomically: after a crash or on a full disk, an existing file is unchanged. The rules are those of `writing`."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     with writing(path, overwrite=overwrite, state=state) as part:
-        try:
-            save_file(tensors, part, metadata=metadata)
-        except SafetensorError as error:
-            # The library wraps the operating system's error; the callers expect OSError.
-            raise OSError(one_line(error)) from error
+        save_safetensors(part, tensors, metadata)
 
 
 def weights_sha256(path: Path) -> str | None:
