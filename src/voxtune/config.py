@@ -70,7 +70,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         return _tuple(args, value, where)
     if origin is typing.Literal:
         if value not in args:
-            raise InputError(f"{where}: {str(value)[:80]!r} is not one of {', '.join(map(repr, args))}")
+            raise InputError(f"{where}: {repr(value)[:80]} is not one of {', '.join(map(repr, args))}")
         return value
     if dataclasses.is_dataclass(hint):
         return from_mapping(hint, value, where)  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ def _optional(args: tuple[Any, ...], value: Any, where: str) -> Any:
 
 def _tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
-        raise InputError(f"{where}: expected a list, got {str(value)[:80]!r}")
+        raise InputError(f"{where}: expected a list, got {repr(value)[:80]}")
     if len(value) > MAX_ITEMS:
         raise InputError(f"{where}: a list of {len(value)} values, more than {MAX_ITEMS}")
     if args[-1] is Ellipsis:

@@ -100,7 +100,7 @@ def test_small_files_that_require_much_memory_are_rejected_at_once(content):
     began = time.thread_time()
     with pytest.raises(InputError, match="pickle"):
         unpickle(content)
-    assert time.thread_time() - began < 2
+    assert time.thread_time() - began < 6  # of seconds on a busy machine; it would take hours
 
 
 def test_a_memo_takes_memory_for_its_entries_only():

@@ -69,7 +69,7 @@ def test_a_full_disk_is_no_error(rewritten, tmp_path, monkeypatch):
     for module, (name, error) in errors.items():
         with monkeypatch.context() as patch:
             patch.setattr(module, name, Mock(side_effect=error))
-            save_graph(tmp_path / "a.graph", rewritten.runner.inner, rewritten.notes, CPU)
+            save_graph(tmp_path / "a.graph", rewritten)
     assert not list(tmp_path.iterdir())
 
 

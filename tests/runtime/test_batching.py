@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.factories import analytic
+from voxtune.plan.heap import reuse_memory
 from voxtune.runtime import batching
 from voxtune.runtime.batching import choose_batch, fastest_batch
 from voxtune.runtime.model import Model
@@ -115,6 +116,7 @@ def test_memory_bounds_the_batch(monkeypatch, available, reason):
 
 def test_memory_of_this_machine_is_read():
     device = torch.device("cpu")
+    reuse_memory(False)  # a plan of another test may have turned it on
     in_use, available, peak = (
         batching._memory_in_use(device),
         batching._available_memory(device),

@@ -77,6 +77,10 @@ class Request:
             return ("fp32",)
         return (self.precision,)
 
+    def key(self, model: nn.Module, device: torch.device) -> dict[str, str]:
+        """What a cached plan depends on, apart from the network, the inputs and the machine."""
+        return {"precision": f"{self.precision}: {', '.join(self.precisions(model, device))}"}
+
 
 def optimize(
     model: nn.Module,
@@ -194,7 +198,7 @@ def _no_autocast(target: PlanTarget) -> Any:
 def _auto(target: PlanTarget, request: Request) -> Optimized:
     precisions = request.precisions(target.model, target.device)
     with clocked("network hashed"):
-        here = identity(target.model, target.inputs) | {"precision": f"{request.precision}: {', '.join(precisions)}"}
+        here = identity(target.model, target.inputs) | request.key(target.model, target.device)
     cached = remembered(here) if request.cache else None
     if cached is not None and (request.search != "full" or cached.evidence.get("search") == "full"):
         return _from_cache(target, cached)

@@ -215,7 +215,9 @@ def tune_model(
     returns the deep feature, and then, with the same passes and without a time limit, the outer levels. The gate checks these
     on one input, since it has checked the passes on the full network. `progress` receives the fraction that is done.
     """
+    from voxtune.plan.api import Request
     from voxtune.plan.cache import remember
+    from voxtune.plan.plan import Plan
     from voxtune.plan.tuner import BASELINE, Tuned, TunerRung, tune
 
     def tuned(network: nn.Module, args: tuple[Any, ...], start: float, end: float, **options: Any) -> Tuned:
@@ -227,7 +229,9 @@ def tune_model(
             progress=lambda done, total: progress(start + (end - start) * done / total),
             **options,
         )
-        remember(result.plan)
+        # For plan="auto".
+        key = Request(precision="auto").key(network, model.device)
+        remember(Plan(result.plan.steps, result.plan.made_for | key, result.plan.evidence))
         return result
 
     limits: dict[str, Any] = {
