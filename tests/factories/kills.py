@@ -22,6 +22,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import faulthandler
 import json
 import os
 import pathlib
@@ -102,11 +103,11 @@ class Commands:
         *,
         kill_after: float | None = None,
         signal_after: tuple[float, int] | None = None,
-        timeout: float = 120.0,
+        timeout: float = 300.0,
         fresh: bool = False,
         cwd: Path | None = None,
     ) -> Done:
-        """Runs one command; a command that takes longer than `timeout` is killed, and TimeoutError raised."""
+        """Runs one command. One that takes longer than `timeout` is killed; the TimeoutError says where it was."""
         if kill_after is not None:
             signal_after = (kill_after, signal.SIGKILL)
         with tempfile.TemporaryDirectory() as place:
@@ -141,9 +142,11 @@ class Commands:
         deadline = time.monotonic() + timeout
         while not ended.exists():
             if time.monotonic() > deadline:
+                os.kill(child, signal.SIGUSR1)
+                time.sleep(1)
                 os.kill(child, signal.SIGKILL)
                 server.stdout.readline()
-                raise TimeoutError(f"hangs: {job['arguments']}")
+                raise TimeoutError(f"hangs: {job['arguments']}\n{Path(job['stderr']).read_text(errors='replace')}")
             time.sleep(0.002)
         return int(server.stdout.readline())
 
@@ -274,6 +277,7 @@ def _execute(job: dict[str, Any]) -> int:
         os.dup2(os.open(name, os.O_RDWR | os.O_APPEND), handle)
     if job["cwd"] is not None:
         os.chdir(job["cwd"])
+    faulthandler.register(signal.SIGUSR1, file=2)
     sys.argv[:] = ["voxtune", *job["arguments"]]
     _Steps(job["steps"], None if job["fault"] is None else Fault(**job["fault"])).install()
     from voxtune.__main__ import run
