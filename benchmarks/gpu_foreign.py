@@ -1,10 +1,12 @@
 """Networks of other libraries in every way of running them, beside `voxtune.optimize`: benchmarks/results/h200/foreign.json.
 
-Rows are named NETWORK:WAY; all ways of one network are measured in one run. The weights are random, without zeros. Errors are
-relative, against float64, or against float32 where a network does not accept float64.
+Rows are named NETWORK:WAY; all ways of one network are measured in one run, by a process of its own that measures one way after
+the other. The weights are random, without zeros. Errors are relative, against float64, or against float32 where a network does
+not accept float64. `first_s` is the time to the first answer in a process that has run the ways before; for torch.compile it is
+that of a warm cache with `--prepare`, which compiles all networks beforehand, several at a time.
 
     python benchmarks/gpu_foreign.py --networks nnunet_plain_128,segresnet_128 --ways fp32,autocast,voxtune
-    python benchmarks/gpu_foreign.py --profile nnunet_plain_128     # kernels of the plan, in the order of their time
+    python benchmarks/gpu_foreign.py --networks nnunet_plain_128 --profile     # kernels of the plan, in the order of their time
 """
 
 from __future__ import annotations
@@ -12,8 +14,13 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -312,29 +319,94 @@ def profile(name: str) -> None:
         print(f"  {event.self_device_time_total / 5e3:8.3f} ms  {event.count // 5:4d} x  {event.key[:100]}")
 
 
+def measure_here(names: Sequence[str], ways: Sequence[str], runs: int, out: Path, *, profiles: bool) -> None:
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        with torch.no_grad():
+            expected, kind = reference(name)
+        for way in ways:
+            rows.append(measure(name, way, expected, kind, runs))
+            show(rows[-1])
+            write(out, rows)
+        if profiles:
+            profile(name)
+
+
+def show(r: dict[str, Any]) -> None:
+    failed = r.get("failed")
+    figures = (
+        ""
+        if failed
+        else f"{r['p50_ms']:8.3f} ms  error {r['error']:.1e}  {r['peak_gib']:.2f} GiB  first {r['first_s']} s"
+    )
+    print(f"{r['name']:44} {failed or figures}", flush=True)
+
+
+def measure_apart(name: str, ways: Sequence[str], given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measures one network in a process of its own, and notes the ways that did not finish in time."""
+    with tempfile.TemporaryDirectory() as folder:
+        part = Path(folder) / "rows.json"
+        command = [sys.executable, __file__, "--here", "--networks", name, "--ways", ",".join(ways), "--out", str(part)]
+        command += ["--runs", str(given.runs), *(["--profile"] if given.profile else [])]
+        started, ended = time.monotonic(), "failed"
+        try:
+            subprocess.run(command, timeout=given.limit, check=False)
+        except subprocess.TimeoutExpired:
+            ended = f"did not finish: {name} was stopped after {time.monotonic() - started:.0f} s"
+        rows = json.loads(part.read_text())["rows"] if part.is_file() else []
+    done = {r["name"] for r in rows}
+    return [*rows, *({"name": f"{name}:{w}", "failed": ended} for w in ways if f"{name}:{w}" not in done)]
+
+
+def prepare(names: Sequence[str], ways: Sequence[str], limit: float) -> None:
+    """Fills torch.compile's cache, since compilation needs the CPU only; what is measured later starts from the cache."""
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    started = time.monotonic()
+    command = [sys.executable, __file__, "--compile-only", "--ways", ",".join(ways), "--networks"]
+    processes = [subprocess.Popen([*command, name], env=environment) for name in names]
+    for process in processes:
+        try:
+            process.wait(max(1.0, limit - (time.monotonic() - started)))
+        except subprocess.TimeoutExpired:
+            process.kill()
+    print(f"compiled ahead in {time.monotonic() - started:.0f} s", flush=True)
+
+
+@torch.no_grad()
+def compile_only(name: str, ways: Sequence[str]) -> None:
+    for way in ways:
+        net, (args, kwargs) = made(name)
+        WAYS[way](net, args, kwargs)()
+        torch.cuda.synchronize()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", default=",".join(NETWORKS))
     parser.add_argument("--ways", default=",".join(w for w in WAYS if w != "compile_max_autotune"))
     parser.add_argument("--runs", type=int, default=30)
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of Voxtune's plan")
+    parser.add_argument(
+        "--prepare", type=float, default=0.0, metavar="SECONDS", help="compile ahead, at most this long"
+    )
+    parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="stop a network after this time")
+    parser.add_argument("--here", action="store_true", help="measure in this process")
+    parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "foreign.json")
     given = parser.parse_args()
+    names, ways = given.networks.split(","), given.ways.split(",")
+    if given.compile_only:
+        return compile_only(names[0], ways)
+    if given.here:
+        return measure_here(names, ways, given.runs, given.out, profiles=given.profile)
+    by_compiler = [w for w in ways if w.startswith("compile") and "max" not in w]
+    if given.prepare and by_compiler:
+        prepare(names, by_compiler, given.prepare)
     rows: list[dict[str, Any]] = []
-    for name in given.networks.split(","):
-        with torch.no_grad():
-            expected, kind = reference(name)
-        for way in given.ways.split(","):
-            rows.append(measure(name, way, expected, kind, given.runs))
-            r = rows[-1]
-            shown = (
-                r.get("failed")
-                or f"{r['p50_ms']:8.3f} ms  error {r['error']:.1e}  {r['peak_gib']:.2f} GiB  first {r['first_s']} s"
-            )
-            print(f"{r['name']:44} {shown}", flush=True)
-            write(given.out, rows)
-        if given.profile:
-            profile(name)
+    for name in names:
+        rows += measure_apart(name, ways, given)
+        write(given.out, rows)
+    return None
 
 
 if __name__ == "__main__":
