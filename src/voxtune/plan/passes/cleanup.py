@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from voxtune.plan.derivation import Derivation, Ref, computes_weights
 from voxtune.plan.graph import CASTS, Captured, argument, aten, is_call, shape, value
 from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage
-from voxtune.plan.passes.written_norm import written_norms
+from voxtune.plan.passes.written_norm import RESHAPES, written_norms
 
 COPIES = (
     aten.detach.default,
@@ -37,6 +37,7 @@ def cleanup(captured: Captured, _context: Context, _options: dict[str, Any]) -> 
     count += _fold(captured)
     count += _share_equal(captured)
     count += written_norms(captured)
+    count += _merge_reshapes(captured)
     captured.refresh()
     return PassOutcome(count)
 
@@ -67,7 +68,7 @@ def _computes_nothing(node: fx.Node) -> bool:
     # A captured graph has no in-place operators: a copy equals its source.
     if is_call(node, *COPIES):
         return True
-    if is_call(node, *CASTS, aten.to.dtype_layout, aten.to.device, aten.to.other):
+    if is_call(node, *CASTS, aten.to.dtype_layout, aten.to.device, aten.to.other, aten.type_as.default):
         before, after = value(node.args[0]), value(node)
         return (
             before is not None and after is not None and before.dtype == after.dtype and before.device == after.device
@@ -233,6 +234,21 @@ def _fold(captured: Captured) -> int:
             captured.replace(node, constant)
     captured.refresh()
     return len(folded)
+
+
+def _merge_reshapes(captured: Captured) -> int:
+    """A reshape of a reshape is one; one to the shape that its source has is none. They would hide what follows a norm."""
+    count = 0
+    for node in captured.nodes(*RESHAPES):
+        source = node.args[0]
+        if is_call(source, *RESHAPES):
+            node.update_arg(0, source.args[0])
+            count += 1
+        if shape(node.args[0]) == shape(node):
+            captured.replace(node, node.args[0])  # type: ignore[arg-type]
+            captured.graph.erase_node(node)
+            count += 1
+    return count
 
 
 def _share_equal(captured: Captured) -> int:

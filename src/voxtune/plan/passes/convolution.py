@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional
 
 from voxtune.plan.derivation import computes_weights
 from voxtune.plan.graph import Captured, argument, aten, channel_sources, is_call, shape, sole_user
@@ -21,6 +22,8 @@ from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage, regi
 from voxtune.plan.passes.norm import per_channel, set_argument
 
 CONVOLUTIONS = (aten.conv2d.default, aten.conv3d.default)
+# The kernels write output channels in units of 16 bytes.
+UNIT = 8
 
 
 def is_plain(node: fx.Node, kernel: int) -> bool:
@@ -165,14 +168,18 @@ def conv3d(captured: Captured, _context: Context, options: dict[str, Any]) -> Pa
         weight, bias = constants
         sources = channel_sources(window.source)
         K, C = weight.shape[:2]
-        reason = kernel.why_not_weight(K, tuple(shape(s)[1] for s in sources), window.kernel)
+        whole = -(-K // UNIT) * UNIT
+        reason = kernel.why_not_weight(whole, tuple(shape(s)[1] for s in sources), window.kernel)
         if reason and len(sources) > 1:
-            sources, reason = [window.source], kernel.why_not_weight(K, (C,), window.kernel)
+            sources, reason = [window.source], kernel.why_not_weight(whole, (C,), window.kernel)
         if reason or (C, K, *shape(node)[2:]) in excepted:
             skipped.append(reason or "excepted by the plan")
             continue
-        packed = captured.derive("packed", kernel.pack, argument(node, "weight"))
-        _own_conv3d(captured, node, sources, window, packed, bias)
+        if whole > K:
+            _few_outputs(captured, node, sources, window, bias, whole)
+        else:
+            packed = captured.derive("packed", kernel.pack, argument(node, "weight"))
+            _own_conv3d(captured, node, sources, window, packed, bias)
         count += 1
     captured.refresh()
     missing = "no convolution of stride 1 with a kernel of 3x3x3, 1x3x3 or 3x1x1"
@@ -186,6 +193,32 @@ def _own_conv3d(
     args = (sources, packed, join.shift(), join.residual)
     taps = {"kernel": list(window.kernel), "padding": list(window.padding)}
     insert_with_statistics(captured, join, torch.ops.voxtune.conv3d.default, *args, of=node, **taps)
+
+
+def _few_outputs(
+    captured: Captured, node: fx.Node, sources: list[Any], window: Window, bias: fx.Node | None, whole: int
+) -> None:
+    """A convolution whose outputs are not a multiple of UNIT, such as a head: with outputs of zero, which nothing reads."""
+    K = shape(node)[1]
+    packed = captured.derive("packed", padded_pack, argument(node, "weight"), whole)
+    shift = None if bias is None else captured.derive("bias", padded_row, bias, whole)
+    args = (sources, packed, shift, None, False)
+    taps = {"kernel": list(window.kernel), "padding": list(window.padding)}
+    both = captured.insert(node, torch.ops.voxtune.conv3d.default, *args, of=node, **taps)
+    y = captured.insert(node, operator.getitem, both, 0)
+    captured.replace(node, captured.insert(node, aten.slice.Tensor, y, 1, 0, K))
+
+
+@computes_weights
+def padded_pack(weight: Tensor, outputs: int) -> Tensor:
+    from voxtune.kernels.conv3d import pack
+
+    return pack(functional.pad(weight, (0,) * (2 * weight.dim() - 1) + (outputs - weight.shape[0],)))
+
+
+@computes_weights
+def padded_row(bias: Tensor, outputs: int) -> Tensor:
+    return functional.pad(as_row(bias), (0, outputs - bias.shape[0]))
 
 
 def insert_with_statistics(captured: Captured, join: Join, target: Any, *args: Any, of: fx.Node, **kwargs: Any) -> None:

@@ -23,6 +23,10 @@ NEAREST = (
     aten.upsample_nearest3d.vec,
     aten.upsample_nearest2d.default,
     aten.upsample_nearest3d.default,
+    aten._upsample_nearest_exact2d.vec,
+    aten._upsample_nearest_exact3d.vec,
+    aten._upsample_nearest_exact2d.default,
+    aten._upsample_nearest_exact3d.default,
 )
 
 
