@@ -21,9 +21,7 @@ class Attention(nn.Module):
 
     def forward(self, x):
         tokens = x.flatten(2).transpose(1, 2)
-        q, k, v = (
-            layer(tokens).unflatten(2, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v)
-        )
+        q, k, v = (layer(tokens).unflatten(2, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         return x + self.out(y).transpose(1, 2).view_as(x)
 
