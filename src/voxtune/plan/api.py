@@ -21,30 +21,19 @@ from voxtune.plan.gate import Trajectory
 from voxtune.plan.hazards import refuses_half
 from voxtune.plan.measure import clocked
 from voxtune.plan.optimized import Optimized, Variant, precision_in_force, weights_type
-from voxtune.plan.passes import PassStage, Precision, precision_of, select
+from voxtune.plan.passes import Precision, precision_of
 from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import GraphPool, Inputs, kernels_ready
 from voxtune.plan.saved_graph import load_graph, save_graph
-from voxtune.plan.search import Search, fastest
-from voxtune.plan.tuner import BASELINE, SHARED, first_admitted, gate_for, judge
+from voxtune.plan.search import CPU_READY, READY, Search, fastest, ready_plans
+from voxtune.plan.tuner import BASELINE, first_admitted, gate_for, judge
+
+__all__ = ["CPU_READY", "READY", "Request", "RequestedPrecision", "optimize", "ready_plans", "to_stderr"]
 
 log = logging.getLogger("voxtune")
 # "same": as plain PyTorch computes when the network is called; "auto": whatever the gate accepts.
 RequestedPrecision = Literal["same", "auto", "fp32", "tf32", "bf16", "fp16"]
-
-_FUSED = (PassStage.LAYOUT, *SHARED, PassStage.NORM, PassStage.FUSION, PassStage.AUTOTUNING)
-FUSED = select(*_FUSED)
-# Plans for a GPU without a search, fastest first; the first one that passes the gate is used.
-READY = (
-    Plan.of(*select("bf16", *_FUSED, PassStage.EDGES, PassStage.CONVOLUTION, PassStage.CUDA_GRAPH)),
-    Plan.of(*select("bf16", *_FUSED, PassStage.CUDA_GRAPH)),
-    Plan.of(*select("bf16", *_FUSED)),
-    Plan.of(*select("tf32", *_FUSED)),
-    Plan.of(*select("tf32")),
-)
-# Exact, and without a search.
-CPU_READY = (Plan.of(*select(*SHARED, PassStage.LAYOUT)),)
 
 
 def to_stderr(line: str) -> None:
@@ -251,16 +240,6 @@ def _unsearched(
     network, verdict = admitted
     network.plan = Plan(network.plan.steps, here, {"gate": verdict.figures})
     return network
-
-
-def ready_plans(precisions: Sequence[Precision]) -> list[Plan]:
-    """The ready-made plans of these precisions."""
-    known = [plan for plan in READY if precision_of(plan.names) in precisions]
-    for precision in precisions:
-        if not any(precision_of(plan.names) == precision for plan in known):
-            half = (PassStage.EDGES, PassStage.CONVOLUTION) if precision in HALF else ()
-            known.append(Plan.of(*select(precision, *_FUSED, *half, PassStage.CUDA_GRAPH)))
-    return known
 
 
 def _from_cache(target: PlanTarget, plan: Plan) -> Optimized:

@@ -16,7 +16,7 @@ from voxtune.plan.graph import Captured, capture
 from voxtune.plan.measure import clocked
 from voxtune.plan.optimized import Optimized, Variant
 from voxtune.plan.passes import BY_NAME, PASSES, Context, Pass
-from voxtune.plan.passes.base import HALF
+from voxtune.plan.passes.base import EXCEPTED, HALF
 from voxtune.plan.passes.execution import CUDA_GRAPH
 from voxtune.plan.plan import Plan, Step
 from voxtune.plan.run import GraphPool, Inputs, Runner, Signature
@@ -150,8 +150,13 @@ def build(
 
 
 def _effective(step: Step, notes: dict[str, str]) -> bool:
-    """Whether a pass is in force; one that selects a precision is, also where it finds nothing to cast."""
-    return BY_NAME[step.name].precision is not None or not notes[step.name].startswith(("no effect", "does not apply"))
+    """Whether a pass is in force; one that selects a precision is, also where it finds nothing to cast.
+
+    One whose every convolution the plan excepts stays: it applies at other sizes.
+    """
+    note = notes[step.name]
+    kept = BY_NAME[step.name].precision is not None or note == f"no effect: {EXCEPTED}"
+    return kept or not note.startswith(("no effect", "does not apply"))
 
 
 def _in_force(plan: Plan, notes: dict[str, str]) -> frozenset[str]:

@@ -32,9 +32,18 @@ CPU_CALLS, CPU_REFERENCES = 12, 12
 CPU_BUDGET = 25.0
 ORIGINAL = "original"
 
+# What candidates are composed of. Own convolutions compute in half precision.
+_CPU_FUSED = (*SHARED, PassStage.LAYOUT)
 _FUSED = (PassStage.LAYOUT, *SHARED, PassStage.NORM, PassStage.FUSION, PassStage.AUTOTUNING)
 _OWN = (PassStage.EDGES, PassStage.CONVOLUTION)
-_PRECISION_STAGES = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "fp16": "fp16"}
+FUSED = select(*_FUSED)
+_QUICK = ("own kernels", "fused norms", "channels-last graph", "graph")
+_QUICK_CPU = ("fused", "memory reuse", "sharing")
+# Without a search, fastest first; the first one that passes the gate is used.
+_UNMEASURED: dict[Precision, tuple[str, ...]] = {
+    "bf16": ("own kernels", "fused norms", "fused norms, no graph"),
+    "tf32": ("fused norms, no graph", "precision alone"),
+}
 
 
 @dataclass(frozen=True)
@@ -44,27 +53,42 @@ class Candidate:
 
 
 def candidates(precision: Precision, device: torch.device, search: Search = "quick") -> list[Candidate]:
-    """Plans in this precision that are worth a try, the most promising first."""
+    """Plans in this precision that are worth a try, the most promising first; without a search, those used unmeasured."""
     if device.type == "cpu":
-        plans = [
-            ("fused", select(precision, *SHARED, PassStage.LAYOUT, PassStage.MEMORY)),
-            ("memory reuse", select(precision, PassStage.MEMORY)),
-            ("sharing", select(precision, *SHARED, PassStage.MEMORY)),
-        ]
-        if search == "full":
-            plans.append(("torch.compile", select(precision, PassStage.CLEANUP, PassStage.COMPILER)))
+        plans = {
+            "fused": select(precision, *_CPU_FUSED, PassStage.MEMORY),
+            "memory reuse": select(precision, PassStage.MEMORY),
+            "sharing": select(precision, *SHARED, PassStage.MEMORY),
+            "torch.compile": select(precision, PassStage.CLEANUP, PassStage.COMPILER),
+        }
+        names = {"quick": _QUICK_CPU, "full": tuple(plans)}.get(search or "", ())
     else:
-        graph = PassStage.CUDA_GRAPH
-        plans = [
-            ("own kernels", select(precision, *_FUSED, *(_OWN if precision in HALF else ()), graph)),
-            ("fused norms", select(precision, *_FUSED, graph)),
-            ("channels-last graph", select(precision, *SHARED, PassStage.LAYOUT, PassStage.AUTOTUNING, graph)),
-            ("graph", select(precision, *SHARED, PassStage.AUTOTUNING, graph)),
-        ]
-        if search == "full":
-            compiled = select(precision, PassStage.LAYOUT, PassStage.CLEANUP, PassStage.COMPILER, PassStage.AUTOTUNING)
-            plans += [("torch.compile", compiled), ("torch.compile, graph", (*compiled, *select(graph)))]
-    return [Candidate(name, Plan.of(*passes)) for name, passes in plans]
+        graph, own = PassStage.CUDA_GRAPH, _OWN if precision in HALF else ()
+        compiled = select(precision, PassStage.LAYOUT, PassStage.CLEANUP, PassStage.COMPILER, PassStage.AUTOTUNING)
+        plans = {
+            "own kernels": select(precision, *_FUSED, *own, graph),
+            "fused norms": select(precision, *_FUSED, graph),
+            "fused norms, no graph": select(precision, *_FUSED),
+            "channels-last graph": select(precision, *SHARED, PassStage.LAYOUT, PassStage.AUTOTUNING, graph),
+            "graph": select(precision, *SHARED, PassStage.AUTOTUNING, graph),
+            "precision alone": select(precision),
+            "torch.compile": compiled,
+            "torch.compile, graph": (*compiled, *select(graph)),
+        }
+        full = (*_QUICK, "torch.compile", "torch.compile, graph")
+        unmeasured = _UNMEASURED.get(precision, ("own kernels",))
+        names = {"quick": _QUICK, "full": full}.get(search or "", unmeasured)
+    return [Candidate(name, Plan.of(*plans[name])) for name in names]
+
+
+def ready_plans(precisions: Sequence[Precision]) -> list[Plan]:
+    """Plans of these precisions for a GPU without a search."""
+    return [c.plan for precision in precisions for c in candidates(precision, torch.device("cuda"), False)]
+
+
+READY = tuple(ready_plans(("bf16", "tf32")))
+# Exact, and without a search.
+CPU_READY = (Plan.of(*select(*_CPU_FUSED)),)
 
 
 @dataclass
