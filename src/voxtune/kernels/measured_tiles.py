@@ -1,7 +1,7 @@
 """Tiles that were measured on a card: for a shape that has one, it replaces the kernel's own rule.
 
 Why: the rules of conv3d_tiles.py and parity_tiles.py come from measurements of one card and one network, and elsewhere from
-arithmetic. plan/tiling.py measures `candidates` beside the rule's tile for the shapes of the network at hand, and keeps the table.
+arithmetic. plan/tiling.py measures `candidates` beside the rule's tile for the shapes of the network at hand; the table is kept.
 
 A shape is (N, D, H, W of the result or source, channels of each source, output channels, extents of the kernel, strides).
 """
