@@ -121,13 +121,14 @@ class Competition:
     untimed: list[KernelForm] = field(default_factory=list)
 
     def lost(self) -> dict[tuple[str, tuple[int, ...]], list[KernelTimes]]:
-        """By pass and shape, all forms of a shape that loses: a plan's option does not distinguish them."""
+        """By pass and shape, the largest loss first: all forms of a shape, which a plan's option does not distinguish."""
         groups: dict[tuple[str, tuple[int, ...]], list[KernelTimes]] = {}
         for entry in self.times:
             groups.setdefault(entry.form.excepted, []).append(entry)
         unknown = {form.excepted for form in self.untimed}
-        totals = {shape: [sum(t.count * ms(t) for t in entries) for ms in _BOTH] for shape, entries in groups.items()}
-        return {s: groups[s] for s, (own, rival) in totals.items() if s not in unknown and own > LOSES * rival}
+        totals = {shape: _totals(entries) for shape, entries in groups.items() if shape not in unknown}
+        losers = [shape for shape, (own, rival) in totals.items() if own > LOSES * rival]
+        return {shape: groups[shape] for shape in sorted(losers, key=lambda s: totals[s][1] - totals[s][0])}
 
     def excepting(self, plan: Plan) -> Plan | None:
         """The plan that leaves the convolutions that lose to PyTorch; None if none loses."""
@@ -152,7 +153,9 @@ class Competition:
         return "; ".join((lines or [f"none of {len(self.times)} forms of own convolutions loses to cuDNN"]) + missing)
 
 
-_BOTH: tuple[Callable[[KernelTimes], float], ...] = (lambda t: t.own_ms, lambda t: t.rival_ms)
+def _totals(times: Sequence[KernelTimes]) -> tuple[float, float]:
+    """Milliseconds of all calls in one step: of the own kernels, and of their rivals."""
+    return sum(t.count * t.own_ms for t in times), sum(t.count * t.rival_ms for t in times)
 
 
 def _excepting(step: Step, shapes: list[list[int]]) -> Step:
@@ -165,7 +168,7 @@ def _describe(shape: tuple[int, ...], times: Sequence[KernelTimes]) -> str:
     """head 64->4 at 64x64x64: 0.21 ms, cuDNN 0.18 ms"""
     operators = " and ".join(sorted({t.form.operator for t in times}))
     calls = sum(t.count for t in times)
-    own, rival = (sum(t.count * ms(t) for t in times) for ms in _BOTH)
+    own, rival = _totals(times)
     inputs, outputs, *size = shape
     often = f" ({calls} x)" if calls > 1 else ""
     return f"{operators} {inputs}->{outputs} at {'x'.join(map(str, size))}{often}: {own:.3g} ms, cuDNN {rival:.3g} ms"

@@ -121,16 +121,18 @@ class KernelForm:
         }
 
 
+def own_convolutions(network: Optimized) -> int:
+    """The number of calls of own convolutions in a rewritten network."""
+    inner = None if network.variant.runner is None else network.variant.runner.inner
+    return sum(_operator(n) is not None for n in inner.graph.nodes) if isinstance(inner, fx.GraphModule) else 0
+
+
 def kernel_forms(network: Optimized, inputs: Inputs) -> Counter[KernelForm]:
     """The forms of own convolutions in a rewritten network, each with the number of its calls. Runs the network once."""
-    variant = network.main
-    if variant is None or variant.runner is None or not isinstance(variant.runner.inner, fx.GraphModule):
+    if not own_convolutions(network):
         return Counter()
-    runner = variant.runner
-    if not any(_operator(node) for node in variant.runner.inner.graph.nodes):
-        return Counter()
-    recorder = _Recorder(runner)
-    with runner.flags():
+    recorder = _Recorder(network.runner)
+    with network.runner.flags():
         recorder.run(*tree_flatten(inputs)[0], enable_io_processing=False)
     return recorder.forms
 
