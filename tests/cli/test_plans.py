@@ -53,6 +53,8 @@ def test_tune_prints_the_waterfall_and_sample_uses_it(capsys, model, tmp_path):
     assert out.splitlines()[-1].endswith("+ channels_last (1.000 ms; the best before it, timed beside it: 3.000 ms)")
     plan_json = json.loads(plan.read_text())
     assert [p["pass"] for p in plan_json["passes"]] == ["strict", "cleanup", "sdpa", "time", "channels_last"]
+    gained = [line.split(":")[0] for line in out.splitlines() if line.startswith("gain of ")]
+    assert gained == [f"gain of {name}" for name in plan_json["evidence"]["gains"]] and len(gained) == 4
     sample = ("sample", model, "--mask", mask, "--size", "16,16,16", "--steps", "2")
     for name, choice in (("auto", "auto"), ("given", plan), ("base", "baseline")):
         code, out, err = run(capsys, *sample, "-o", tmp_path / name, "--plan", choice)

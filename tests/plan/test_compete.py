@@ -256,6 +256,17 @@ def test_a_kernel_that_fails_stays(rewritten):
     assert not result.times and result.excepting(network.plan) is None
 
 
+def test_a_network_that_does_not_fit_is_not_compared(rewritten, monkeypatch):
+    network, args = rewritten
+
+    def failing(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(competing, "kernel_forms", failing)
+    result = compete(network, (args, {}), 60.0)
+    assert result.excepting(network.plan) is None and "OutOfMemoryError: no memory" in result.report()
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -115,10 +115,14 @@ class KernelTimes:
 
 @dataclass
 class Competition:
-    """`times` of the forms that were timed; `untimed` are the others, because the time was over or one failed."""
+    """`times` of the forms that were timed; `untimed` are the others, because the time was over or one failed.
+
+    `failure`: why there are no forms.
+    """
 
     times: list[KernelTimes] = field(default_factory=list)
     untimed: list[KernelForm] = field(default_factory=list)
+    failure: str = ""
 
     def lost(self) -> dict[tuple[str, tuple[int, ...]], list[KernelTimes]]:
         """By pass and shape, the largest loss first: all forms of a shape, which a plan's option does not distinguish."""
@@ -147,6 +151,8 @@ class Competition:
 
     def report(self) -> str:
         """The convolutions that lost, with the times of all their calls in one step."""
+        if self.failure:
+            return self.failure
         entries = self.lost().items()
         missing = [f"{len(self.untimed)} forms of own convolutions were not timed"] if self.untimed else []
         lines = [_describe(shape, times) for (_, shape), times in entries]
@@ -180,8 +186,12 @@ def compete(network: Optimized, inputs: Inputs, seconds: float, *, timer: Timer 
     Times of an earlier run on this card with the same versions are used without timing them again.
     """
     until = time.monotonic() + seconds
-    forms = kernel_forms(network, inputs)
     result = Competition()
+    try:
+        forms = kernel_forms(network, inputs)
+    except Exception as error:  # outside a graph, a large network may not fit into memory
+        result.failure = f"own convolutions were not timed: {type(error).__name__}: {one_line(error)}"
+        return result
     if not forms:
         return result
     runner, device = network.runner, network.signature.device
