@@ -12,7 +12,7 @@ import pytest
 
 from tests.factories.cli import CHECKPOINT, run
 from tests.factories.nifti import write_mask
-from voxtune.plan import tuner
+from voxtune.plan import gains, tuner
 from voxtune.runtime.sampling import AutoSampling, Evidence, FeatureCache
 from voxtune.runtime.storage import store_auto
 
@@ -38,6 +38,7 @@ def _quick(tmp_path, monkeypatch):
         return tuner.Timing(ms, ms, ms, 0.0, None)
 
     monkeypatch.setattr(tuner, "measure", measured)
+    monkeypatch.setattr(gains, "measure", lambda *_, **__: tuner.Timing(1.0, 1.0, 1.0, 0.0, None))
 
 
 def volume_of(out: Path) -> np.ndarray:

@@ -89,6 +89,6 @@ def _time(network: Optimized, target: PlanTarget) -> Timing:
             lambda: network(*target.inputs[0], **target.inputs[1]),
             target.device,
             repeats=20 if gpu else 5,
-            seconds=0.3 if gpu else 1.0,
+            seconds=0.3 if gpu else 0.5,
             least=3 if gpu else 2,
         )
