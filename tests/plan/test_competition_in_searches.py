@@ -118,6 +118,24 @@ def test_without_time_nothing_is_compared(rewriting, monkeypatch):
     assert fast.plan.evidence["waterfall"][-1]["why"] == "not tried: the time limit was reached"
 
 
+def test_no_plan_is_tried_after_the_limit(rewriting, monkeypatch):
+    """The comparison took the rest of the time: its result is in the report, and cached."""
+    clock = [0.0]
+    monkeypatch.setattr(searching.time, "monotonic", lambda: clock[0])
+    real = compete
+
+    def slow(*args):
+        result = real(*args, timer=timer_of(LOSERS, 1.0))
+        clock[0] += 60.0
+        return result
+
+    monkeypatch.setattr(searching, "compete", slow)
+    timings(monkeypatch, searching, 10.0, 5.0)
+    fast = voxtune.optimize(Net().eval(), inputs(), say=lambda _line: None)
+    row = fast.plan.evidence["waterfall"][-1]
+    assert (row["why"], row["note"]) == ("not tried: the time limit was reached", LOST) and not options_of(fast.plan)
+
+
 RUNGS = (
     tuning.TunerRung("own kernels", REWRITING, apart=True),
     tuning.TunerRung(tuning.BY_CUDNN, select(PassStage.FUSION), competes=True),

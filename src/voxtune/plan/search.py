@@ -35,7 +35,8 @@ CPU_CALLS, CPU_REFERENCES = 12, 12
 CPU_BUDGET = 25.0
 ORIGINAL = "original"
 # Of the comparison of own convolutions with cuDNN. A quick search starts it only if this much time is left, for the plan too.
-COMPETITION_SECONDS, LEAST_LEFT = {"quick": 4.0, "full": 30.0}, 3.0
+COMPETITION_SECONDS, LEAST_LEFT = {"quick": 4.0, "full": 30.0}, 6.0
+TIME_OVER = "not tried: the time limit was reached"
 
 # What candidates are composed of. Own convolutions compute in half precision.
 _CPU_FUSED = (*SHARED, PassStage.LAYOUT)
@@ -137,18 +138,16 @@ def fastest(
             tried: list[tuple[TuningRow, Optimized]] = []
             for candidate in candidates(precision, device, search):
                 if search == "quick" and time.monotonic() - started > QUICK_SECONDS[device.type]:
-                    rows.append(
-                        TuningRow(candidate.name, candidate.plan.names, why="not tried: the time limit was reached")
-                    )
+                    rows.append(TuningRow(candidate.name, candidate.plan.names, why=TIME_OVER))
                     continue
                 row, network = _try(target, candidate, rows[0].timing, [n.plan for _, n in tried])
                 rows.append(row)
                 say(describe_row(row))
                 if network is not None:
                     tried.append((row, network))
-            left = QUICK_SECONDS[device.type] - (time.monotonic() - started) if search == "quick" else math.inf
+            until = started + QUICK_SECONDS[device.type] if search == "quick" else math.inf
             tried.sort(key=lambda pair: pair[0].timing.p50_ms if pair[0].timing else math.inf)
-            _leave_to_cudnn(target, candidates(precision, device, search), tried, rows, left, say)
+            _leave_to_cudnn(target, candidates(precision, device, search), tried, rows, until, say)
             winner = _gated(target, tried, rows[0].timing, gate, say)
             if winner is not None:
                 rows[0].kept = False
@@ -215,17 +214,18 @@ def _leave_to_cudnn(
     known: Sequence[Candidate],
     tried: list[tuple[TuningRow, Optimized]],
     rows: list[TuningRow],
-    left: float,
+    until: float,
     say: Say,
 ) -> None:
     """Tries one more plan, whose own convolutions that lose to cuDNN are left to it; it comes first if it is the fastest.
 
-    `tried` are the candidates that were faster than the original, the fastest first; `left` seconds remain.
+    `tried` are the candidates that were faster than the original, the fastest first. Nothing is started after `until`.
     """
     row, network = max(tried, key=lambda pair: own_convolutions(pair[1]), default=(None, None))
     if row is None or network is None or not own_convolutions(network):
         return
-    result = TuningRow(BY_CUDNN, network.plan.names, why="not tried: the time limit was reached")
+    result = TuningRow(BY_CUDNN, network.plan.names, why=TIME_OVER)
+    left = until - time.monotonic()
     if left >= LEAST_LEFT:
         # Some passes found nothing to do beside the own convolutions: they take what is left to cuDNN.
         whole = next(c.plan for c in known if c.name == row.name)
@@ -236,12 +236,13 @@ def _leave_to_cudnn(
         if plan is None:
             result.why = competition.report()
         else:
-            best = _time(lambda: fastest_network(*target.inputs[0], **target.inputs[1]), target)
-            before = [n.plan for _, n in tried]
-            result, network = _try(target, Candidate(BY_CUDNN, plan), best, before, "the fastest plan above")
+            if time.monotonic() <= until:
+                best = _time(lambda: fastest_network(*target.inputs[0], **target.inputs[1]), target)
+                before = [n.plan for _, n in tried]
+                result, network = _try(target, Candidate(BY_CUDNN, plan), best, before, "the fastest plan above")
+                if network is not None:
+                    tried.insert(0, (result, network))
             result.note = competition.report()
-            if network is not None:
-                tried.insert(0, (result, network))
     rows.append(result)
     say(describe_row(result))
 
