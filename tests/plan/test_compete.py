@@ -213,6 +213,26 @@ def test_what_a_pass_leaves_no_other_one_takes(rewritten):
     assert "voxtune.doubling_conv.default" not in targets and "aten.conv3d.default" in targets
 
 
+def test_a_graph_without_own_convolutions_holds_what_their_rivals_compute(rewritten):
+    network, args = rewritten
+    result = compete(network, (args, {}), 60.0, timer=timer_of(dict.fromkeys(PASS_OF, 2.0), 1.0))
+    fast = build(network.original, args, None, result.excepting(EPILOGUE_AND_MORE), twin=True)
+    assert not kernel_forms(fast, (args, {}))
+    with torch.no_grad():
+        torch.testing.assert_close(fast(*args), network.original(*args), rtol=1e-3, atol=1e-4)
+    targets = [str(n.target) for n in fast.runner.inner.graph.nodes if n.op == "call_function"]
+    forms = forms_of(rewritten)
+    residuals = sum(count for f, count in forms.items() if dict(f.arguments).get("residual") is not None)
+    assert targets.count("voxtune.add.default") == residuals > 0
+    assert targets.count("voxtune.upsample.default") == 1 and targets.count("aten.pad.default") == 1
+    assert targets.count("aten.cat.default") == sum(len(f.sources) == 2 for f in forms) == 3
+    # Biases that norms take over: those of convolutions that only a norm reads.
+    convolutions = [n for n in fast.runner.inner.graph.nodes if "conv3d" in str(n.target)]
+    without_bias = sum(n.args[2] is None if len(n.args) > 2 else True for n in convolutions)
+    free = sum(f.norm_shifts for f in forms)
+    assert without_bias == free + residuals
+
+
 def test_forms_of_one_shape_count_together(rewritten):
     forms = [f for f in forms_of(rewritten) if f.excepted == ("conv3d", (16, 16, *SIZE))]
     assert len(forms) >= 2
@@ -254,6 +274,17 @@ def test_a_kernel_that_fails_stays(rewritten):
 
     result = compete(network, (args, {}), 60.0, timer=failing)
     assert not result.times and result.excepting(network.plan) is None
+
+
+def test_a_network_that_does_not_fit_is_not_compared(rewritten, monkeypatch):
+    network, args = rewritten
+
+    def failing(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(competing, "kernel_forms", failing)
+    result = compete(network, (args, {}), 60.0)
+    assert result.excepting(network.plan) is None and "OutOfMemoryError: no memory" in result.report()
 
 
 @pytest.mark.parametrize(

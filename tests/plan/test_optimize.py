@@ -149,6 +149,8 @@ def test_the_numbers_printed_are_those_that_decided(monkeypatch):
     monkeypatch.setattr(tuning, "_faster", faster)
     lines: list[str] = []
     tuned = tuning.tune(net, args, ladder=QUICK, checks=1, say=lines.append)
+    lines, gained = lines[: len(tuned.rows)], lines[len(tuned.rows) :]
+    assert [line.split(":")[0] for line in gained] == [f"gain of {name}" for name in tuned.plan.evidence["gains"]]
     printed = [re.search(r"([\d.]+) ms \(best so far +([\d.]+)\)", line) for line in lines]
     compared = [(row, line, match) for row, line, match in zip(tuned.rows, lines, printed, strict=True) if match]
     assert len(compared) == len(decided) > 0
@@ -198,7 +200,8 @@ def test_the_fastest_plan_is_gated_last(monkeypatch):
     assert judged == [(*shared, "channels_last"), shared]
     assert tuned.plan.names == shared and [row.kept for row in tuned.rows] == [True, True, False]
     assert tuned.plan.evidence["gate"] == {"relative": 0.5}
-    assert "refused: wrong" in lines[-2] and lines[-1].endswith("passed")
+    judgements = [line for line in lines if not line.startswith("gain of")]
+    assert "refused: wrong" in judgements[-2] and judgements[-1].endswith("passed")
     assert done[-1][0] == done[-1][1] and [d for d, _ in done] == sorted(d for d, _ in done)
 
 

@@ -97,7 +97,9 @@ def test_ready_plans_and_ladders_follow_from_the_flags_of_passes():
         {"edges"},
         {"conv3d", "strided"},
         {"cuda_graph"},
+        {"epilogue", "pointwise", "doubling", "upsample"},
     ]
+    assert [rung.competes for rung in GPU_LADDER] == [False] * 11 + [True]
     assert [rung.add for rung in CPU_LADDER] == [
         ("cleanup", "sdpa", "time"),
         ("channels_last",),
