@@ -120,7 +120,7 @@ def test_flags_of_passes():
 def test_a_new_pass_joins_the_plans_of_its_stage(monkeypatch):
     extra = Pass(name="extra", summary="for this test", stage=PassStage.FUSION)
     monkeypatch.setattr("voxtune.plan.passes.PASSES", (*PASSES, extra))
-    assert select(PassStage.FUSION) == ("doubling", "upsample", "pointwise", "epilogue", "extra")
+    assert select(PassStage.FUSION) == ("doubling", "upsample", "pointwise", "epilogue", "elementwise", "extra")
     assert select("bf16", PassStage.FUSION)[0] == "bf16"
 
 
