@@ -28,8 +28,8 @@ from torch import Tensor
 
 from voxtune.kernels.elementwise_program import (
     MAX_INPUTS,
+    Instruction,
     Sizes,
-    Step,
     elementwise_reference,
     expanded,
     parse,
@@ -137,7 +137,7 @@ def _integers(dimensions: int, modes: str) -> list[str]:
     return names
 
 
-def _source(name: str, steps: Sequence[Step], dimensions: int, modes: str) -> str:
+def _source(name: str, steps: Sequence[Instruction], dimensions: int, modes: str) -> str:
     last = dimensions - 1
     pointers = [*(f"x{k}_ptr" for k in range(len(modes))), "y_ptr"]
     arguments = [*pointers, *_integers(dimensions, modes), *(f"{c}: tl.constexpr" for c in ("WIDE", "UNIT", "ROWS"))]
@@ -171,7 +171,7 @@ def _load(k: int, mode: str, last: int) -> str:
 
 
 @dataclass(frozen=True)
-class Launch:
+class ElementwiseLaunch:
     """How a program runs on tensors of certain shapes and strides."""
 
     shape: Sizes
@@ -185,7 +185,7 @@ class Launch:
 
 
 @lru_cache(maxsize=4096)
-def launch_of(program: str, shapes: tuple[Sizes, ...], strides: tuple[Sizes, ...]) -> Launch:
+def launch_of(program: str, shapes: tuple[Sizes, ...], strides: tuple[Sizes, ...]) -> ElementwiseLaunch:
     shape, result = result_layout(program, shapes, strides)
     given = [expanded(s, st, shape) for s, st in zip(shapes, strides, strict=True)]
     sizes, along = _merged(shape, result, given)
@@ -200,7 +200,7 @@ def launch_of(program: str, shapes: tuple[Sizes, ...], strides: tuple[Sizes, ...
     block = BLOCK if prod(sizes) >= ENOUGH * BLOCK else SMALL_BLOCK
     furthest = max(sum((n - 1) * x for n, x in zip(sizes, st, strict=True)) for st in along)
     wide = max(furthest, prod(sizes)) + block >= WIDE_FROM
-    return Launch(shape, result, len(sizes), modes, tuple(integers), unit, block // unit, wide)
+    return ElementwiseLaunch(shape, result, len(sizes), modes, tuple(integers), unit, block // unit, wide)
 
 
 def _merged(shape: Sizes, result: Sizes, given: list[Sizes]) -> tuple[list[int], list[Sizes]]:

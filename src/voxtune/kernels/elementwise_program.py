@@ -95,7 +95,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 @dataclass(frozen=True)
-class Step:
+class Instruction:
     """`operands` are values (int) or constants (float)."""
 
     name: str
@@ -115,7 +115,7 @@ class Step:
 
 
 @lru_cache(maxsize=1024)
-def parse(program: str, inputs: int) -> tuple[Step, ...]:
+def parse(program: str, inputs: int) -> tuple[Instruction, ...]:
     """The steps of a program for a number of inputs; ValueError for anything that is not one."""
     parts = [part.split() for part in program.split(";")]
     if not 1 <= inputs <= MAX_INPUTS or len(parts) > MAX_STEPS:
@@ -127,7 +127,7 @@ def parse(program: str, inputs: int) -> tuple[Step, ...]:
     return steps
 
 
-def _step(words: list[str], known: int) -> Step:
+def _step(words: list[str], known: int) -> Instruction:
     operation = OPERATIONS.get(words[0]) if words else None
     if operation is None:
         raise ValueError(f"{' '.join(words)[:80]!r} is not an elementwise operation")
@@ -139,7 +139,7 @@ def _step(words: list[str], known: int) -> Step:
         )
     if not any(isinstance(x, int) for x in values):
         raise ValueError(f"{' '.join(words)[:80]!r} has no value")
-    return Step(words[0], tuple(values), tuple(map(float, numbers)))
+    return Instruction(words[0], tuple(values), tuple(map(float, numbers)))
 
 
 def _operand(word: str, known: int) -> int | float:
@@ -157,7 +157,7 @@ def is_constant(number: float) -> bool:
     return number == 0 or (math.isfinite(number) and _SMALLEST <= abs(number) <= _LARGEST)
 
 
-def text_of(steps: Sequence[Step]) -> str:
+def text_of(steps: Sequence[Instruction]) -> str:
     return "; ".join(map(str, steps))
 
 

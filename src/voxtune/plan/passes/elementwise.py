@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from voxtune.files import one_line
-from voxtune.kernels.elementwise_program import MAX_INPUTS, MAX_STEPS, OPERATIONS, Step, is_constant, text_of
+from voxtune.kernels.elementwise_program import MAX_INPUTS, MAX_STEPS, OPERATIONS, Instruction, is_constant, text_of
 from voxtune.plan.graph import CASTS, Captured, argument, aten, shape, sole_user, value
 from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage, register_operators
 
@@ -43,7 +43,7 @@ class Local:
 
 
 @dataclass(frozen=True)
-class Part:
+class Operator:
     """An operation on nodes, numbers and results of earlier parts."""
 
     name: str
@@ -52,7 +52,7 @@ class Part:
 
 
 # An operator as operations of a program; none for a cast, which is its source.
-Recipe = list[Part]
+Recipe = list[Operator]
 
 
 def _first(node: fx.Node, count: int = 1) -> list[Any]:
@@ -65,7 +65,7 @@ def _plain(name: str, *more: str) -> Callable[[fx.Node], Recipe]:
 
     def recipe(node: fx.Node) -> Recipe:
         operands = _first(node, OPERATIONS[name].operands)
-        return [Part(name, tuple(operands), tuple(argument(node, m) for m in more))]
+        return [Operator(name, tuple(operands), tuple(argument(node, m) for m in more))]
 
     return recipe
 
@@ -77,10 +77,10 @@ def _sum(name: str, *, swapped: bool = False) -> Callable[[fx.Node], Recipe]:
         first, second = _first(node, 2)[:: -1 if swapped else 1]
         alpha = argument(node, "alpha")
         if alpha == 1:
-            return [Part(name, (first, second))]
+            return [Operator(name, (first, second))]
         if isinstance(second, int | float):
-            return [Part(name, (first, alpha * second))]
-        return [Part("mul", (second, alpha)), Part(name, (first, Local(0)))]
+            return [Operator(name, (first, alpha * second))]
+        return [Operator("mul", (second, alpha)), Operator(name, (first, Local(0)))]
 
     return recipe
 
@@ -88,18 +88,18 @@ def _sum(name: str, *, swapped: bool = False) -> Callable[[fx.Node], Recipe]:
 def _power(node: fx.Node) -> Recipe | None:
     names = {2: "square", 3: "cube", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
     name = names.get(argument(node, "exponent"))
-    return None if name is None else [Part(name, tuple(_first(node)))]
+    return None if name is None else [Operator(name, tuple(_first(node)))]
 
 
 def _gelu(node: fx.Node) -> Recipe:
-    return [Part("gelu_tanh" if argument(node, "approximate") == "tanh" else "gelu", tuple(_first(node)))]
+    return [Operator("gelu_tanh" if argument(node, "approximate") == "tanh" else "gelu", tuple(_first(node)))]
 
 
 def _between(node: Any, low: float | None, high: float | None) -> Recipe:
-    parts = list[Part]()
+    parts = list[Operator]()
     for name, limit in (("maximum", low), ("minimum", high)):
         if limit is not None:
-            parts.append(Part(name, (Local(len(parts) - 1) if parts else node, limit)))
+            parts.append(Operator(name, (Local(len(parts) - 1) if parts else node, limit)))
     return parts
 
 
@@ -115,19 +115,19 @@ def _clamp(low: str | float | None, high: str | float | None) -> Callable[[fx.No
 
 def _hard_sigmoid(node: fx.Node) -> Recipe:
     return [
-        Part("add", (*_first(node), 3.0)),
+        Operator("add", (*_first(node), 3.0)),
         *_shifted(_between(Local(-1), 0.0, 6.0), 1),
-        Part("div", (Local(2), 6.0)),
+        Operator("div", (Local(2), 6.0)),
     ]
 
 
 def _hard_swish(node: fx.Node) -> Recipe:
-    return [*_hard_sigmoid(node), Part("mul", (*_first(node), Local(3)))]
+    return [*_hard_sigmoid(node), Operator("mul", (*_first(node), Local(3)))]
 
 
 def _shifted(parts: Recipe, by: int) -> Recipe:
     shift = lambda x: Local(x.index + by) if isinstance(x, Local) else x  # noqa: E731
-    return [Part(p.name, tuple(map(shift, p.operands)), p.numbers) for p in parts]
+    return [Operator(p.name, tuple(map(shift, p.operands)), p.numbers) for p in parts]
 
 
 def _cast(node: fx.Node) -> Recipe | None:
@@ -270,13 +270,13 @@ def _fuse(captured: Captured, cluster: Cluster) -> None:
     nodes = [n for n in captured.graph.nodes if n in cluster.nodes]
     inputs = list(dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in cluster.nodes))
     places = {node: index for index, node in enumerate(inputs)}
-    steps = list[Step]()
+    steps = list[Instruction]()
     for node in nodes:
         recipe, start = _recipe(node), len(inputs) + len(steps)
         assert recipe is not None
         for part in recipe:
             steps.append(
-                Step(part.name, tuple(_operand(x, places, start) for x in part.operands), _floats(part.numbers))
+                Instruction(part.name, tuple(_operand(x, places, start) for x in part.operands), _floats(part.numbers))
             )
         places[node] = len(inputs) + len(steps) - 1 if recipe else places[_first(node)[0]]
     result = value(cluster.root)

@@ -2,7 +2,7 @@
 
 `a, b = x.chunk(2, 1); a.mul_(b.sigmoid_())` is captured as copies of the whole of x with one half replaced, of which later
 operators read the halves again. A read of the range that was written is the value itself; a read of any other range skips the
-copy; a copy that is still read whole is the concatenation of its parts. Part of cleanup. Exact."""
+copy; a copy that is still read whole is the concatenation of its parts. Piece of cleanup. Exact."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
 
 
 @dataclass(frozen=True)
-class Window:
+class ViewRange:
     """The part of `base` that a node reads or replaces: indices of one dimension, which `select` and `unbind` remove."""
 
     base: fx.Node
@@ -31,7 +31,7 @@ class Window:
     def whole(self) -> bool:
         return not self.removes and self.indices == range(shape(self.base)[self.dim])
 
-    def within(self, other: Window) -> range | None:
+    def within(self, other: ViewRange) -> range | None:
         """This window's indices as positions in another one that contains them, or None."""
         mine, theirs = self.indices, other.indices
         if not len(mine) or any(i not in theirs for i in (mine[0], mine[-1])):
@@ -44,7 +44,7 @@ class Window:
         step = theirs.index(mine[1]) - first
         return range(first, first + step * len(mine), step)
 
-    def meets(self, other: Window) -> bool:
+    def meets(self, other: ViewRange) -> bool:
         smaller, larger = sorted((self.indices, other.indices), key=len)
         return any(i in larger for i in smaller)
 
@@ -75,7 +75,7 @@ def _alike(one: Any, other: Any) -> bool:
     return a is not None and b is not None and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
-def _read(node: fx.Node) -> Window | None:
+def _read(node: fx.Node) -> ViewRange | None:
     """What a node reads, if it is a view of one range of a dimension."""
     if is_call(node, aten.slice.Tensor, aten.select.int):
         return _window(node, node.args[0])
@@ -87,7 +87,7 @@ def _read(node: fx.Node) -> Window | None:
     dim %= len(shape(source))
     size = shape(source)[dim]
     if is_call(split, aten.unbind.int):
-        return Window(source, dim, range(size)[index : index + 1], removes=True)
+        return ViewRange(source, dim, range(size)[index : index + 1], removes=True)
     if is_call(split, aten.split.Tensor):
         step = argument(split, "split_size")
         starts = list(range(0, size, step)) if step else [0]
@@ -95,10 +95,10 @@ def _read(node: fx.Node) -> Window | None:
     else:
         ends = list(accumulate(argument(split, "split_sizes")))
         starts = [0, *ends[:-1]]
-    return Window(source, dim, range(starts[index], ends[index]), removes=False)
+    return ViewRange(source, dim, range(starts[index], ends[index]), removes=False)
 
 
-def _scatter(node: Any) -> Window | None:
+def _scatter(node: Any) -> ViewRange | None:
     """What a node replaces by its second argument, which is of the same type, in a copy of its first."""
     if not is_call(node, aten.slice_scatter.default, aten.select_scatter.default):
         return None
@@ -108,7 +108,7 @@ def _scatter(node: Any) -> Window | None:
     )
 
 
-def _window(node: fx.Node, base: Any) -> Window | None:
+def _window(node: fx.Node, base: Any) -> ViewRange | None:
     dim = argument(node, "dim")
     if not shape(base) or not isinstance(dim, int):
         return None
@@ -117,15 +117,17 @@ def _window(node: fx.Node, base: Any) -> Window | None:
     if is_call(node, aten.select.int, aten.select_scatter.default):
         index = argument(node, "index")
         return (
-            Window(base, dim, range(index % size, index % size + 1), removes=True) if isinstance(index, int) else None
+            ViewRange(base, dim, range(index % size, index % size + 1), removes=True)
+            if isinstance(index, int)
+            else None
         )
     limits = [argument(node, name) for name in ("start", "end", "step")]
     if not all(limit is None or isinstance(limit, int) for limit in limits):
         return None
-    return Window(base, dim, range(size)[slice(*limits)], removes=False)
+    return ViewRange(base, dim, range(size)[slice(*limits)], removes=False)
 
 
-def _resolved(captured: Captured, node: fx.Node, read: Window) -> fx.Node:
+def _resolved(captured: Captured, node: fx.Node, read: ViewRange) -> fx.Node:
     """The node itself, or an equal one that reads behind the copies."""
     base = read.base
     while (written := _scatter(base)) is not None and written.dim == read.dim:
@@ -139,7 +141,9 @@ def _resolved(captured: Captured, node: fx.Node, read: Window) -> fx.Node:
     return node if base is read.base else _view(captured, node, base, read.dim, read.indices, removes=read.removes)
 
 
-def _part(captured: Captured, node: fx.Node, source: Any, read: Window, positions: range, written: Window) -> fx.Node:
+def _part(
+    captured: Captured, node: fx.Node, source: Any, read: ViewRange, positions: range, written: ViewRange
+) -> fx.Node:
     """The part of a written value that is read."""
     if written.removes:
         return source if read.removes else captured.insert(node, aten.unsqueeze.default, source, read.dim)
@@ -156,7 +160,7 @@ def _view(captured: Captured, before: fx.Node, source: fx.Node, dim: int, indice
 
 
 @dataclass(frozen=True)
-class Part:
+class Piece:
     """Consecutive indices of `source`; a source that lacks the dimension is one index."""
 
     source: fx.Node
@@ -171,29 +175,29 @@ def _joined(captured: Captured, node: fx.Node, dim: int) -> fx.Node:
     while (written := _scatter(base)) is not None and written.dim == dim and written.indices.step == 1:
         chain.append(base)
         base = written.base
-    parts = [Part(base, 0, shape(base)[dim])]
+    parts = [Piece(base, 0, shape(base)[dim])]
     for scatter in reversed(chain):
         parts = _replaced(parts, scatter)
     views = [_piece(captured, node, part, dim) for part in parts]
     return views[0] if len(views) == 1 else captured.insert(node, aten.cat.default, views, dim)
 
 
-def _replaced(parts: list[Part], scatter: fx.Node) -> list[Part]:
+def _replaced(parts: list[Piece], scatter: fx.Node) -> list[Piece]:
     written = _scatter(scatter)
     assert written is not None
     start, stop = written.indices.start, max(written.indices.start, written.indices.stop)
-    before, after, at = list[Part](), list[Part](), 0
+    before, after, at = list[Piece](), list[Piece](), 0
     for part in parts:
         if (length := min(part.length, start - at)) > 0:
             before.append(replace(part, length=length))
         if (skipped := max(0, stop - at)) < part.length:
             after.append(replace(part, first=part.first + skipped, length=part.length - skipped))
         at += part.length
-    new = [Part(scatter.args[1], 0, stop - start, written.removes)] if stop > start else []  # type: ignore[arg-type]
+    new = [Piece(scatter.args[1], 0, stop - start, written.removes)] if stop > start else []  # type: ignore[arg-type]
     return [*before, *new, *after]
 
 
-def _piece(captured: Captured, before: fx.Node, part: Part, dim: int) -> fx.Node:
+def _piece(captured: Captured, before: fx.Node, part: Piece, dim: int) -> fx.Node:
     if part.lacks:
         return captured.insert(before, aten.unsqueeze.default, part.source, dim)
     return _view(captured, before, part.source, dim, range(part.first, part.first + part.length), removes=False)
