@@ -109,5 +109,6 @@ REWRITING = (
     "strided",
     "pointwise",
     "epilogue",
+    "elementwise",
     "channels_last",
 )

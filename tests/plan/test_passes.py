@@ -71,7 +71,7 @@ def test_half_precision_errs_like_autocast(name, half):
 
 FUSED = {
     *("channels_last", "cleanup", "sdpa", "time", "fuse_norm", "epilogue", "pointwise", "doubling", "upsample"),
-    "cudnn_benchmark",
+    *("elementwise", "cudnn_benchmark"),
 }
 
 
@@ -93,7 +93,7 @@ def test_ready_plans_and_ladders_follow_from_the_flags_of_passes():
         {"bf16", "channels_last", "cleanup", "compile"},
         {"bf16", "channels_last", "cleanup", "sdpa", "time", "fuse_norm"},
         {"cudnn_benchmark"},
-        {"epilogue", "pointwise", "doubling", "upsample"},
+        {"epilogue", "pointwise", "doubling", "upsample", "elementwise"},
         {"edges"},
         {"conv3d", "strided"},
         {"cuda_graph"},
@@ -122,7 +122,7 @@ def test_flags_of_passes():
 def test_a_new_pass_joins_the_plans_of_its_stage(monkeypatch):
     extra = Pass(name="extra", summary="for this test", stage=PassStage.FUSION)
     monkeypatch.setattr("voxtune.plan.passes.PASSES", (*PASSES, extra))
-    assert select(PassStage.FUSION) == ("doubling", "upsample", "pointwise", "epilogue", "extra")
+    assert select(PassStage.FUSION) == ("doubling", "upsample", "pointwise", "epilogue", "elementwise", "extra")
     assert select("bf16", PassStage.FUSION)[0] == "bf16"
 
 

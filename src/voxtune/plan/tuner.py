@@ -77,7 +77,7 @@ GPU_LADDER = (
     ),
     TunerRung("fused norms", select("bf16", PassStage.LAYOUT, *SHARED, PassStage.NORM), apart=True),
     TunerRung("cuDNN autotuning", select(PassStage.AUTOTUNING)),
-    TunerRung("bias, residual, 1x1, upsampling", select(PassStage.FUSION)),
+    TunerRung("bias, residual, 1x1, upsampling, elementwise", select(PassStage.FUSION)),
     TunerRung("stem and head", select(PassStage.EDGES)),
     TunerRung("own convolutions", select(PassStage.CONVOLUTION)),
     TunerRung("CUDA graph", select(PassStage.CUDA_GRAPH)),

@@ -14,6 +14,7 @@ from voxtune.plan.passes.attention import SDPA
 from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage, Precision
 from voxtune.plan.passes.cleanup import CLEANUP
 from voxtune.plan.passes.convolution import CONV3D, EDGES, EPILOGUE, POINTWISE
+from voxtune.plan.passes.elementwise import ELEMENTWISE
 from voxtune.plan.passes.execution import COMPILE, CUDA_GRAPH, CUDNN_BENCHMARK, HEAP, STRICT, TF32
 from voxtune.plan.passes.half import BF16, FP16
 from voxtune.plan.passes.layout import CHANNELS_LAST
@@ -39,6 +40,7 @@ PASSES: tuple[Pass, ...] = (
     EPILOGUE,
     BF16,
     FP16,
+    ELEMENTWISE,
     CHANNELS_LAST,
     COMPILE,
     CUDA_GRAPH,
