@@ -20,6 +20,7 @@ from voxtune.plan.passes.base import EXCEPTED, HALF
 from voxtune.plan.passes.execution import CUDA_GRAPH
 from voxtune.plan.plan import Plan, Step
 from voxtune.plan.run import GraphPool, Inputs, Runner, Signature
+from voxtune.plan.tiling import load_tiles
 
 log = logging.getLogger("voxtune")
 # The note of a pass that acts when the plan runs.
@@ -56,6 +57,7 @@ class PlanTarget:
     def __init__(self, model: nn.Module, inputs: Inputs, *, pool: GraphPool | None = None):
         self.model, self.inputs, self.pool = model, inputs, pool
         self.signature = Signature.of(*inputs)
+        load_tiles(self.device)
         self._captured: Captured | str | None = None
 
     @property

@@ -24,6 +24,7 @@ from voxtune.plan.passes import PassStage, Precision, precision_of, select
 from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import compilers, kernels_ready
+from voxtune.plan.tiling import choose_tiles
 from voxtune.plan.tuner import BY_CUDNN, SHARED, WORTH, Say, TuningRow, describe_row, judge
 
 log = logging.getLogger("voxtune")
@@ -36,6 +37,8 @@ CPU_BUDGET = 25.0
 ORIGINAL = "original"
 # Of the comparison of own convolutions with cuDNN. A quick search starts it only if this much time is left, for the plan too.
 COMPETITION_SECONDS, LEAST_LEFT = {"quick": 4.0, "full": 30.0}, 6.0
+# The row that says for which shapes another tile than the kernels' own was faster.
+TILES = "tiles of own convolutions"
 TIME_OVER = "not tried: the time limit was reached"
 
 # What candidates are composed of. Own convolutions compute in half precision.
@@ -136,6 +139,11 @@ def fastest(
         gate.begin()
         for precision in precisions:
             tried: list[tuple[TuningRow, Optimized]] = []
+            if search == "full":
+                report = choose_tiles(target, candidates(precision, device, search)[0].plan)
+                if report is not None:
+                    rows.append(TuningRow(TILES, (), why=report))
+                    say(describe_row(rows[-1]))
             for candidate in candidates(precision, device, search):
                 if search == "quick" and time.monotonic() - started > QUICK_SECONDS[device.type]:
                     rows.append(TuningRow(candidate.name, candidate.plan.names, why=TIME_OVER))

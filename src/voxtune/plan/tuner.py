@@ -34,6 +34,7 @@ from voxtune.plan.passes import BY_NAME, PassStage, precision_of, select
 from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan, Step
 from voxtune.plan.run import compilers, kernels_ready
+from voxtune.plan.tiling import TILE_SECONDS, choose_tiles
 
 log = logging.getLogger("voxtune")
 Say = Callable[[str], None]
@@ -277,6 +278,8 @@ def tune(
                 plan = excepting
             elif not rung.apart and set(plan.names) <= set(best.plan.names):
                 continue
+            if set(select(PassStage.CONVOLUTION)) & set(rung.add):
+                note = choose_tiles(target, plan, min(TILE_SECONDS, seconds - (time.monotonic() - started))) or ""
             row, network = _try(target, rung, plan, None if gate_last else gate, kept[-1], work.tick, quick)
             row.note = "; ".join(filter(None, (note, row.note)))
             best.rows.append(row)

@@ -243,7 +243,7 @@ def _merge_reshapes(captured: Captured) -> int:
     """A reshape of a reshape is one; one to the shape that its source has is none. They would hide what follows a norm."""
     count = 0
     for node in captured.nodes(*RESHAPES):
-        source = node.args[0]
+        source: Any = node.args[0]
         if is_call(source, *RESHAPES):
             node.update_arg(0, source.args[0])
             count += 1
