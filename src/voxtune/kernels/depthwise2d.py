@@ -47,13 +47,13 @@ def depthwise2d_reference(
 def voxtune_depthwise2d(
     x_ptr, xb_ptr, w_ptr, bias_ptr, term_ptr, y_ptr, sums_ptr,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CA: tl.constexpr, LDT: tl.constexpr, SIDE: tl.constexpr,
-    RUN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_I: tl.constexpr,
+    BIAS: tl.constexpr, RUN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """The arguments are those of `depthwise_work`; all images are dense."""
     LDX: tl.constexpr = CA if CA else C
     depthwise_work(
         tl.program_id(0), x_ptr, w_ptr, term_ptr, y_ptr, sums_ptr, H, W, C, LDX, RUN, BLOCK_P, BLOCK_C, BLOCK_I,
-        C % BLOCK_C != 0, SIDE, xb_ptr, bias_ptr, CA, C - CA, LDT,
+        C % BLOCK_C != 0, SIDE, xb_ptr, bias_ptr, BIAS, CA, C - CA, LDT,
     )  # fmt: skip
 
 
@@ -96,12 +96,11 @@ def depthwise2d(
     sums = torch.empty((N, 2, tiles), device=first.device)
     # One addend is enough: without a term per sample, the bias takes its place.
     bias, term = (None, bias_C) if term_NC is None else (bias_C, term_NC)
-    if term is None:
-        term = torch.zeros(C, device=first.device)
+    term = torch.zeros(C, device=first.device) if term is None else term
     ready(voxtune_depthwise2d)[(N * tiles,)](
-        first, sources[-1], packed, bias, term, y, sums,
+        first, sources[-1], packed, term if bias is None else bias, term, y, sums,
         H=H, W=W, C=C, CA=CA if len(sources) == 2 else 0, LDT=0 if term_NC is None else row_stride(term_NC), SIDE=side,
-        RUN=tile.run, BLOCK_P=tile.block_p, BLOCK_C=tile.block_c, BLOCK_I=tile.block_i,
+        BIAS=bias is not None, RUN=tile.run, BLOCK_P=tile.block_p, BLOCK_C=tile.block_c, BLOCK_I=tile.block_i,
         num_warps=tile.warps,
     )  # fmt: skip
     return y, sums

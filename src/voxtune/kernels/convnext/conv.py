@@ -71,7 +71,7 @@ def product(
     WAYS: tl.constexpr,
     NEAR: tl.constexpr,
     PRECISION: tl.constexpr,
-    b_ptr=None,  # (N, h, w, C - CA), row stride LDB: the second source if CA is not 0
+    b_ptr=0,  # (N, h, w, C - CA), row stride LDB: the second source if CA is not 0
     CA: tl.constexpr = 0,  # channels of the first of two sources
     LDB: tl.constexpr = 0,
 ):
@@ -149,7 +149,7 @@ def around(
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
     n=0,
-    term_ptr=None,  # (N, K) float32, row stride LDT: added to all pixels of a sample; read if LDT is not -1
+    term_ptr=0,  # (N, K) float32, row stride LDT: added to all pixels of a sample; read if LDT is not -1
     LDT: tl.constexpr = -1,
 ):
     """(shift, slope, residual) of a tile: the inputs of its epilogue. Load them early to hide the latency."""
@@ -253,9 +253,9 @@ def conv_work(
     WAYS: tl.constexpr,
     NEAR: tl.constexpr,
     PRECISION: tl.constexpr,
-    xb_ptr=None,  # second source, see `product`
-    x2b_ptr=None,  # second source of the residual's product
-    term_ptr=None,  # see `around`
+    xb_ptr=0,  # second source, see `product`
+    x2b_ptr=0,  # second source of the residual's product
+    term_ptr=0,  # see `around`
     CA: tl.constexpr = 0,
     LDB: tl.constexpr = 0,
     CA2: tl.constexpr = 0,

@@ -75,8 +75,9 @@ def depthwise_work(  # noqa: PLR0915
     BLOCK_I: tl.constexpr,  # rows of taps computed in parallel
     MASKED: tl.constexpr,  # C is not a multiple of BLOCK_C
     SIDE: tl.constexpr = 7,  # taps per axis: 3, 5 or 7
-    xb_ptr=None,  # (N, H, W, C - CA), row stride LDB: the second source if CA is not 0
-    bias_ptr=None,  # (C,) float32, added if given
+    xb_ptr=0,  # (N, H, W, C - CA), row stride LDB: the second source if CA is not 0
+    bias_ptr=0,  # (C,) float32; not read without BIAS
+    BIAS: tl.constexpr = False,
     CA: tl.constexpr = 0,  # channels of the first of two sources
     LDB: tl.constexpr = 0,
     LDT: tl.constexpr = 0,  # row stride of term_ptr, if samples have different terms
@@ -127,7 +128,7 @@ def depthwise_work(  # noqa: PLR0915
                 t0 = column(at, x, row, inside, W, stride, j + 1 - PAD, RUN, MASKED)
     keep = (c < C)[None, :]
     term = tl.load(term_ptr + n * LDT + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-    if bias_ptr is not None:
+    if BIAS:
         term += tl.load(bias_ptr + c, mask=c < C, other=0.0)[None, :]
     y_at = y_ptr + (n * H * W + p)[:, None] * C + c[None, :]
     if RUN == 4:

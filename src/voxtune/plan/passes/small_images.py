@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,10 +28,12 @@ from voxtune.plan.passes.resampling import NEAREST, per_axis
 from voxtune.plan.passes.upsample import scale_of
 
 CONVOLUTIONS = (aten.conv2d.default, aten.conv2d.padding)
-# Operations of a convolution that a launch dominates: five microseconds on an H200.
-MOST_OPERATIONS = 1 << 29
-# Pixels of all samples, and values of an image of a depthwise convolution.
-MOST_PIXELS, MOST_VALUES = 1 << 14, 1 << 22
+# Operations of a convolution that a launch dominates (five microseconds on an H200), and pixels of all samples.
+SMALL_OPERATIONS, SMALL_PIXELS = 1 << 29, 1 << 14
+# The same where a norm becomes part of the convolution, and for gates: 64 images of 64 x 64 pixels, the largest measured.
+MOST_OPERATIONS, MOST_PIXELS = 1 << 35, 1 << 18
+# Values of the result of a depthwise convolution.
+MOST_VALUES = 1 << 24
 # Convolutions with fewer inputs or outputs are stems and heads.
 LEAST_CHANNELS = 8
 
@@ -48,6 +50,7 @@ class Form:
     depthwise: bool = False
     double: bool = False
     unshuffled: bool = False
+    small: bool = True  # dominated by its launch
 
     @property
     def plain_1x1(self) -> bool:
@@ -67,6 +70,11 @@ class Fused:
     activation: str = "none"
     norm: fx.Node | None = None
     statistics: bool = False
+    nodes: list[fx.Node] = field(default_factory=list)
+
+    def take(self, node: fx.Node) -> None:
+        self.nodes.append(node)
+        self.last = node
 
 
 def small_images(captured: Captured, context: Context, _options: dict[str, Any]) -> PassOutcome:
@@ -122,15 +130,15 @@ def _form(captured: Captured, node: fx.Node) -> Form | None:  # noqa: PLR0911
     if groups > 1:
         fits = groups == C == K and side in depthwise2d.SIDES and stride == 1 and N * H * W * C <= MOST_VALUES
         return Form(source, taps, bias, side, depthwise=True) if fits else None
-    operations = 2 * N * H * W * weight.numel()
-    if min(C, K) < LEAST_CHANNELS or N * H * W > MOST_PIXELS or operations > MOST_OPERATIONS:
+    pixels, operations = N * H * W, 2 * N * H * W * weight.numel()
+    if min(C, K) < LEAST_CHANNELS or pixels > MOST_PIXELS or operations > MOST_OPERATIONS:
         return None
-    form = Form(source, taps, bias, side, stride)
+    form = Form(source, taps, bias, side, stride, small=pixels <= SMALL_PIXELS and operations <= SMALL_OPERATIONS)
     alone = sole_user(source) is node
     if form.plain_1x1 and alone and is_call(source, aten.pixel_unshuffle.default) and source.args[1] == 2:
-        form = Form(source.args[0], taps, bias, 2, 2, unshuffled=True)  # type: ignore[arg-type]
+        form = replace(form, source=source.args[0], side=2, stride=2, unshuffled=True)
     elif stride == 1 and side % 2 and alone and is_call(source, *NEAREST) and scale_of(source) == (2, 2):
-        form = Form(source.args[0], taps, bias, side, double=True)  # type: ignore[arg-type]
+        form = replace(form, source=source.args[0], double=True)
     if any(size % form.stride for size in shape(form.source)[2:]):
         return None
     return form if conv2d.unsupported((H, W), form.side, form.stride, form.double) is None else None
@@ -140,47 +148,60 @@ def _matches(captured: Captured, forms: dict[fx.Node, Form]) -> list[Fused]:
     """What becomes one operator each, in the order of the graph."""
     matches: list[Fused] = []
     by_last: dict[fx.Node, Fused] = {}
+    # Nodes that belong to a match.
     taken: set[fx.Node] = set()
     for node, form in forms.items():
         if node in taken:
             continue
-        match = _follow(Fused(node, form, node))
-        other = forms.get(match.residual) if match.residual is not None else None
-        if match.residual is not None and other is not None and not other.depthwise and sole_user(match.residual):
-            if other.plain_1x1 and match.residual not in by_last:
+        match = _follow(Fused(node, form, node), taken)
+        norm = form.source
+        folds = norm.args[:1] and norm.args[0] in by_last and _folds(captured, norm, form)
+        if not form.small and not folds:
+            continue
+        if match.residual is not None and match.residual not in taken:
+            other = forms.get(match.residual)
+            if other is not None and other.plain_1x1 and sole_user(match.residual) is not None:
                 taken.add(match.residual)
                 match.residual_form = other
-            elif form.plain_1x1 and match.residual not in by_last:
+            elif form.plain_1x1 and not match.terms and _ends_convolution(match.residual, forms, taken):
                 continue  # the other convolution takes this one
-        norm = form.source
-        if (
-            is_call(norm, aten.group_norm.default)
-            and norm.args[0] in by_last
-            and form.stride == 1
-            and not form.double
-            and _foldable(captured, norm)
-        ):
+        if folds:
             match.norm = norm
             by_last[norm.args[0]].statistics = True  # type: ignore[index]
+        taken.update(match.nodes)
         matches.append(match)
         by_last[match.last] = match
     return matches
 
 
-def _foldable(captured: Captured, norm: fx.Node) -> bool:
+def _ends_convolution(node: fx.Node, forms: dict[fx.Node, Form], taken: set[fx.Node]) -> bool:
+    """Whether a node is a convolution that can take a residual, or one with addends per channel; each has one reader."""
+    while sole_user(node) is not None and node not in taken:
+        if node in forms:
+            return not forms[node].depthwise
+        if not is_call(node, aten.add.Tensor):
+            return False
+        # The addends have one value per channel, or this is the end of another sum.
+        volumes = [n for n in node.args if isinstance(n, fx.Node) and not per_channel(n, shape(node))]
+        if len(volumes) != 1:
+            return False
+        node = volumes[0]
+    return False
+
+
+def _folds(captured: Captured, norm: fx.Node, form: Form) -> bool:
+    """Whether a node is a norm that can become part of the convolution that reads it."""
+    if not is_call(norm, aten.group_norm.default) or len(norm.users) != 1 or argument(norm, "num_groups") != 1:
+        return False
     affine = [argument(norm, name) for name in ("weight", "bias")]
-    return (
-        argument(norm, "num_groups") == 1
-        and len(norm.users) == 1
-        and all(captured.constant(a) is not None for a in affine)
-    )
+    return form.stride == 1 and not form.double and all(captured.constant(a) is not None for a in affine)
 
 
-def _follow(match: Fused) -> Fused:
+def _follow(match: Fused, taken: set[fx.Node]) -> Fused:
     """Takes the operators after the convolution; each is the only reader of the one before."""
     while True:
         user = sole_user(match.last)
-        if user is None or user.op != "call_function":
+        if user is None or user.op != "call_function" or user in taken:
             return match
         if is_call(user, aten.add.Tensor) and argument(user, "alpha") == 1:
             other = user.args[1] if user.args[0] is match.last else user.args[0]
@@ -192,11 +213,12 @@ def _follow(match: Fused) -> Fused:
                 match.residual = other
             else:
                 return match
-            match.last = user
+            match.take(user)
             continue
         activation = _activation(user)
         if activation != "none" and not match.form.depthwise:
-            match.activation, match.last = activation, user
+            match.activation = activation
+            match.take(user)
         return match
 
 
