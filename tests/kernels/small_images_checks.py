@@ -1,7 +1,8 @@
-"""Run by test_small_images.py in a separate process: the operators of small 2D images against their references; one line of JSON."""
+"""Run by test_small_images.py in a separate process: the kernels of small 2D images against float64; prints JSON."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from dataclasses import replace
@@ -39,7 +40,7 @@ def wide(values: Any) -> Any:
 
 
 # name: (channels of the sources, outputs, side, stride, double, size, batch, norm, residual, activation, term, tile)
-SMALL = Tile(block_m=16, block_k=16, block_c=32)
+SMALL, WIDE = Tile(block_m=16, block_k=16, block_c=32), Tile(block_m=32, block_k=32, block_c=128, split=6)
 CONVOLUTIONS: dict[str, tuple[Any, ...]] = {
     "3x3": ((32,), 32, 3, 1, False, (8, 8), 1, False, (), "none", False, None),
     "norm, gelu": ((24,), 40, 3, 1, False, (4, 8), 2, True, (), "gelu", False, None),
@@ -52,7 +53,7 @@ CONVOLUTIONS: dict[str, tuple[Any, ...]] = {
     "2x2": ((8,), 24, 2, 2, False, (16, 16), 2, False, (), "none", False, None),
     "3x3, stride 2": ((16, 16), 16, 3, 2, False, (8, 16), 1, False, (), "gelu_tanh", False, None),
     "upsampled": ((32,), 16, 3, 1, True, (4, 4), 2, False, (), "none", False, None),
-    "wide": ((256,), 64, 3, 1, False, (8, 8), 1, True, (64, 64), "none", False, Tile(block_m=32, block_k=32, block_c=128, split=6)),
+    "wide": ((256,), 64, 3, 1, False, (8, 8), 1, True, (64, 64), "none", False, WIDE),
 }  # fmt: skip
 
 
@@ -105,7 +106,9 @@ def convolution(name: str, dtype: torch.dtype) -> float:
         assert stored is not None
         total = torch.stack([truth.sum((1, 2, 3)), truth.square().sum((1, 2, 3))], 1)
         scale = truth.square().sum((1, 2, 3)).max()
-        assert float((stored.double().sum(-1) - total).abs().max() / scale) < (1e-2 if dtype != torch.float32 else 1e-5), name
+        assert float((stored.double().sum(-1) - total).abs().max() / scale) < (
+            1e-2 if dtype != torch.float32 else 1e-5
+        ), name
     return worst
 
 
@@ -174,13 +177,17 @@ def stem(name: str, dtype: torch.dtype) -> float:
 
 
 # name: (rows, widths, activation)
-EMBEDDINGS = {"one": (1, (16, 64, 64, 70), "gelu"), "odd": (3, (10, 24, 40, 33), "silu"), "wide": (2, (32, 256, 256, 40), "relu")}
+EMBEDDINGS = {
+    "one": (1, (16, 64, 64, 70), "gelu"),
+    "odd": (3, (10, 24, 40, 33), "silu"),
+    "wide": (2, (32, 256, 256, 40), "relu"),
+}
 
 
 def time_network(name: str, _dtype: torch.dtype) -> float:
     rows, widths, activation = EMBEDDINGS[name]
     x = draw(rows, widths[0])
-    weights = [draw(b, a) / a**0.5 for a, b in zip(widths, widths[1:], strict=False)]
+    weights = [draw(b, a) / a**0.5 for a, b in itertools.pairwise(widths)]
     biases = [draw(b) for b in widths[1:]]
     truth = embedding.embedding_reference(x.double(), wide(weights), wide(biases), activation)
     return error(embedding.embedding(x, weights, biases, activation), truth)

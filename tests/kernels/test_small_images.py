@@ -9,7 +9,7 @@ import pytest
 from tests.factories.triton_checks import INTERPRETER_ERRORS, run_checks
 
 run = partial(run_checks, "kernels/small_images_checks.py", "cpu", interpret=True)
-plan = partial(run_checks, "kernels/small_images_launches.py", interpret=False)
+plan = partial(run_checks, "kernels/small_images_plan_checks.py", interpret=False)
 
 
 @pytest.mark.parametrize("types", [("float32",), pytest.param(("float16",), marks=pytest.mark.slow)])

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("network", [pytest.param("med_ddpm", marks=pytest.mark.slow), "convnext"])
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["med_ddpm", "convnext"])
 def test_kernels_of_the_whole_plan_work_together(network):
     done = subprocess.run(
         [sys.executable, "-m", "tests.plan.whole_plan_checks", network],

@@ -96,8 +96,10 @@ def conv2d_reference(
     x = x.to(wide)
     if double:
         x = F.interpolate(x, scale_factor=2, mode="nearest")
-    y = F.conv2d(x, _unpacked(packed, x.shape[1], channels, side, wide), stride=stride, padding=side // 2 if side % 2 else 0)
-    case = _case_of(*y.shape[2:], y.device) if shift.dim() == 2 else None
+    y = F.conv2d(
+        x, _unpacked(packed, x.shape[1], channels, side, wide), stride=stride, padding=side // 2 if side % 2 else 0
+    )
+    case = _case_of(y.shape[2], y.shape[3], y.device) if shift.dim() == 2 else None
     if slope is not None:
         assert case is not None
         mean = x.mean((1, 2, 3), keepdim=True)
@@ -211,7 +213,7 @@ _counters: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def counters(weight: Tensor, number: int) -> Tensor:
     """Zeros for a launch that counts the finished programs of each tile, and leaves zeros.
 
-    A recorded graph, which never runs twice at a time, has its own; other launches get new ones: two streams may run them at once.
+    A recorded graph never runs twice at a time and has its own; other launches, which two streams may run at once, get new ones.
     """
     new = torch.zeros(number, dtype=torch.int32, device=weight.device) if _launched_now(weight) else None
     if weight not in _counters or _counters[weight].numel() < number:

@@ -28,9 +28,14 @@ def chunk(C: int, CS: int, bytes_each: int) -> int:
     return max(16, min(128 if bytes_each == 2 else 32, divisor(C, 128), divisor(CS, 128)))
 
 
+def padded(hidden: int) -> int:
+    """KP of this many hidden channels."""
+    return power_of_two(max(16, hidden))
+
+
 def pack_gate(a_KC: Tensor, b_KS: Tensor, dtype: torch.dtype) -> Tensor:
     """(C padded + CS padded, KP), from the weights of two 1x1 convolutions."""
-    block, columns = chunk(a_KC.shape[1], b_KS.shape[1], dtype.itemsize), power_of_two(max(16, a_KC.shape[0]))
+    block, columns = chunk(a_KC.shape[1], b_KS.shape[1], dtype.itemsize), padded(a_KC.shape[0])
     rows = (w.detach().flatten(1).t() for w in (a_KC, b_KS))
     return torch.cat([F.pad(w, (0, columns - w.shape[1], 0, -w.shape[0] % block)) for w in rows]).to(dtype).contiguous()
 
@@ -39,7 +44,7 @@ def pack_columns(*addends_K: Tensor) -> Tensor:
     """(KP,) float32: the sum of vectors of K values, padded by zeros."""
     total = sum(a.detach().flatten().float() for a in addends_K)
     assert isinstance(total, Tensor)
-    return F.pad(total, (0, power_of_two(max(16, total.shape[0])) - total.shape[0])).contiguous()
+    return F.pad(total, (0, padded(total.shape[0]) - total.shape[0])).contiguous()
 
 
 def gate2d_reference(x: Tensor, skip: Tensor, packed: Tensor, bias: Tensor, v: Tensor, v0: Tensor) -> Tensor:

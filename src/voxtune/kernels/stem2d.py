@@ -93,7 +93,7 @@ def why_not(x: Tensor, packed: Tensor, side: int) -> str | None:
 
 
 def stem2d(x: Tensor, packed: Tensor, shift: Tensor, channels: int, side: int, *, checked: bool = False) -> Tensor:
-    """The image (N, K, H, W) in channels-last, of the weight's type. `why_not` must be None; `checked`: the caller has called it."""
+    """The image (N, K, H, W) in channels-last, of the weight's type. `why_not` must be None; `checked`: the caller called it."""
     assert checked or (reason := why_not(x, packed, side)) is None, reason
     (N, C, H, W), KP = x.shape, packed.shape[1]
     y = empty_channels_last(x, channels, dtype=packed.dtype)

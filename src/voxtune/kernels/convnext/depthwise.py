@@ -58,7 +58,7 @@ def column(
 
 
 @triton.jit
-def depthwise_work(  # noqa: PLR0915
+def depthwise_work(  # noqa: PLR0912, PLR0915
     pid,
     x_ptr,  # (N, H, W, C), row stride LDX
     w_ptr,  # (56, C)

@@ -1,9 +1,10 @@
 """The attention gate: multiplies the skip by one value per pixel.
 
 Why: sigmoid(v . relu(A decoder + B skip + b)) * skip is seven operations on tensors that fit in the registers of one program. One
-launch reads decoder and skip, and writes the gated skip: elsewhere, or in place, if both are slices of one buffer. With few pixels, the hidden channels are divided among programs: each stores its partial logits, and the last one to finish
-a tile adds them in a fixed order and applies the gate. Every program reads the skip before it increments the counter, so none
-reads gated values.
+launch reads decoder and skip, and writes the gated skip: elsewhere, or in place, where both are slices of one buffer. With few
+pixels, the hidden channels are divided among programs: each stores its partial logits, and the last one to finish a tile adds
+them in a fixed order and applies the gate. Every program reads the skip before it increments the counter, so none reads gated
+values.
 
 Legend: M pixels of all samples, C channels of the decoder, CS channels of the skip.
 """

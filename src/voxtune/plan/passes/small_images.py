@@ -20,7 +20,17 @@ import torch
 from torch import Tensor, fx
 
 from voxtune.plan.derivation import computes_weights
-from voxtune.plan.graph import Captured, argument, aten, channel_sources, is_call, shape, sole_user, value, volume_inputs
+from voxtune.plan.graph import (
+    Captured,
+    argument,
+    aten,
+    channel_sources,
+    is_call,
+    shape,
+    sole_user,
+    value,
+    volume_inputs,
+)
 from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage, register_operators
 from voxtune.plan.passes.convolution import as_float, weights
 from voxtune.plan.passes.norm import per_channel
@@ -113,7 +123,13 @@ def _geometry(node: fx.Node) -> tuple[int, int, int] | None:
     return kernel[0], strides[0], paddings[0]
 
 
-def _form(captured: Captured, node: fx.Node) -> Form | None:  # noqa: PLR0911
+def _source(node: fx.Node) -> fx.Node:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def _form(captured: Captured, node: fx.Node) -> Form | None:
     """The form of a small convolution that has a kernel, or None."""
     from voxtune.kernels import conv2d, depthwise2d
 
@@ -121,8 +137,7 @@ def _form(captured: Captured, node: fx.Node) -> Form | None:  # noqa: PLR0911
     if constants is None or geometry is None:
         return None
     (weight, bias), (side, stride, padding) = constants, geometry
-    taps, source = argument(node, "weight"), node.args[0]
-    assert isinstance(source, fx.Node)
+    taps, source = argument(node, "weight"), _source(node)
     N, K, H, W = shape(node)
     groups, C = argument(node, "groups"), shape(source)[1]
     if padding != (side // 2 if side % 2 else 0):
@@ -136,9 +151,9 @@ def _form(captured: Captured, node: fx.Node) -> Form | None:  # noqa: PLR0911
     form = Form(source, taps, bias, side, stride, small=pixels <= SMALL_PIXELS and operations <= SMALL_OPERATIONS)
     alone = sole_user(source) is node
     if form.plain_1x1 and alone and is_call(source, aten.pixel_unshuffle.default) and source.args[1] == 2:
-        form = replace(form, source=source.args[0], side=2, stride=2, unshuffled=True)
+        form = replace(form, source=_source(source), side=2, stride=2, unshuffled=True)
     elif stride == 1 and side % 2 and alone and is_call(source, *NEAREST) and scale_of(source) == (2, 2):
-        form = replace(form, source=source.args[0], double=True)
+        form = replace(form, source=_source(source), double=True)
     if any(size % form.stride for size in shape(form.source)[2:]):
         return None
     return form if conv2d.unsupported((H, W), form.side, form.stride, form.double) is None else None
@@ -353,55 +368,64 @@ def _stem(captured: Captured, node: fx.Node, images: list[fx.Node]) -> int:
     return 1
 
 
+@dataclass(frozen=True)
+class Gate:
+    """The three 1x1 convolutions of sigmoid(of_hidden(relu(of_x(x) + of_skip(skip)))) * skip."""
+
+    of_x: fx.Node
+    of_skip: fx.Node
+    of_hidden: fx.Node
+
+
 def _gate(captured: Captured, product: fx.Node, dtype: torch.dtype) -> int:
-    """sigmoid(1x1(relu(1x1(x) + 1x1(skip)))) * skip"""
     from voxtune.kernels import gate2d
 
-    factors = [n for n in product.args if isinstance(n, fx.Node)]
-    sigmoid = next((n for n in factors if is_call(n, aten.sigmoid.default)), None)
-    if sigmoid is None or len(factors) != 2 or factors[0] is factors[1]:
+    gate = _match_gate(captured, product)
+    if gate is None:
         return 0
-    skip = factors[1] if factors[0] is sigmoid else factors[0]
-    logit = sigmoid.args[0]
-    hidden = logit.args[0] if _is_1x1(captured, logit) else None  # type: ignore[union-attr]
-    total = hidden.args[0] if is_call(hidden, aten.relu.default) else None  # type: ignore[union-attr]
-    if not is_call(total, aten.add.Tensor) or argument(total, "alpha") != 1:  # type: ignore[arg-type]
+    N, K, H, W = shape(gate.of_x)
+    skip = gate.of_skip.args[0]
+    if N * H * W > MOST_PIXELS or gate2d.unsupported((H, W), K, shape(skip)[1]) is not None:
         return 0
-    assert isinstance(total, fx.Node) and isinstance(hidden, fx.Node) and isinstance(logit, fx.Node)
-    convs = [n for n in total.args if _is_1x1(captured, n)]
-    if len(convs) != 2 or convs[0] is convs[1] or any(len(n.users) != 1 for n in (sigmoid, logit, hidden, total, *convs)):
-        return 0
-    assert isinstance(convs[0], fx.Node) and isinstance(convs[1], fx.Node)
-    of_x, of_skip = convs if convs[1].args[0] is skip else (convs[1], convs[0])
-    N, K, H, W = shape(of_x)
-    if of_skip.args[0] is not skip or shape(logit)[1] != 1 or shape(product) != shape(skip):
-        return 0
-    if shape(of_skip) != (N, K, H, W) or N * H * W > MOST_PIXELS:
-        return 0
-    if gate2d.unsupported((H, W), K, shape(skip)[1]) is not None:
-        return 0
-    biases = [b for n in convs if (b := argument(n, "bias")) is not None]
-    last = argument(logit, "bias")
-    zero = None if biases and last is not None else captured.add_constant(torch.zeros(1, device=captured.device), "zero")
+    biases = [b for n in (gate.of_x, gate.of_skip) if (b := argument(n, "bias")) is not None]
+    last = argument(gate.of_hidden, "bias")
+    weight_x, weight_skip = argument(gate.of_x, "weight"), argument(gate.of_skip, "weight")
     new = captured.insert(
         product,
         torch.ops.voxtune.gate2d.default,
-        of_x.args[0],
+        gate.of_x.args[0],
         skip,
-        captured.derive("packed", gate2d.pack_gate, argument(of_x, "weight"), argument(of_skip, "weight"), dtype),
-        captured.derive("bias", gate2d.pack_columns, *biases) if biases else _no_bias(captured, K),
-        captured.derive("columns", gate2d.pack_columns, argument(logit, "weight")),
-        zero if last is None else captured.derive("bias", as_float, last),
-        of=sigmoid,
+        captured.derive("packed", gate2d.pack_gate, weight_x, weight_skip, dtype),
+        captured.derive("bias", gate2d.pack_columns, *biases) if biases else _zeros(captured, gate2d.padded(K)),
+        captured.derive("columns", gate2d.pack_columns, argument(gate.of_hidden, "weight")),
+        _zeros(captured, 1) if last is None else captured.derive("bias", as_float, last),
+        of=gate.of_hidden,
     )
     captured.replace(product, new)
     return 1
 
 
-def _no_bias(captured: Captured, channels: int) -> fx.Node:
-    from voxtune.kernels.gate2d import pack_columns
+def _match_gate(captured: Captured, product: fx.Node) -> Gate | None:
+    factors: list[Any] = [n for n in product.args if isinstance(n, fx.Node)]
+    sigmoid = next((n for n in factors if is_call(n, aten.sigmoid.default)), None)
+    if sigmoid is None or len(factors) != 2:
+        return None
+    skip = factors[1] if factors[0] is sigmoid else factors[0]
+    of_hidden = sigmoid.args[0]
+    hidden: Any = of_hidden.args[0] if _is_1x1(captured, of_hidden) else None
+    total: Any = hidden.args[0] if is_call(hidden, aten.relu.default) else None
+    if not is_call(total, aten.add.Tensor) or argument(total, "alpha") != 1:
+        return None
+    convs = [n for n in total.args if _is_1x1(captured, n)]
+    if len(convs) != 2 or any(len(n.users) != 1 for n in (sigmoid, of_hidden, hidden, total, *convs)):
+        return None
+    of_x, of_skip = convs if convs[1].args[0] is skip else (convs[1], convs[0])
+    fits = shape(of_hidden)[1] == 1 and shape(product) == shape(skip) and shape(of_x) == shape(of_skip)
+    return Gate(of_x, of_skip, of_hidden) if fits and of_skip.args[0] is skip else None
 
-    return captured.add_constant(pack_columns(torch.zeros(channels, device=captured.device)), "zero")
+
+def _zeros(captured: Captured, number: int) -> fx.Node:
+    return captured.add_constant(torch.zeros(number, device=captured.device), "zeros")
 
 
 def _is_1x1(captured: Captured, node: Any) -> bool:
@@ -417,12 +441,12 @@ def _embedding(captured: Captured, last: fx.Node) -> int:
 
     layers, activations = [last], set[str]()
     while len(layers) < 3:
-        activated = layers[0].args[0]
-        before = activated.args[0] if _activation(activated) != "none" else None  # type: ignore[union-attr]
-        if not is_call(before, aten.linear.default) or any(len(n.users) != 1 for n in (activated, before)):  # type: ignore[union-attr]
+        activated: Any = layers[0].args[0]
+        before: Any = activated.args[0] if _activation(activated) != "none" else None
+        if not is_call(before, aten.linear.default) or any(len(n.users) != 1 for n in (activated, before)):
             return 0
         activations.add(_activation(activated))
-        layers.insert(0, before)  # type: ignore[arg-type]
+        layers.insert(0, before)
     parts = [(argument(n, "weight"), argument(n, "bias")) for n in layers]
     rows = layers[0].args[0]
     if len(activations) > 1 or any(captured.constant(part) is None for pair in parts for part in pair):

@@ -1,7 +1,7 @@
-"""Run by test_small_images.py in a separate process: the launches of the 2D ConvNeXt U-Net's plan on a GPU that need not be present.
+"""Run by test_small_images.py in a separate process: the launches of the 2D ConvNeXt U-Net's plan on an absent GPU.
 
-    launches             how often the plan launches each kernel, and how many there are in all
-    compile ARCH WHICH   registers, stack and instructions of each different launch; WHICH: all, or every n-th
+launches             how often the plan launches each kernel, and how many there are in all
+compile ARCH WHICH   registers, stack and instructions of each different launch; WHICH: all, or every n-th
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -31,7 +31,7 @@ TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", t
 class Recorder:
     """Takes launches instead of a kernel."""
 
-    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    launches: ClassVar[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]] = []
 
     def __init__(self, kernel: Any):
         self.kernel = kernel
@@ -76,12 +76,18 @@ def compiled(arch: int, kernel: Any, arguments: tuple[Any, ...], options: dict[s
         else:
             signature[name] = "i32"
             attributes[position,] = [["tt.divisibility", 16]] if given % 16 == 0 else []
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs={k: v for k, v in attributes.items() if v})
+    source = ASTSource(
+        fn=kernel, signature=signature, constexprs=constants, attrs={k: v for k, v in attributes.items() if v}
+    )
     binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=build_options)
     usage = re.search(r"REG:(\d+) STACK:(\d+)", dump(binary.asm["cubin"], "--dump-resource-usage"))
     assert usage
     ptx = binary.asm["ptx"]
-    shape = {k: v for k, v in options.items() if k in ("H", "C", "CA", "K", "C2", "SIDE", "SPLIT", "BLOCK_M", "BLOCK_C", "WAYS")}
+    shape = {
+        k: v
+        for k, v in options.items()
+        if k in ("H", "C", "CA", "K", "C2", "SIDE", "SPLIT", "BLOCK_M", "BLOCK_C", "WAYS")
+    }
     return {
         "kernel": kernel.fn.__name__,
         "shape": shape,
@@ -97,14 +103,12 @@ def compiled(arch: int, kernel: Any, arguments: tuple[Any, ...], options: dict[s
 if __name__ == "__main__":
     launches, others = plan()
     names = [kernel.fn.__name__ for kernel, _, _ in launches]
-    if sys.argv[1] == "launches":
-        print(json.dumps({"kernels": {name: names.count(name) for name in dict.fromkeys(names)}, "others": others}))
-    else:
+    answer: Any = {"kernels": {name: names.count(name) for name in dict.fromkeys(names)}, "others": others}
+    if sys.argv[1] == "compile":
         different: dict[str, Any] = {}
         for kernel, arguments, options in launches:
             types = [str(a.dtype) if isinstance(a, Tensor) else a for a in arguments]
             different.setdefault(f"{kernel.fn.__name__} {types} {options}", (kernel, arguments, options))
-        chosen = list(different.values())
-        if sys.argv[3] != "all":
-            chosen = chosen[:: int(sys.argv[3])]
-        print(json.dumps([compiled(int(sys.argv[2]), *launch) for launch in chosen]))
+        every = 1 if sys.argv[3] == "all" else int(sys.argv[3])
+        answer = [compiled(int(sys.argv[2]), *launch) for launch in list(different.values())[::every]]
+    print(json.dumps(answer))
