@@ -40,7 +40,7 @@ def wide(values: Any) -> Any:
 
 
 # name: (channels of the sources, outputs, side, stride, double, size, batch, norm, residual, activation, term, tile)
-SMALL, WIDE = Tile(block_m=16, block_k=16, block_c=32), Tile(block_m=32, block_k=32, block_c=128, split=6)
+SMALL, WIDE = Tile(block_m=16, block_k=16, block_c=32), Tile(block_m=32, block_k=32, block_c=128, split=6, stages=2)
 CONVOLUTIONS: dict[str, tuple[Any, ...]] = {
     "3x3": ((32,), 32, 3, 1, False, (8, 8), 1, False, (), "none", False, None),
     "norm, gelu": ((24,), 40, 3, 1, False, (4, 8), 2, True, (), "gelu", False, None),
