@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
+from voxtune.kernels.conv3d_tiles import shared_limit
 from voxtune.kernels.convnext.conv import conv_work
 from voxtune.kernels.convnext.packing import cases
 from voxtune.kernels.convnext.tiles import MEASURED, MEASURED_ON, Tile, candidates, cost, power_of_two
@@ -39,6 +40,8 @@ ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")
 FORMS = ((1, 1), (3, 1), (2, 2), (3, 2), (1, 2))
 # The reduction is padded to whole iterations of any tile: four chunks of 128.
 DEPTH = 512
+# With this much shared memory, Hopper's, all tiles fit.
+AMPLE_MEMORY = 200_000
 # Channels of a source are a multiple of this where there are two.
 SEAM = 8
 
@@ -188,17 +191,29 @@ def why_not(
 
 
 @cache
-def tile_for(rows: int, pixels: int, depth: int, columns: int, processors: int, bytes_each: int) -> Tile:
-    """As `conv_tile`, for weights that are padded to `columns`, a multiple of 16."""
+def tile_for(
+    rows: int, pixels: int, depth: int, columns: int, processors: int, bytes_each: int, shared: int, loops: int
+) -> Tile:
+    """As `conv_tile`, for weights that are padded to `columns`, a multiple of 16.
+
+    `shared`: bytes of shared memory for the stages of `loops` loops.
+    """
     measured = MEASURED.get((rows, pixels, depth, columns))
     if measured is not None and processors == MEASURED_ON and bytes_each == 2:
         return measured
     choices = candidates(rows, pixels, depth, columns, processors=processors, bytes_each=bytes_each)
     choices = [tile for tile in choices if columns % tile.block_k == 0]
+    if shared < AMPLE_MEMORY:
+        choices = [tile for tile in choices if loops * tile.stages * _stage(tile, bytes_each) <= shared]
     if processors == 1:
         # The interpreter's time depends on the number of operations, not on their size.
         return max(choices, key=lambda tile: (tile.block_m * tile.block_k, tile.block_c, -tile.split, -tile.ways))
     return min(choices, key=lambda tile: cost(tile, rows, depth, columns, processors))
+
+
+def _stage(tile: Tile, bytes_each: int) -> int:
+    """Bytes of one stage of a tile's loop."""
+    return (tile.block_m + tile.block_k) * tile.block_c * tile.ways * bytes_each
 
 
 def processors_of(device: torch.device) -> int:
@@ -257,9 +272,10 @@ def conv2d(
     C, C2, KP = sum(s.shape[1] for s in sources), sum(s.shape[1] for s in residual), packed.shape[1]
     rows, depth = N * H * W, side * side * C
     assert shift.shape[-1] == KP and (slope is None) == (sums is None) == (shift.dim() == 1)
-    if tile is None:
-        tile = tile_for(rows, H * W, depth, KP, processors_of(first.device), first.element_size())
     mode = 0 if not residual else 1 if residual_packed is None else 2
+    if tile is None:
+        machine = processors_of(first.device), first.element_size(), shared_limit(first.device)
+        tile = tile_for(rows, H * W, depth, KP, *machine, loops=2 if mode == 2 else 1)
     each = H * W // tile.block_m * (KP // tile.block_k)
     y = empty_channels_last(first, channels, voxels=(H, W))
     left = torch.empty((N, 2, each), device=first.device) if statistics else None

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from voxtune.kernels.conv2d import TYPES, counters, processors_of
+from voxtune.kernels.conv3d_tiles import shared_limit
 from voxtune.kernels.convnext.gate import gate_work
 from voxtune.kernels.convnext.tiles import divisor, power_of_two
 from voxtune.kernels.group_norm import empty_channels_last
@@ -107,9 +108,11 @@ def gate2d(
     parts = torch.empty(rows * 8 if few else 0, device=x.device)
     count = counters(packed, rows // block_m) if few else bias
     y = empty_channels_last(skip, CS)
+    block_c = chunk(C, CS, x.element_size())
+    stages = shared_limit(x.device) // ((block_m + block_h) * block_c * x.element_size())
     ready(voxtune_gate2d)[(rows // block_m * (KP // block_h),)](
         x, skip, packed, bias, v, v0, y, parts, count,
-        C=C, CS=CS, CP=KP, BLOCK_M=block_m, BLOCK_C=chunk(C, CS, x.element_size()), BLOCK_H=block_h,
-        BLOCK_S=power_of_two(CS), PRECISION="ieee", num_warps=8 if block_h >= 128 else 4,
+        C=C, CS=CS, CP=KP, BLOCK_M=block_m, BLOCK_C=block_c, BLOCK_H=block_h,
+        BLOCK_S=power_of_two(CS), PRECISION="ieee", num_warps=8 if block_h >= 128 else 4, num_stages=max(1, min(3, stages)),
     )  # fmt: skip
     return y
