@@ -176,21 +176,32 @@ def stem(name: str, dtype: torch.dtype) -> float:
     return max(error(stem2d.stem2d(layout, packed, shift, K, side), truth) for layout in layouts)
 
 
-# name: (rows, widths, activation)
-EMBEDDINGS = {
-    "one": (1, (16, 64, 64, 70), "gelu"),
-    "odd": (3, (10, 24, 40, 33), "silu"),
-    "wide": (2, (32, 256, 256, 40), "relu"),
+# name: (rows, widths, activation, type of the times; None: rows of other values)
+EMBEDDINGS: dict[str, tuple[Any, ...]] = {
+    "one": (1, (16, 64, 64, 70), "gelu", torch.int64),
+    "odd": (3, (10, 24, 40, 33), "silu", None),
+    "wide": (2, (32, 256, 256, 40), "relu", torch.float32),
 }
 
 
 def time_network(name: str, _dtype: torch.dtype) -> float:
-    rows, widths, activation = EMBEDDINGS[name]
-    x = draw(rows, widths[0])
+    rows, widths, activation, times = EMBEDDINGS[name]
     weights = [draw(b, a) / a**0.5 for a, b in itertools.pairwise(widths)]
-    biases = [draw(b) for b in widths[1:]]
-    truth = embedding.embedding_reference(x.double(), wide(weights), wide(biases), activation)
-    return error(embedding.embedding(x, weights, biases, activation), truth)
+    layers = weights, [draw(b) for b in widths[1:]], activation
+    x = draw(rows, widths[0])
+    truth = embedding.embedding_reference(x.double(), None, False, *wide(layers))
+    if times is None:
+        return error(embedding.embedding(x, None, False, *layers), truth)
+    x, frequencies = (50 * draw(rows, 1)).to(times), draw(1, widths[0] // 2)
+    # The angle is rounded as float32.
+    angle = (x.float() * frequencies).double()
+    worst = 0.0
+    for cosines_first, order in ((False, (angle.sin(), angle.cos())), (True, (angle.cos(), angle.sin()))):
+        truth = embedding.embedding_reference(torch.cat(order, 1), None, False, *wide(layers))
+        args = (x, frequencies, cosines_first, *layers)
+        both = (embedding.embedding(*args), embedding.embedding_reference(*args))
+        worst = max(worst, *(error(y, truth) for y in both))
+    return worst
 
 
 CHECKS = {

@@ -1,9 +1,9 @@
 """Three linear layers with an activation between them, for a few rows: the time embedding and its projections of all blocks.
 
-Why: a time network is five tiny launches, two of which hold a few thousand values. Each program computes a few outputs of one
-row; it recomputes the two small layers before them, which avoids synchronisation. All in float32.
+Why: a time network is ten tiny launches (sines and cosines of the time, two layers of a few thousand values, the projections).
+Each program computes a few outputs of one row; it recomputes what comes before them, which avoids synchronisation. In float32.
 
-Legend: N rows, D inputs, E and F widths of the hidden layers, T outputs.
+Legend: N rows, D inputs, of which D / 2 are sines of the time, E and F widths of the hidden layers, T outputs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,24 @@ from voxtune.kernels.group_norm import activate, activation_reference
 from voxtune.kernels.precompile import ready
 
 MOST_WIDTH, MOST_ROWS = 256, 64
+TIMES = (torch.float32, torch.int64, torch.int32)
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 
 
-def embedding_reference(x_ND: Tensor, weights: list[Tensor], biases: list[Tensor], activation: str) -> Tensor:
-    y = x_ND
+def embedding_reference(
+    x: Tensor,
+    frequencies: Tensor | None,
+    cosines_first: bool,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    activation: str,
+) -> Tensor:
+    """`x`: rows (N, D); or times of N values, and D / 2 frequencies."""
+    y = x
+    if frequencies is not None:
+        angle = x.flatten()[:, None].to(frequencies.dtype) * frequencies.flatten()
+        waves = (angle.cos(), angle.sin()) if cosines_first else (angle.sin(), angle.cos())
+        y = torch.cat(waves, 1)
     for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         y = functional.linear(activation_reference(y, activation) if index else y, weight, bias)
     return y
@@ -31,7 +44,8 @@ def embedding_reference(x_ND: Tensor, weights: list[Tensor], biases: list[Tensor
 
 @triton.jit
 def voxtune_embedding(
-    x_ptr,  # (N, D) float32
+    x_ptr,  # (N, D) float32, or (N,) of any type with WAVES
+    frequencies_ptr,  # (D / 2,) float32; not read without WAVES
     w1_ptr,  # (E, D) float32
     b1_ptr,  # (E,)
     w2_ptr,  # (F, E)
@@ -43,6 +57,7 @@ def voxtune_embedding(
     D: tl.constexpr,
     E: tl.constexpr,
     F: tl.constexpr,
+    WAVES: tl.constexpr,  # 0 none, 1 sines first, 2 cosines first
     ACTIVATION: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,  # hidden values at once
@@ -51,7 +66,12 @@ def voxtune_embedding(
 ):
     n = tl.program_id(1)
     d, f = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_F)
-    x = tl.load(x_ptr + n * D + d, mask=d < D, other=0.0)
+    if WAVES == 0:
+        x = tl.load(x_ptr + n * D + d, mask=d < D, other=0.0)
+    else:
+        frequency = tl.load(frequencies_ptr + d % (D // 2), mask=d < D, other=0.0)
+        angle = tl.load(x_ptr + n).to(tl.float32) * frequency
+        x = tl.where((d < D // 2) == (WAVES == 1), tl.sin(angle), tl.cos(angle))
     second = tl.load(b2_ptr + f, mask=f < F, other=0.0)
     for e0 in tl.static_range(0, E, BLOCK_E):
         e = e0 + tl.arange(0, BLOCK_E)
@@ -78,27 +98,40 @@ def unsupported(rows: int, widths: list[int]) -> str | None:
     return None
 
 
-def why_not(x: Tensor, weights: list[Tensor], biases: list[Tensor], activation: str) -> str | None:
+def why_not(
+    x: Tensor, frequencies: Tensor | None, weights: list[Tensor], biases: list[Tensor], activation: str
+) -> str | None:
     """The reason why the kernel does not apply, or None."""
-    if any(a.dtype != torch.float32 or not a.is_contiguous() for a in (x, *weights, *biases)):
-        return "the embedding is not in float32, or not contiguous"
+    rows = x if frequencies is None else frequencies
+    if any(a.dtype != torch.float32 for a in (rows, *weights, *biases)) or x.dtype not in TIMES:
+        return "the embedding is not in float32"
+    if any(not a.is_contiguous() for a in (x, rows, *weights, *biases)):
+        return "the embedding is not contiguous"
     if len(weights) != 3 or activation not in ACTIVATIONS:
         return f"{len(weights)} layers with {activation}"
     return unsupported(x.shape[0], [w.shape[1] for w in weights])
 
 
 def embedding(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor], activation: str, *, checked: bool = False
+    x: Tensor,
+    frequencies: Tensor | None,
+    cosines_first: bool,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    activation: str,
+    *,
+    checked: bool = False,
 ) -> Tensor:
-    """(N, T). `why_not` must be None; `checked`: the caller has called it."""
-    assert checked or (reason := why_not(x, weights, biases, activation)) is None, reason
-    (N, D), (E, F, T) = x.shape, (w.shape[0] for w in weights)
+    """(N, T); see `embedding_reference`. `why_not` must be None; `checked`: the caller has called it."""
+    assert checked or (reason := why_not(x, frequencies, weights, biases, activation)) is None, reason
+    N, D, (E, F, T) = x.shape[0], weights[0].shape[1], (w.shape[0] for w in weights)
     block_d, block_f, block_t = power_of_two(D), power_of_two(F), 32
     block_e = min(power_of_two(E), 16384 // max(block_d, block_f))
-    y = x.new_empty((N, T))
+    y = x.new_empty((N, T), dtype=torch.float32)
+    waves = 0 if frequencies is None else 2 if cosines_first else 1
     layers = [a for pair in zip(weights, biases, strict=True) for a in pair]
     ready(voxtune_embedding)[(triton.cdiv(T, block_t), N)](
-        x, *layers, y, T, D=D, E=E, F=F, ACTIVATION=activation,
+        x, x if frequencies is None else frequencies, *layers, y, T, D=D, E=E, F=F, WAVES=waves, ACTIVATION=activation,
         BLOCK_D=block_d, BLOCK_E=block_e, BLOCK_F=block_f, BLOCK_T=block_t, num_warps=8,
     )  # fmt: skip
     return y

@@ -115,13 +115,24 @@ def _(x, packed, shift, channels, side):
     return empty_channels_last(x, channels, dtype=packed.dtype)
 
 
-@operator("embedding(Tensor x, Tensor[] weights, Tensor[] biases, str activation) -> Tensor")
-def embedding(x: Tensor, weights: list[Tensor], biases: list[Tensor], activation: str) -> Tensor:
-    if runs_kernel(x, _embedding.why_not(x, weights, biases, activation), "embedding"):
-        return _embedding.embedding(x, weights, biases, activation, checked=True)
-    return _embedding.embedding_reference(x, weights, biases, activation)
+@operator(
+    "embedding(Tensor x, Tensor? frequencies, bool cosines_first, Tensor[] weights, Tensor[] biases, str activation) "
+    "-> Tensor"
+)
+def embedding(
+    x: Tensor,
+    frequencies: Tensor | None,
+    cosines_first: bool,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    activation: str,
+) -> Tensor:
+    args = (x, frequencies, cosines_first, weights, biases, activation)
+    if runs_kernel(x, _embedding.why_not(x, frequencies, weights, biases, activation), "embedding"):
+        return _embedding.embedding(*args, checked=True)
+    return _embedding.embedding_reference(*args)
 
 
 @shapes_of("embedding")
-def _(x, weights, biases, activation):
-    return x.new_empty((x.shape[0], weights[-1].shape[0]))
+def _(x, frequencies, cosines_first, weights, biases, activation):
+    return weights[0].new_empty((x.shape[0], weights[-1].shape[0]))

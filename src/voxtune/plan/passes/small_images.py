@@ -4,7 +4,7 @@
     [cat | norm | pixel unshuffle | nearest x2] - convolution - [+ per channel] - [+ image | + 1x1 convolution] - [activation]
     sigmoid(1x1(relu(1x1(x) + 1x1(skip)))) * skip
     convolution of an image with few channels
-    linear - activation - linear - activation - linear, on the time embedding
+    [sines and cosines of times] - linear - activation - linear - activation - linear
 
 Each line becomes one operator. A norm of one group that alone reads one of these, and that one convolution alone reads, becomes
 part of that convolution: a ConvNeXt block is then three launches. Larger convolutions are left to cuDNN."""
@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from voxtune.plan.derivation import computes_weights
 from voxtune.plan.graph import (
+    CASTS,
     Captured,
     argument,
     aten,
@@ -46,6 +47,7 @@ MOST_OPERATIONS, MOST_PIXELS = 1 << 35, 1 << 18
 MOST_VALUES = 1 << 24
 # Convolutions with fewer inputs or outputs are stems and heads.
 LEAST_CHANNELS = 8
+WAVES = [aten.sin.default, aten.cos.default]
 
 
 @dataclass(frozen=True)
@@ -456,9 +458,37 @@ def _embedding(captured: Captured, last: fx.Node) -> int:
         return 0
     if unsupported(fake.shape[0], [shape(weight)[1] for weight, _ in parts]) is not None:
         return 0
-    args = (rows, [weight for weight, _ in parts], [bias for _, bias in parts], activations.pop())
+    times, frequencies, cosines_first = _waves(captured, rows)
+    layers_of = [weight for weight, _ in parts], [bias for _, bias in parts], activations.pop()
+    args = (times, frequencies, cosines_first, *layers_of)
     captured.replace(last, captured.insert(last, torch.ops.voxtune.embedding.default, *args))
     return 1
+
+
+def _waves(captured: Captured, rows: Any) -> tuple[fx.Node, fx.Node | None, bool]:
+    """(times, frequencies, whether the cosines are first) of cat([sin(t * f), cos(t * f)]); or the rows as they are."""
+    from voxtune.kernels.embedding import TIMES
+
+    as_they_are = (rows, None, False)
+    waves: list[Any] = list(rows.args[0]) if is_call(rows, aten.cat.default) else []
+    kinds = [wave.target for wave in waves if is_call(wave, *WAVES)]
+    if len(waves) != 2 or sorted(kinds, key=str) != sorted(WAVES, key=str) or argument(rows, "dim") not in (1, -1):
+        return as_they_are
+    angle: Any = waves[0].args[0]
+    if angle is not waves[1].args[0] or not is_call(angle, aten.mul.Tensor):
+        return as_they_are
+    frequencies = next((a for a in angle.args if captured.constant(a) is not None), None)
+    times: Any = next((a for a in angle.args if a is not frequencies), None)
+    N, D = shape(rows)
+    if shape(times) != (N, 1) or shape(frequencies) not in ((D // 2,), (1, D // 2)):
+        return as_they_are
+    # The kernel casts whole numbers itself.
+    if is_call(times, *CASTS) and (cast := value(times)) is not None and cast.dtype == torch.float32:
+        times = times.args[0]
+    given, factors = value(times), value(frequencies)
+    if given is None or factors is None or given.dtype not in TIMES or factors.dtype != torch.float32:
+        return as_they_are
+    return times, frequencies, kinds[0] == aten.cos.default
 
 
 SMALL_IMAGES = Pass(
