@@ -51,7 +51,7 @@ WAVES = [aten.sin.default, aten.cos.default]
 
 
 @dataclass(frozen=True)
-class Form:
+class ImageConvolution:
     """What a convolution computes, and of which image: the source is before a norm, an unshuffling or an upsampling."""
 
     source: fx.Node
@@ -70,15 +70,15 @@ class Form:
 
 
 @dataclass
-class Fused:
+class FusedConvolution:
     """A convolution and what follows it in one operator, up to `last`."""
 
     node: fx.Node
-    form: Form
+    form: ImageConvolution
     last: fx.Node
     terms: list[fx.Node] = field(default_factory=list)
     residual: fx.Node | None = None
-    residual_form: Form | None = None
+    residual_form: ImageConvolution | None = None
     activation: str = "none"
     norm: fx.Node | None = None
     statistics: bool = False
@@ -131,7 +131,7 @@ def _source(node: fx.Node) -> fx.Node:
     return source
 
 
-def _form(captured: Captured, node: fx.Node) -> Form | None:
+def _form(captured: Captured, node: fx.Node) -> ImageConvolution | None:
     """The form of a small convolution that has a kernel, or None."""
     from voxtune.kernels import conv2d, depthwise2d
 
@@ -146,11 +146,13 @@ def _form(captured: Captured, node: fx.Node) -> Form | None:
         return None
     if groups > 1:
         fits = groups == C == K and side in depthwise2d.SIDES and stride == 1 and N * H * W * C <= MOST_VALUES
-        return Form(source, taps, bias, side, depthwise=True) if fits else None
+        return ImageConvolution(source, taps, bias, side, depthwise=True) if fits else None
     pixels, operations = N * H * W, 2 * N * H * W * weight.numel()
     if min(C, K) < LEAST_CHANNELS or pixels > MOST_PIXELS or operations > MOST_OPERATIONS:
         return None
-    form = Form(source, taps, bias, side, stride, small=pixels <= SMALL_PIXELS and operations <= SMALL_OPERATIONS)
+    form = ImageConvolution(
+        source, taps, bias, side, stride, small=pixels <= SMALL_PIXELS and operations <= SMALL_OPERATIONS
+    )
     alone = sole_user(source) is node
     if form.plain_1x1 and alone and is_call(source, aten.pixel_unshuffle.default) and source.args[1] == 2:
         form = replace(form, source=_source(source), side=2, stride=2, unshuffled=True)
@@ -161,16 +163,16 @@ def _form(captured: Captured, node: fx.Node) -> Form | None:
     return form if conv2d.unsupported((H, W), form.side, form.stride, form.double) is None else None
 
 
-def _matches(captured: Captured, forms: dict[fx.Node, Form]) -> list[Fused]:
+def _matches(captured: Captured, forms: dict[fx.Node, ImageConvolution]) -> list[FusedConvolution]:
     """What becomes one operator each, in the order of the graph."""
-    matches: list[Fused] = []
-    by_last: dict[fx.Node, Fused] = {}
+    matches: list[FusedConvolution] = []
+    by_last: dict[fx.Node, FusedConvolution] = {}
     # Nodes that belong to a match.
     taken: set[fx.Node] = set()
     for node, form in forms.items():
         if node in taken:
             continue
-        match = _follow(Fused(node, form, node), taken)
+        match = _follow(FusedConvolution(node, form, node), taken)
         norm = form.source
         folds = norm.args[:1] and norm.args[0] in by_last and _folds(captured, norm, form)
         if not form.small and not folds:
@@ -191,7 +193,7 @@ def _matches(captured: Captured, forms: dict[fx.Node, Form]) -> list[Fused]:
     return matches
 
 
-def _ends_convolution(node: fx.Node, forms: dict[fx.Node, Form], taken: set[fx.Node]) -> bool:
+def _ends_convolution(node: fx.Node, forms: dict[fx.Node, ImageConvolution], taken: set[fx.Node]) -> bool:
     """Whether a node is a convolution that can take a residual, or one with addends per channel; each has one reader."""
     while sole_user(node) is not None and node not in taken:
         if node in forms:
@@ -206,7 +208,7 @@ def _ends_convolution(node: fx.Node, forms: dict[fx.Node, Form], taken: set[fx.N
     return False
 
 
-def _folds(captured: Captured, norm: fx.Node, form: Form) -> bool:
+def _folds(captured: Captured, norm: fx.Node, form: ImageConvolution) -> bool:
     """Whether a node is a norm that can become part of the convolution that reads it."""
     if not is_call(norm, aten.group_norm.default) or len(norm.users) != 1 or argument(norm, "num_groups") != 1:
         return False
@@ -214,7 +216,7 @@ def _folds(captured: Captured, norm: fx.Node, form: Form) -> bool:
     return form.stride == 1 and not form.double and all(captured.constant(a) is not None for a in affine)
 
 
-def _follow(match: Fused, taken: set[fx.Node]) -> Fused:
+def _follow(match: FusedConvolution, taken: set[fx.Node]) -> FusedConvolution:
     """Takes the operators after the convolution; each is the only reader of the one before."""
     while True:
         user = sole_user(match.last)
@@ -259,7 +261,7 @@ class _Emitter:
         self.images: dict[fx.Node, fx.Node] = {}
         self.sums: dict[fx.Node, fx.Node] = {}
 
-    def emit(self, matches: list[Fused]) -> None:
+    def emit(self, matches: list[FusedConvolution]) -> None:
         for match in matches:
             both = self._depthwise(match) if match.form.depthwise else self._convolution(match)
             y = self.captured.insert(match.last, operator.getitem, both, 0, of=match.node)
@@ -275,7 +277,7 @@ class _Emitter:
             parts = [node]
         return [self.images.get(part, part) for part in parts]
 
-    def _term(self, match: Fused) -> fx.Node | None:
+    def _term(self, match: FusedConvolution) -> fx.Node | None:
         """All addends per channel as one (N or 1, C)."""
         total: fx.Node | None = None
         for term in match.terms:
@@ -283,7 +285,7 @@ class _Emitter:
             total = flat if total is None else self.captured.insert(match.last, aten.add.Tensor, total, flat)
         return total
 
-    def _depthwise(self, match: Fused) -> fx.Node:
+    def _depthwise(self, match: FusedConvolution) -> fx.Node:
         from voxtune.kernels.depthwise2d import pack_taps
 
         form = match.form
@@ -298,7 +300,7 @@ class _Emitter:
             of=match.node,
         )
 
-    def _convolution(self, match: Fused) -> fx.Node:
+    def _convolution(self, match: FusedConvolution) -> fx.Node:
         from voxtune.kernels.conv2d import pack_shift, pack_slope, pack_weight
 
         captured, form, extra = self.captured, match.form, match.residual_form
@@ -371,7 +373,7 @@ def _stem(captured: Captured, node: fx.Node, images: list[fx.Node]) -> int:
 
 
 @dataclass(frozen=True)
-class Gate:
+class GateConvolutions:
     """The three 1x1 convolutions of sigmoid(of_hidden(relu(of_x(x) + of_skip(skip)))) * skip."""
 
     of_x: fx.Node
@@ -407,7 +409,7 @@ def _gate(captured: Captured, product: fx.Node, dtype: torch.dtype) -> int:
     return 1
 
 
-def _match_gate(captured: Captured, product: fx.Node) -> Gate | None:
+def _match_gate(captured: Captured, product: fx.Node) -> GateConvolutions | None:
     factors: list[Any] = [n for n in product.args if isinstance(n, fx.Node)]
     sigmoid = next((n for n in factors if is_call(n, aten.sigmoid.default)), None)
     if sigmoid is None or len(factors) != 2:
@@ -423,7 +425,7 @@ def _match_gate(captured: Captured, product: fx.Node) -> Gate | None:
         return None
     of_x, of_skip = convs if convs[1].args[0] is skip else (convs[1], convs[0])
     fits = shape(of_hidden)[1] == 1 and shape(product) == shape(skip) and shape(of_x) == shape(of_skip)
-    return Gate(of_x, of_skip, of_hidden) if fits and of_skip.args[0] is skip else None
+    return GateConvolutions(of_x, of_skip, of_hidden) if fits and of_skip.args[0] is skip else None
 
 
 def _zeros(captured: Captured, number: int) -> fx.Node:
