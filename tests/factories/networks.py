@@ -101,6 +101,7 @@ REWRITING = (
     "cleanup",
     "sdpa",
     "time",
+    "small_images",
     "fuse_norm",
     "doubling",
     "upsample",

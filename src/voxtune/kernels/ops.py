@@ -6,6 +6,7 @@ same on a CPU. Sources that are not channels-last are copied first, since the ke
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -316,3 +317,8 @@ def head(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | No
 @shapes_of("head")
 def _(x, weight, bias, dtype=None):
     return empty_channels_last(x, weight.shape[0], dtype)
+
+
+# For the modules that register more operators; they are imported last because they use the functions above.
+channels_innermost, runs_kernel = _lasting, _runs_kernel
+importlib.import_module("voxtune.kernels.ops_2d")

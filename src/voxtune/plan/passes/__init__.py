@@ -20,6 +20,7 @@ from voxtune.plan.passes.half import BF16, FP16
 from voxtune.plan.passes.layout import CHANNELS_LAST
 from voxtune.plan.passes.norm import FUSE_NORM
 from voxtune.plan.passes.resampling import DOUBLING, STRIDED
+from voxtune.plan.passes.small_images import SMALL_IMAGES
 from voxtune.plan.passes.time import TIME
 from voxtune.plan.passes.upsample import UPSAMPLE
 
@@ -30,6 +31,7 @@ PASSES: tuple[Pass, ...] = (
     CLEANUP,
     SDPA,
     TIME,
+    SMALL_IMAGES,
     FUSE_NORM,
     DOUBLING,
     UPSAMPLE,
