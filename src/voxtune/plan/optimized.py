@@ -273,7 +273,10 @@ class Optimized(nn.Module):
 
         rows = [describe_entry(row) for row in self.plan.evidence.get("waterfall", [])]
         title = f"plan: {' + '.join(self.plan.names) or 'the original network'}"
-        return "\n".join([*rows, title, *(f"  {name}: {note}" for name, note in self.notes.items())])
+        notes = dict(self.notes)
+        if "uncaptured" in self.plan.evidence:
+            notes["capture"] = f"failed: {self.plan.evidence['uncaptured']}"
+        return "\n".join([*rows, title, *(f"  {name}: {note}" for name, note in notes.items())])
 
     def extra_repr(self) -> str:
         return f"plan={' + '.join(self.plan.names) or 'the original network'}"
