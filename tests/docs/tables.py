@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.docs.kernel_table import kernel_table, ladder_table
+from tests.docs.kernel_table import kernel_table, markdown, pass_table
 
 ROOT = Path(__file__).parents[2]
 NETWORKS = ROOT / "benchmarks" / "results" / "h200" / "foreign.json"
@@ -23,10 +23,6 @@ WAYS = {
     "fp32": "FP32 without TF32",
     "voxtune_same": "Voxtune, same",
 }
-
-
-def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines])
 
 
 def _record() -> dict[str, Any]:
@@ -59,7 +55,7 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 TABLES: dict[Path, dict[str, Callable[[], str]]] = {
     OWN_NETWORK: {"networks": networks_table},
-    WHAT_RUNS_WHERE: {"kernels": kernel_table, "ladder": ladder_table},
+    WHAT_RUNS_WHERE: {"kernels": kernel_table, "passes": pass_table},
 }
 ORIGINS: dict[Path, dict[str, Callable[[], str]]] = {OWN_NETWORK: {"networks": networks_origin}, WHAT_RUNS_WHERE: {}}
 
