@@ -74,7 +74,7 @@ def check_networks(*optimized):
 
 
 def check_sliding_window(names):
-    check_networks("fast", "faster", "fast_unet", "fast_decoder")(names)
+    check_networks("fast", "faster")(names)
     batches = sorted(variant.signature.leaves[0][0][0] for variant in names["fast"]._variants.values())
     assert batches == [1, 2], "the smaller last batch has a variant of its own"
 
@@ -120,6 +120,7 @@ CHECKS = {
     FIRST: check_networks("fast"),
     "nnU-Net": check_networks("fast"),
     "MONAI": check_sliding_window,
+    "MAISI": check_networks("fast_unet", "fast_decoder"),
     "diffusers": check_diffusers,
     "Precision": check_precision,
     "When the weights change": check_networks("fast"),
