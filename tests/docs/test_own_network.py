@@ -93,7 +93,7 @@ def check_diffusers(names):
 
 def check_precision(names):
     assert names["exact"].plan.names
-    assert names["half"].dtype == torch.float32 or names["half"].dtype == torch.bfloat16
+    assert names["half"].dtype == torch.float32 == names["bf16"](names["window"]).dtype
     with torch.no_grad():
         y = names["network"](names["window"])
         for close in (names["half"], names["bf16"](names["window"])):
