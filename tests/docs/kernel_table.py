@@ -227,7 +227,13 @@ def on_the_gpu(kernel: Kernel) -> str:
     """The tests that passed on the H200, and the file of times, each with its commit."""
     counts, commit = _passed()
     passed = sum(counts.get(test, 0) for test in kernel.gpu)
-    state = f"{passed} tests at {commit[:7]}" if passed else "tests not recorded yet" if kernel.gpu else "untested"
+    state = (
+        f"{passed} test{'s' * (passed > 1)} at {commit[:7]}"
+        if passed
+        else "tests not recorded yet"
+        if kernel.gpu
+        else "untested"
+    )
     return f"{state}; {times(kernel.timed)}"
 
 

@@ -145,6 +145,12 @@ def test_the_first_example_with_real_times():
     assert names["fast"].report().startswith("original ")
 
 
+def test_blocks_that_are_not_run_are_python():
+    blocks = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 1, "only nnU-Net's own predictor is not run"
+    compile(blocks[0], PAGE.name, "exec")
+
+
 def test_every_check_belongs_to_a_section():
     assert set(CHECKS) | set(NEEDS) <= set(sections())
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 import torch
 
+from tests.docs import tables
 from tests.docs.kernel_table import GPU_TESTS, KERNELS, SOURCE, archs, kernels_of
 from tests.docs.tables import ROOT, TABLES, WHAT_RUNS_WHERE, page
 from voxtune.plan.passes import PASSES
@@ -17,6 +19,25 @@ TYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
 @pytest.mark.parametrize("path", TABLES, ids=lambda p: p.stem)
 def test_the_tables_are_those_of_code_and_records(path):
     assert path.read_text() == page(path), "run python -m tests.docs.tables"
+
+
+def test_the_table_of_networks(tmp_path, monkeypatch):
+    """A record as benchmarks/gpu_foreign.py writes it, with a way that failed and one that was not measured."""
+    rows = [
+        {"name": "net_a:autocast", "shape": [8], "p20_ms": 9.0, "p50_ms": 10.04, "p80_ms": 11.0, "error": 0.0123},
+        {"name": "net_a:voxtune", "shape": [8], "p20_ms": 2.0, "p50_ms": 2.5, "p80_ms": 3.0, "error": 0.0099},
+        {"name": "net_b:voxtune", "failed": "RuntimeError: out of memory"},
+    ]
+    record = tmp_path / "foreign.json"
+    record.write_text(json.dumps({"gpu": "GPU", "commit": "abc1234", "versions": {"torch": "2"}, "rows": rows}))
+    monkeypatch.setattr(tables, "NETWORKS", record)
+    assert tables.networks_table().splitlines() == [
+        "| network | BF16 autocast | Voxtune, BF16 |",
+        "| --- | --- | --- |",
+        "| `net_a` | 10 (1.2e-02) | 2.5 (9.9e-03) |",
+        "| `net_b` | not measured | failed |",
+    ]
+    assert tables.networks_origin().endswith("commit abc1234, GPU, torch 2.")
 
 
 def test_every_kernel_of_the_package_has_an_entry():
