@@ -222,6 +222,8 @@ def _searched(target: PlanTarget, here: dict[str, Any], request: Request, precis
     verdict = next((r.verdict for r in result.rows if r.kept and r.verdict is not None), None)
     gated = {"original": True} if verdict is None else verdict.figures
     evidence |= {"gate": gated, "search": request.search, "waterfall": rows}
+    if target.uncaptured is not None:
+        evidence["uncaptured"] = target.uncaptured
     result.network.plan = Plan(result.network.plan.steps, here, evidence)
     return result.network
 

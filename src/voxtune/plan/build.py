@@ -12,7 +12,7 @@ from torch import nn
 
 from voxtune.files import one_line
 from voxtune.plan.derivation import Derived, LiveWeights
-from voxtune.plan.graph import Captured, capture
+from voxtune.plan.graph import Captured, WritesInPlaceError, capture, raising_line
 from voxtune.plan.measure import clocked
 from voxtune.plan.optimized import Optimized, Variant
 from voxtune.plan.passes import BY_NAME, PASSES, Context, Pass
@@ -36,7 +36,8 @@ def rewrite(captured: Captured | None, plan: Plan, context: Context) -> dict[str
             continue
         assert captured is not None, "no graph was captured for a pass that rewrites it"
         outcome = step.rewrite(captured, context, plan.options(step.name))
-        notes[step.name] = f"applied {outcome.applied} x" if outcome.applied else f"no effect: {outcome.reason}"
+        reason = outcome.reason or "nothing to change"
+        notes[step.name] = f"applied {outcome.applied} x" if outcome.applied else f"no effect: {reason}"
         if outcome.applied and outcome.notes:
             notes[step.name] += " (" + "; ".join(outcome.notes) + ")"
     return notes
@@ -64,6 +65,11 @@ class PlanTarget:
     def device(self) -> torch.device:
         return self.signature.device
 
+    @property
+    def uncaptured(self) -> str | None:
+        """Why the network could not be captured, if that was tried."""
+        return self._captured if isinstance(self._captured, str) else None
+
     def captured(self) -> Captured | str:
         """A graph to rewrite, or why there is none."""
         if self._captured is None:
@@ -72,7 +78,12 @@ class PlanTarget:
                 with clocked("captured"), torch.autocast(self.device.type, enabled=False):
                     self._captured = capture(self.model, *self.inputs)
             except Exception as error:  # torch.export raises many kinds of errors
-                self._captured = f"{type(error).__name__}: {one_line(error)}"
+                line = "" if isinstance(error, WritesInPlaceError) else raising_line(error)
+                self._captured = f"{type(error).__name__}: {one_line(error)}{line}"
+                log.warning(
+                    "the network could not be captured as a graph (%s): only passes on whole modules apply",
+                    self._captured,
+                )
         return self._captured if isinstance(self._captured, str) else self._captured.clone()
 
     def build(self, plan: Plan, *, twin: bool = False) -> Optimized:
@@ -124,7 +135,6 @@ class PlanTarget:
 
     def _uncaptured(self, plan: Plan, context: Context, why: str) -> Optimized:
         """A network without a static graph: only passes that need no graph apply (memory format, precision, run-time flags)."""
-        log.warning("the network could not be captured as a graph (%s): only passes on whole modules apply", why)
         network, autocast = self.model, None
         notes = {}
         for step in _passes(plan):

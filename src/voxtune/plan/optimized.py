@@ -275,12 +275,13 @@ class Optimized(nn.Module):
         rows = [describe_entry(row) for row in self.plan.evidence.get("waterfall", [])]
         title = f"plan: {' + '.join(self.plan.names) or 'the original network'}"
         gains = recorded_gains(self.plan)
-        notes = [
-            f"  {'; '.join(filter(None, (f'{name}: {note}', gains.get(name))))}" for name, note in self.notes.items()
-        ]
+        notes = dict(self.notes)
+        if "uncaptured" in self.plan.evidence:
+            notes["capture"] = f"failed: {self.plan.evidence['uncaptured']}"
+        lines = [f"  {'; '.join(filter(None, (f'{name}: {note}', gains.get(name))))}" for name, note in notes.items()]
         if self.plan.steps and "gains" not in self.plan.evidence:
-            notes.append('  what each pass gains is measured with search="full" and by voxtune tune')
-        return "\n".join([*rows, title, *notes])
+            lines.append('  what each pass gains is measured with search="full" and by voxtune tune')
+        return "\n".join([*rows, title, *lines])
 
     def extra_repr(self) -> str:
         return f"plan={' + '.join(self.plan.names) or 'the original network'}"
