@@ -35,6 +35,7 @@ class Net(nn.Module):
         self.down = nn.Conv3d(16, 32, 3, stride=2, padding=1)
         self.up, self.transposed = nn.Conv3d(32, 16, 3, padding=1), nn.ConvTranspose3d(32, 16, 2, 2)
         self.join, self.both = nn.Conv3d(32, 16, 1), nn.Conv3d(32, 16, 3, padding=1)
+        self.last = nn.Conv3d(16, 16, 3, padding=1)
         self.head = nn.Conv3d(16, 4, 3, padding=1)
         self.norms = nn.ModuleList(nn.GroupNorm(4, c) for c in (16, 16, 32, 16, 16))
 
@@ -47,7 +48,7 @@ class Net(nn.Module):
         u, v = self.up(F.interpolate(d, scale_factor=2.0, mode="nearest")), self.transposed(d)
         j = self.join(torch.cat([u, v], dim=1))
         h = self.both(torch.cat([F.silu(self.norms[3](j)), F.silu(a)], dim=1))
-        return self.head(F.silu(self.norms[4](h)))
+        return self.head(F.silu(self.norms[4](self.last(F.silu(h)) + h)))
 
 
 def inputs(size=SIZE):
@@ -105,7 +106,7 @@ def test_a_rival_computes_the_same(rewritten):
         if form.norm_shifts and given["shift"] is not None:
             z = z + given["shift"][:, :, None, None, None]
         torch.testing.assert_close(y, z, rtol=1e-4, atol=1e-3)
-        if given.get("statistics") and not form.norm_shifts:
+        if given.get("statistics") and not (form.norm_shifts and given["shift"] is not None):
             torch.testing.assert_close(own[1], rival[1], rtol=1e-3, atol=1e-2)
         assert isinstance(rival, tuple) == bool(given.get("statistics"))
         compared += 1

@@ -164,8 +164,9 @@ class _Recorder(fx.Interpreter):
             arguments = tuple((a, _form(given[a])) for a in names)
             y = result[0] if isinstance(result, tuple | list) else result
             scale = _folded(n.args[1], self.derived) if name == "doubling_conv" else None
-            # The bias of a transposed convolution does not move into the norm.
-            shifts = _only_normed(n) and (name != "doubling_conv" or scale is not None)
+            # The bias of a transposed convolution does not move into the norm, one beside a residual is added with it.
+            plain = given.get("residual") is None and (name != "doubling_conv" or scale is not None)
+            shifts = plain and _only_normed(n)
             self.forms[KernelForm(name, arguments, TensorForm.of(y), scale, shifts)] += 1
         return result
 
