@@ -187,12 +187,13 @@ class Cluster:
         return True
 
 
-def elementwise(captured: Captured, _context: Context, _options: dict[str, Any]) -> PassOutcome:
+def elementwise(captured: Captured, context: Context, _options: dict[str, Any]) -> PassOutcome:
     register_operators()
-    try:
-        infer_types(captured)
-    except Exception as error:  # an operator whose result's type cannot be inferred
-        return PassOutcome(0, f"{type(error).__name__}: {one_line(error)}")
+    if context.dtype != torch.float32:
+        try:
+            infer_types(captured)
+        except Exception as error:  # an operator whose result's type cannot be inferred
+            return PassOutcome(0, f"{type(error).__name__}: {one_line(error)}")
     merged = merge_shifts(captured)
     for node in captured.nodes(*CONVOLUTIONS):
         _take_bias(captured, node)
