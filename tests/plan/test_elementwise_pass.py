@@ -245,3 +245,51 @@ def test_saved_graphs_keep_the_programs(tmp_path):
     other = PlanTarget(net, ((v,), {})).restore(plan, *loaded)
     assert [n.args[1:] for n in calls(other)] == [n.args[1:] for n in calls(fast)] != []
     assert torch.equal(other(v), fast(v))
+
+
+class Shifted(nn.Module):
+    """Parts of one projection, each with a constant added in its own way."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 24)
+        self.bias = nn.ParameterList(torch.randn(s) for s in ((4,), (4, 1, 1), (1, 4, 1, 1), (4,), (4, 2, 1), (4,)))
+
+    def forward(self, t, v):
+        a, b, c, d, e, f = self.linear(t).split([4] * 6, 1)
+        a, b, c = a + self.bias[0], b[:, :, None, None] + self.bias[1], self.bias[2] + c.reshape(-1, 4, 1, 1)
+        near_misses = (d + self.bias[3]) * d.sum(), e[:, :, None, None] + self.bias[4], f.sub(self.bias[5])
+        volume = v + a[:, :, None, None] + b + c
+        return (volume, *near_misses)
+
+
+def test_constants_move_into_the_bias_of_a_product():
+    net, args = Shifted().eval(), (x(2, 5), x(2, 4, 3, 3))
+    fast = build(net, args, None, Plan.of(*PLAN), twin=True)
+    assert "3 constants moved into the bias of a product" in fast.notes["elementwise"], fast.notes
+    for factor in (1.0, 1.3):  # the second time with changed weights
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.mul_(factor)
+            for y, z in zip(fast(*args), net(*args), strict=True):
+                torch.testing.assert_close(y, z)
+
+
+@pytest.mark.parametrize("names", [PLAN, ("bf16", *PLAN)])
+def test_the_projection_of_the_time_carries_the_biases_of_the_blocks(names, tmp_path):
+    from tests.factories.networks import make
+
+    net, args = make("convnext")
+    plan = Plan.of("time", "fuse_norm", "pointwise", "epilogue", *names)
+    fast = build(net, args, None, plan, twin=True)
+    moved = fast.notes["elementwise"].partition("; ")[2]
+    assert "constants moved" in moved and not moved.startswith("0 "), fast.notes
+    small = [
+        n for n in fast.runner.inner.graph.nodes if str(n.target) == "aten.add.Tensor" and n.meta["val"].dim() == 2
+    ]
+    assert not small
+    save_graph(tmp_path / "a.graph", fast)
+    assert load_graph(tmp_path / "a.graph", torch.device("cpu")) is not None
+    with torch.no_grad():
+        truth = copy.deepcopy(net).double()(args[0].double(), *args[1:])
+    assert (fast(*args).double() - truth).norm() / truth.norm() < (5e-6 if names == PLAN else 5e-2)

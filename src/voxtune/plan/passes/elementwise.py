@@ -2,7 +2,8 @@
 
 A node joins the kernel of its readers if these are all in one kernel and it has that kernel's shape, or is smaller and cheap to
 compute again for each element. So a kernel has one result. The bias of a convolution by cuDNN, which PyTorch adds by a kernel of
-its own, is added in the kernel that reads the convolution. Arithmetic is float32, rounded once."""
+its own, is added in the kernel that reads the convolution. Arithmetic is float32, rounded once. What shift.py moves needs no
+kernel at all."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from voxtune.files import one_line
 from voxtune.kernels.elementwise_program import MAX_INPUTS, MAX_STEPS, OPERATIONS, Instruction, is_constant, text_of
 from voxtune.plan.graph import CASTS, Captured, argument, aten, shape, sole_user, value
 from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage, register_operators
+from voxtune.plan.passes.shift import merge_shifts
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Operations on smaller tensors that a kernel computes again for each element.
@@ -185,12 +187,14 @@ class Cluster:
         return True
 
 
-def elementwise(captured: Captured, _context: Context, _options: dict[str, Any]) -> PassOutcome:
+def elementwise(captured: Captured, context: Context, _options: dict[str, Any]) -> PassOutcome:
     register_operators()
-    try:
-        infer_types(captured)
-    except Exception as error:  # an operator whose result's type cannot be inferred
-        return PassOutcome(0, f"{type(error).__name__}: {one_line(error)}")
+    if context.dtype != torch.float32:
+        try:
+            infer_types(captured)
+        except Exception as error:  # an operator whose result's type cannot be inferred
+            return PassOutcome(0, f"{type(error).__name__}: {one_line(error)}")
+    merged = merge_shifts(captured)
     for node in captured.nodes(*CONVOLUTIONS):
         _take_bias(captured, node)
     clusters = find_clusters(captured)
@@ -198,9 +202,10 @@ def elementwise(captured: Captured, _context: Context, _options: dict[str, Any])
         _fuse(captured, cluster)
     captured.refresh()
     operators = sum(len(cluster.nodes) for cluster in clusters)
-    if not clusters:
-        return PassOutcome(0, "no two elementwise operators in a row")
-    return PassOutcome(len(clusters), notes=[f"{operators} operators"])
+    notes = [f"{operators} operators in {len(clusters)} kernels"] if clusters else []
+    notes += [f"{merged} constants moved into the bias of a product"] if merged else []
+    reason = None if clusters or merged else "no two elementwise operators in a row"
+    return PassOutcome(len(clusters) + merged, reason, notes)
 
 
 def infer_types(captured: Captured) -> None:
