@@ -52,6 +52,8 @@ CONVOLUTIONS: dict[str, tuple[Any, ...]] = {
     "1x1 after a norm": ((32,), 16, 1, 1, False, (4, 8), 2, True, (), "none", False, None),
     "2x2": ((8,), 24, 2, 2, False, (16, 16), 2, False, (), "none", False, None),
     "3x3, stride 2": ((16, 16), 16, 3, 2, False, (8, 16), 1, False, (), "gelu_tanh", False, None),
+    "1x1, stride 2": ((24,), 16, 1, 2, False, (8, 8), 2, False, (), "none", False, None),
+    "1x1, upsampled": ((16,), 16, 1, 1, True, (4, 4), 1, False, (16,), "none", False, None),
     "upsampled": ((32,), 16, 3, 1, True, (4, 4), 2, False, (), "none", False, None),
     "wide": ((256,), 64, 3, 1, False, (8, 8), 1, True, (64, 64), "none", False, WIDE),
 }  # fmt: skip
