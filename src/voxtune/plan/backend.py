@@ -69,7 +69,8 @@ class _Frozen(nn.Module):
 
     def __init__(self, graph: fx.GraphModule, weights: dict[int, Tensor], places: list[int], count: int):
         super().__init__()
-        self.graph, self.places, self.count = graph, places, count
+        # Dynamo's own class compiles its code at the first call, by way of `__call__`.
+        self.graph, self.places, self.count = fx.GraphModule(graph, graph.graph), places, count
         self.buffer_names = {i: f"weight_{i}" for i in weights}
         self.take(weights)
 
@@ -81,7 +82,8 @@ class _Frozen(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         given = dict(zip(self.places, inputs, strict=True))
         names = self.buffer_names
-        return self.graph(*(getattr(self, names[i]) if i in names else given[i] for i in range(self.count)))
+        # Its `__call__` prints a traceback where the gate finds that a network does not accept float64.
+        return self.graph.forward(*(getattr(self, names[i]) if i in names else given[i] for i in range(self.count)))
 
 
 def _freeze(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[_Frozen, list[int]]:
