@@ -106,7 +106,7 @@ def test_ready_plans_and_ladders_follow_from_the_flags_of_passes():
         {"edges"},
         {"conv3d", "strided", "small_images"},
         {"cuda_graph"},
-        {"epilogue", "pointwise", "doubling", "upsample"},
+        {"epilogue", "pointwise", "doubling", "upsample", "elementwise"},
     ]
     assert [rung.competes for rung in GPU_LADDER] == [False] * 11 + [True]
     assert [rung.add for rung in CPU_LADDER] == [

@@ -181,7 +181,7 @@ class Gates(nn.Module):
 
 
 def test_gates():
-    fast = rewritten(Gates(), (torch.randn(2, 24, 4, 8), torch.randn(2, 16, 4, 8)))
+    fast = rewritten(Gates(), (torch.randn(2, 24, 4, 8), torch.randn(2, 16, 4, 8)), "cleanup", "small_images")
     assert own(fast)[2] == 1
     assert operators(fast)["aten.sigmoid"] == 2
 
