@@ -22,7 +22,8 @@ from voxtune.plan.search import Candidate
 
 LOSERS = {"head": 2.0, "strided_conv": 3.0}
 LOST = "strided_conv 16->32 at 2x3x4: 3 ms, cuDNN 1 ms; head 16->4 at 4x6x8: 2 ms, cuDNN 1 ms"
-EXCEPTED = {"edges": {"except": [[16, 4, *SIZE]]}, "strided": {"except": [[16, 32, 2, 3, 4]]}}
+HEAD = {"except": [[16, 4, *SIZE]]}
+EXCEPTED = {"edges": HEAD, "conv3d": HEAD, "strided": {"except": [[16, 32, 2, 3, 4]]}}
 OWN = Candidate("own kernels", Plan.of(*REWRITING))
 
 
