@@ -142,6 +142,16 @@ def wide(device):
     return found
 
 
+def every_operation():
+    """A program of two inputs with each operation once, and the sum of their results."""
+    steps = [next(p for name, p, _ in singles() if name == operation) for operation in OPERATIONS]
+    total = 2
+    for index in range(1, len(OPERATIONS)):
+        steps.append(f"add {total} {2 + index}")
+        total = len(steps) + 1
+    return "; ".join(steps)
+
+
 def compile_all(arch):
     from voxtune.kernels.compiled import compiled
 
@@ -156,6 +166,7 @@ def compile_all(arch):
         (gate, [volume] * 3, ["bf16", "fp32", "bf16"], "bf16"),
         ("add 0 1; gelu 2", [volume, column], ["bf16", "fp32"], "bf16"),
         ("mul 0 1; elu 2 1.0 1.0 1.0", [volume] * 2, ["fp32"] * 2, "fp32"),
+        (every_operation(), [volume] * 2, ["bf16"] * 2, "bf16"),
     ]
     found = []
     for program, inputs, types, result in cases:

@@ -51,9 +51,10 @@ def test_special_values_are_those_of_pytorch():
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_compiles_to_wide_loads_without_spills(arch):
     rows = run("compile", arch, interpret=False)
-    assert len(rows) == 4
+    assert len(rows) == 5
     for row in rows:
-        assert row["spills"] == 0 and row["registers"] <= 64, row
+        # The last program keeps the results of all operations until it adds them.
+        assert row["spills"] == 0 and row["registers"] <= (200 if row is rows[-1] else 64), row
         assert len(row["moves"]) >= 3 and not row["narrow"], row
 
 

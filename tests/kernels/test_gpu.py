@@ -384,12 +384,22 @@ def test_strided_conv_is_exact_on_integers(dtype, c, k, voxels, kernel, stride, 
     assert "falls back" not in caplog.text
 
 
+def elementwise_rows(check, *arguments):
+    """The rows of a check whose kernels were compiled before, many at a time: there are about a hundred."""
+    from voxtune.kernels.compile_workers import compiling
+    from voxtune.kernels.precompile import compiled_ahead
+
+    with compiling(), compiled_ahead(lambda: list(check(*arguments))):
+        pass
+    return list(check(*arguments))
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("what", ["operations", "chains"])
 def test_elementwise(dtype, what):
     from tests.kernels import elementwise_checks
 
-    rows = list(getattr(elementwise_checks, what)(dtype, "cuda"))
+    rows = elementwise_rows(getattr(elementwise_checks, what), dtype, "cuda")
     assert len(rows) > 40
     for row in rows:
         assert row["error"] < BAR[getattr(torch, row["type"].removeprefix("torch."))], row
@@ -399,8 +409,8 @@ def test_elementwise(dtype, what):
 def test_elementwise_with_offsets_of_64_bits_and_special_values():
     from tests.kernels import elementwise_checks
 
-    assert all(row["error"] < BAR[torch.float32] for row in elementwise_checks.wide("cuda"))
-    for row in elementwise_checks.special("cuda", 2e-5):
+    assert all(row["error"] < BAR[torch.float32] for row in elementwise_rows(elementwise_checks.wide, "cuda"))
+    for row in elementwise_rows(elementwise_checks.special, "cuda", 2e-5):
         assert not row["wrong"], row
 
 

@@ -62,6 +62,7 @@ def test_plan_cannot_be_combined_and_is_for_sampling_only():
         ("voxtune_upsample_linear", "upsample"),
         ("voxtune_noise", "random"),
         ("voxtune_add", "elementwise"),
+        ("voxtune_elementwise_9b75b5e9bc954210", "elementwise"),
     ],
 )
 def test_our_kernels_have_the_class_of_what_they_compute(name, expected):

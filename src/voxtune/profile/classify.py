@@ -79,7 +79,7 @@ _MOVEMENT = _rules(
     ("norm", r"^voxtune_(moments|finalize|normalize|rms_norm)"),
     ("upsample", r"^voxtune_upsample"),
     ("random", r"^voxtune_noise"),
-    ("elementwise", r"^voxtune_add"),
+    ("elementwise", r"^voxtune_(add|elementwise)"),
     ("triton", r"^triton_(poi|red|per|for|spl)_"),
     (
         "layout",
