@@ -48,3 +48,17 @@ def test_compiled_instructions(arch, which):
         if kernel["kernel"] == "voxtune_conv2d" and kernel["shape"]["SIDE"] == 3:
             assert kernel["wide_copies"] >= 4 and not kernel["narrow_copies"], kernel
     assert {kernel["kernel"] for kernel in kernels} >= {"voxtune_conv2d", "voxtune_stem2d"}
+
+
+@pytest.mark.parametrize("shared", [64 << 10, 99 << 10, 163 << 10, 227 << 10])
+@pytest.mark.parametrize("columns", [16, 48, 64, 512])
+def test_tiles_fit_the_gpu(columns, shared):
+    from voxtune.kernels.conv2d import AMPLE_MEMORY, tile_for
+
+    for rows, pixels, depth in ((16, 16, 64), (4096, 4096, 288), (4096, 64, 4608), (1 << 18, 4096, 1152)):
+        for bytes_each, loops in ((2, 1), (2, 2), (4, 2)):
+            tile = tile_for(rows, pixels, depth, columns, 108, bytes_each, shared, loops)
+            assert pixels % tile.block_m == 0 and columns % tile.block_k == 0, tile
+            stage = (tile.block_m + tile.block_k) * tile.block_c * tile.ways * bytes_each
+            # On Hopper the stages of two loops share some of it.
+            assert loops * (tile.stages - (shared >= AMPLE_MEMORY and bytes_each == 2)) * stage <= shared, tile

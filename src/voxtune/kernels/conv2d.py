@@ -40,7 +40,7 @@ ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")
 FORMS = ((1, 1), (3, 1), (2, 2), (3, 2), (1, 2))
 # The reduction is padded to whole iterations of any tile: four chunks of 128.
 DEPTH = 512
-# With this much shared memory, Hopper's, all tiles fit.
+# With this much shared memory, Hopper's, all tiles of half precision fit.
 AMPLE_MEMORY = 200_000
 # Channels of a source are a multiple of this where there are two.
 SEAM = 8
@@ -203,7 +203,7 @@ def tile_for(
         return measured
     choices = candidates(rows, pixels, depth, columns, processors=processors, bytes_each=bytes_each)
     choices = [tile for tile in choices if columns % tile.block_k == 0]
-    if shared < AMPLE_MEMORY:
+    if shared < AMPLE_MEMORY or bytes_each > 2:
         choices = [tile for tile in choices if loops * tile.stages * _stage(tile, bytes_each) <= shared]
     if processors == 1:
         # The interpreter's time depends on the number of operations, not on their size.
