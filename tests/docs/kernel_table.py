@@ -34,7 +34,7 @@ class Kernel:
     passes: str
     types: str = "BF16, FP16, FP32"
     compiled: Sequence[str] = ()  # file::function below tests/kernels
-    gpu: Sequence[str] = ()  # functions of GPU_TESTS
+    gpu: Sequence[str] = ()  # functions of GPU_TESTS, or file::function
     timed: tuple[str, str] | None = None  # results file, pattern of the names of its rows
 
 
@@ -48,6 +48,8 @@ POINTWISE, UPSAMPLE = ("test_pointwise::test_compiles",), ("test_upsample::test_
 CONV3D = ("test_conv3d::test_compiles_for_hopper", "test_conv3d::test_compiles_for_other_devices")
 PARITY = ("test_parity_conv::test_compiles_for_hopper", "test_parity_conv::test_compiles_for_other_devices")
 CONVOLVED = "test_conv3d_is_exact_on_integers_and_its_statistics_are_right"
+SMALL = ("test_small_images::test_compiled_instructions",)
+SMALL_GPU = ("tests/plan/test_gpu_small_images.py::test_kernels_against_float64",)
 KERNELS = {
     "voxtune_moments": Kernel(
         computes="statistics of a norm",
@@ -166,6 +168,35 @@ KERNELS = {
         gpu=("test_heads_by_lines",),
         timed=("small_kernels", "voxtune head .* lines"),
     ),
+    "voxtune_elementwise": Kernel(
+        computes="chains of elementwise operators; one generated kernel for each",
+        passes="`elementwise`",
+        compiled=("test_elementwise::test_compiles_to_wide_loads_without_spills",),
+        gpu=("test_elementwise", "test_elementwise_with_offsets_of_64_bits_and_special_values"),
+        timed=("elementwise", "voxtune"),
+    ),
+    "voxtune_conv2d": Kernel(
+        computes="convolutions of small 2D images with what surrounds them",
+        passes="`small_images`",
+        compiled=SMALL,
+        gpu=SMALL_GPU,
+    ),
+    "voxtune_depthwise2d": Kernel(
+        computes="depthwise convolutions of small 2D images", passes="`small_images`", compiled=SMALL, gpu=SMALL_GPU
+    ),
+    "voxtune_gate2d": Kernel(
+        computes="attention gates of small 2D images", passes="`small_images`", compiled=SMALL, gpu=SMALL_GPU
+    ),
+    "voxtune_stem2d": Kernel(
+        computes="5x5 and 7x7 with few inputs", passes="`small_images`", compiled=SMALL, gpu=SMALL_GPU
+    ),
+    "voxtune_embedding": Kernel(
+        computes="three linear layers of the time",
+        passes="`small_images`",
+        types="FP32",
+        compiled=SMALL,
+        gpu=SMALL_GPU,
+    ),
     "voxtune_noise": Kernel(
         computes="the sampler's noise",
         passes="sampling",
@@ -189,7 +220,7 @@ def kernels_of(folder: Path) -> dict[str, str]:
         if isinstance(node, ast.FunctionDef)
         and node.name.startswith("voxtune_")
         and any("jit" in ast.unparse(d) for d in node.decorator_list)
-    }
+    } | {"voxtune_elementwise": "elementwise.py"}  # its kernels are generated
 
 
 def archs(test: str) -> set[int]:
@@ -217,8 +248,8 @@ def _passed() -> tuple[dict[str, int], str]:
     counts: dict[str, int] = {}
     for row in data["rows"]:
         file, _, name = row["name"].partition("::")
-        if file == GPU_TESTS and row["outcome"] == "passed":
-            function = re.sub(r"\[.*", "", name)
+        if row["outcome"] == "passed":
+            function = re.sub(r"\[.*", "", name if file == GPU_TESTS else row["name"])
             counts[function] = counts.get(function, 0) + 1
     return counts, data["commit"]
 

@@ -52,9 +52,10 @@ def functions(folder: str) -> set[str]:
 def test_tests_named_by_the_page_exist():
     named = set(re.findall(r"`(test_\w+)`", WHAT_RUNS_WHERE.read_text()))
     assert named and named <= functions("tests")
-    gpu = set(re.findall(r"^def (test_\w+)", (ROOT / GPU_TESTS).read_text(), re.MULTILINE))
     for name, kernel in KERNELS.items():
-        assert set(kernel.gpu) <= gpu, name
+        for test in kernel.gpu:
+            file, _, function = test.rpartition("::")
+            assert f"\ndef {function}(" in (ROOT / (file or GPU_TESTS)).read_text(), (name, test)
         assert archs("test_conv3d::test_compiles_for_hopper") == {90}
         for test in kernel.compiled:
             assert archs(test), f"{test} has no parameter `arch`"
@@ -69,13 +70,19 @@ def test_passes_named_with_kernels_exist():
 def reasons(dtype):
     """Why each operator's kernel does not take volumes of this type, or None."""
     from voxtune.kernels import (
+        conv2d,
         conv3d,
+        depthwise2d,
         doubling_conv,
+        elementwise,
+        embedding,
+        gate2d,
         group_norm,
         head_conv,
         head_lines,
         pointwise,
         rms_norm,
+        stem2d,
         stem_conv,
         strided_conv,
         upsample,
@@ -84,6 +91,8 @@ def reasons(dtype):
     x = torch.zeros(1, 16, 4, 4, 4, dtype=dtype).contiguous(memory_format=torch.channels_last_3d)
     weight = lambda m, c, k: torch.zeros(m, c, k, k, k, dtype=dtype)  # noqa: E731
     cube, two = (3, 3, 3), (2, 2, 2)
+    image = x[:, :, 0].contiguous(memory_format=torch.channels_last)
+    matrix = torch.zeros(16, 16, dtype=dtype)
     packed_head = head_conv.pack_head(weight(2, 16, 3), dtype)
     found = {
         "norm": group_norm.why_not((x,), 4),
@@ -98,6 +107,12 @@ def reasons(dtype):
         "stem": stem_conv.why_not_stem((x[:, :1],), stem_conv.pack_stem(weight(16, 1, 3), (1,), dtype)),
         "head": head_conv.why_not_head(x, packed_head),
         "head_lines": head_lines.why_not_lines(x, 2),
+        "elementwise": elementwise.why_not((x, x), "add 0 1; relu 2", dtype),
+        "conv2d": conv2d.why_not((image,), (), "relu", 3, 1, False),
+        "depthwise2d": depthwise2d.why_not((image,), 7),
+        "gate2d": gate2d.why_not(image, image, matrix),
+        "stem2d": stem2d.why_not(image[:, :3], matrix, 7),
+        "embedding": embedding.why_not(matrix, None, [matrix] * 3, [matrix[0]] * 3, "gelu"),
     }
     norm = found.pop("norm")
     found |= dict.fromkeys(("moments", "finalize", "normalize"), norm)

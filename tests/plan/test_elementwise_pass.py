@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -293,3 +294,19 @@ def test_the_projection_of_the_time_carries_the_biases_of_the_blocks(names, tmp_
     with torch.no_grad():
         truth = copy.deepcopy(net).double()(args[0].double(), *args[1:])
     assert (fast(*args).double() - truth).norm() / truth.norm() < (5e-6 if names == PLAN else 5e-2)
+
+
+@pytest.mark.parametrize("program", ["exp(0)", "__import__ 0", "sigmoid 9", 7])
+def test_a_saved_graph_with_another_program_is_not_loaded(program, tmp_path):
+    class Chain(nn.Module):
+        def forward(self, x):
+            return (x * 2).sigmoid() + 1
+
+    fast = build(Chain().eval(), (torch.randn(1, 4, 2, 2, 2),), None, Plan.of("elementwise"), twin=True)
+    save_graph(tmp_path / "a.graph", fast)
+    content = torch.load(tmp_path / "a.graph", weights_only=True)
+    description = json.loads(content["graph"])
+    (node,) = [n for n in description["nodes"] if n.get("target") == "voxtune.elementwise.default"]
+    node["args"][2] = program
+    torch.save({**content, "graph": json.dumps(description)}, tmp_path / "a.graph")
+    assert load_graph(tmp_path / "a.graph", torch.device("cpu")) is None
