@@ -25,10 +25,10 @@ from networks import FOREIGN, inputs, network
 from results_file import RESULTS, row, show, write
 from torch import Tensor, nn
 
-from voxtune.plan.api import FUSED
 from voxtune.plan.build import IN_FORCE, build
 from voxtune.plan.gate import volume_of
 from voxtune.plan.plan import Plan
+from voxtune.plan.search import FUSED
 from voxtune.precision import tf32_allowed
 from voxtune.runtime.planned import example_inputs, tuning_target
 from voxtune.runtime.planned import optimize as optimize_model

@@ -32,6 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from voxtune.kernels.conv3d_join import join, stretches_of_join
 from voxtune.kernels.conv3d_tiles import Conv3dTile, Device, has_copy_engine, tiles
 from voxtune.kernels.group_norm import row_stride
+from voxtune.kernels.measured_tiles import chosen
 from voxtune.kernels.pointwise import why_no_shift
 from voxtune.kernels.precompile import ready
 
@@ -472,7 +473,13 @@ def conv3d(
     assert checked or (reason := why_not(sources, packed, shift_NC, residual, kernel, padding)) is None, reason
     D, H, W = result_size(sources[0], kernel, padding)
     channels, device = tuple(s.shape[1] for s in sources), Device.of(sources[0].device)
-    tile = tiles(sources[0].shape[0], D, H, W, channels, packed.shape[1], kernel=kernel, device=device)
+    N, K = sources[0].shape[0], packed.shape[1]
+    tile = chosen(
+        "conv3d",
+        (N, D, H, W, *channels, K, *kernel),
+        sources[0],
+        lambda: tiles(N, D, H, W, channels, K, kernel=kernel, device=device),
+    )
     return convolve(sources, packed, tile, shift_NC, residual, statistics, kernel, padding)
 
 

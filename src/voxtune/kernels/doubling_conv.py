@@ -38,6 +38,7 @@ from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from voxtune.kernels.group_norm import row_stride
+from voxtune.kernels.measured_tiles import chosen
 from voxtune.kernels.parity_tiles import ParityTile, doubling_tile
 from voxtune.kernels.precompile import ready
 
@@ -344,8 +345,12 @@ def doubling_conv(
     assert checked or (reason := why_not(sources, packed, kernel, stride)) is None, reason
     N, _, *voxels = sources[0].shape
     D, H, W = (1, *voxels)[-3:]
-    tile = doubling_tile(
-        N, D, H, W, max(s.shape[1] for s in sources), packed.shape[1], folds(kernel, stride, statistics)
+    channels, K, fold = tuple(s.shape[1] for s in sources), packed.shape[1], folds(kernel, stride, statistics)
+    tile = chosen(
+        "doubling_conv",
+        (N, D, H, W, *channels, K, *kernel, *stride, int(fold)),
+        sources[0],
+        lambda: doubling_tile(N, D, H, W, max(channels), K, fold),
     )
     return convolve(sources, packed, tile, shift_NC, kernel, stride, statistics)
 

@@ -31,6 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from voxtune.kernels.conv3d_join import join_block, voxtune_conv3d_join
 from voxtune.kernels.doubling_conv import planes_of_channels, statistics_reference
 from voxtune.kernels.group_norm import row_stride
+from voxtune.kernels.measured_tiles import chosen
 from voxtune.kernels.parity_tiles import ParityTile, strided_tile
 from voxtune.kernels.precompile import ready
 
@@ -212,10 +213,14 @@ def strided_conv(
     assert checked or (reason := why_not(x, packed, kernel, stride)) is None, reason
     N, C = x.shape[:2]
     E, F, G = (1, *result_voxels(tuple(x.shape[2:]), stride))[-3:]
-    steps = prod(kernel) * triton.cdiv(C, 64)
-    return convolve(
-        x, packed, strided_tile(N, E, F, G, C, packed.shape[1], steps), shift_NC, kernel, stride, statistics
+    K, steps = packed.shape[1], prod(kernel) * triton.cdiv(C, 64)
+    tile = chosen(
+        "strided_conv",
+        (N, E, F, G, C, K, *kernel, *stride),
+        x,
+        lambda: strided_tile(N, E, F, G, C, K, steps),
     )
+    return convolve(x, packed, tile, shift_NC, kernel, stride, statistics)
 
 
 def result_voxels(voxels: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:

@@ -17,34 +17,24 @@ from torch.utils._pytree import tree_map_only
 from voxtune.errors import InputError
 from voxtune.plan.build import PlanTarget
 from voxtune.plan.cache import graph_path, identity, mismatch, remember, remembered
+from voxtune.plan.gains import GAIN_SECONDS, gains
 from voxtune.plan.gate import Trajectory
 from voxtune.plan.hazards import refuses_half
 from voxtune.plan.measure import clocked
 from voxtune.plan.optimized import Optimized, Variant, precision_in_force, weights_type
-from voxtune.plan.passes import PassStage, Precision, precision_of, select
+from voxtune.plan.passes import Precision, precision_of
 from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import GraphPool, Inputs, kernels_ready
 from voxtune.plan.saved_graph import load_graph, save_graph
-from voxtune.plan.search import Search, fastest
-from voxtune.plan.tuner import BASELINE, SHARED, first_admitted, gate_for, judge
+from voxtune.plan.search import CPU_READY, READY, Search, fastest, ready_plans
+from voxtune.plan.tuner import BASELINE, first_admitted, gate_for, judge
+
+__all__ = ["CPU_READY", "READY", "Request", "RequestedPrecision", "optimize", "ready_plans", "to_stderr"]
 
 log = logging.getLogger("voxtune")
 # "same": as plain PyTorch computes when the network is called; "auto": whatever the gate accepts.
 RequestedPrecision = Literal["same", "auto", "fp32", "tf32", "bf16", "fp16"]
-
-_FUSED = (PassStage.LAYOUT, *SHARED, PassStage.NORM, PassStage.FUSION, PassStage.AUTOTUNING)
-FUSED = select(*_FUSED)
-# Plans for a GPU without a search, fastest first; the first one that passes the gate is used.
-READY = (
-    Plan.of(*select("bf16", *_FUSED, PassStage.EDGES, PassStage.CONVOLUTION, PassStage.CUDA_GRAPH)),
-    Plan.of(*select("bf16", *_FUSED, PassStage.CUDA_GRAPH)),
-    Plan.of(*select("bf16", *_FUSED)),
-    Plan.of(*select("tf32", *_FUSED)),
-    Plan.of(*select("tf32")),
-)
-# Exact, and without a search.
-CPU_READY = (Plan.of(*select(*SHARED, PassStage.LAYOUT)),)
 
 
 def to_stderr(line: str) -> None:
@@ -226,10 +216,14 @@ def _searched(target: PlanTarget, here: dict[str, Any], request: Request, precis
     with _no_autocast(target):
         gate = gate_for(target, request.trajectory, same=request.precision == "same")
         result = fastest(target, as_called, precisions, gate, request.search, request.say)
+        gained = request.search == "full" and bool(result.network.plan.steps)
+        evidence: dict[str, Any] = {"gains": gains(target, result.network, GAIN_SECONDS, request.say)} if gained else {}
     rows = [row.describe() for row in result.rows]
     verdict = next((r.verdict for r in result.rows if r.kept and r.verdict is not None), None)
     gated = {"original": True} if verdict is None else verdict.figures
-    evidence = {"gate": gated, "search": request.search, "waterfall": rows}
+    evidence |= {"gate": gated, "search": request.search, "waterfall": rows}
+    if target.uncaptured is not None:
+        evidence["uncaptured"] = target.uncaptured
     result.network.plan = Plan(result.network.plan.steps, here, evidence)
     return result.network
 
@@ -251,16 +245,6 @@ def _unsearched(
     network, verdict = admitted
     network.plan = Plan(network.plan.steps, here, {"gate": verdict.figures})
     return network
-
-
-def ready_plans(precisions: Sequence[Precision]) -> list[Plan]:
-    """The ready-made plans of these precisions."""
-    known = [plan for plan in READY if precision_of(plan.names) in precisions]
-    for precision in precisions:
-        if not any(precision_of(plan.names) == precision for plan in known):
-            half = (PassStage.EDGES, PassStage.CONVOLUTION) if precision in HALF else ()
-            known.append(Plan.of(*select(precision, *_FUSED, *half, PassStage.CUDA_GRAPH)))
-    return known
 
 
 def _from_cache(target: PlanTarget, plan: Plan) -> Optimized:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,15 +14,18 @@ import torch
 
 from voxtune.files import one_line
 from voxtune.plan.build import PlanTarget
+from voxtune.plan.compete import compete
 from voxtune.plan.gate import Gate
 from voxtune.plan.hazards import refuses_half, slow_half
-from voxtune.plan.measure import Timing, measure
+from voxtune.plan.kernel_forms import own_convolutions
+from voxtune.plan.measure import Timing, clocked, measure
 from voxtune.plan.optimized import Optimized
 from voxtune.plan.passes import PassStage, Precision, precision_of, select
 from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import compilers, kernels_ready
-from voxtune.plan.tuner import SHARED, WORTH, Say, TuningRow, describe_row, judge
+from voxtune.plan.tiling import choose_tiles
+from voxtune.plan.tuner import BY_CUDNN, SHARED, WORTH, Say, TuningRow, describe_row, judge
 
 log = logging.getLogger("voxtune")
 Search = Literal["quick", "full", False]
@@ -31,10 +35,24 @@ QUICK_SECONDS = {"cuda": 20.0, "cpu": 15.0}
 CPU_CALLS, CPU_REFERENCES = 12, 12
 CPU_BUDGET = 25.0
 ORIGINAL = "original"
+# Of the comparison of own convolutions with cuDNN. A quick search starts it only if this much time is left, for the plan too.
+COMPETITION_SECONDS, LEAST_LEFT = {"quick": 4.0, "full": 30.0}, 6.0
+# The row that says for which shapes another tile than the kernels' own was faster.
+TILES = "tiles of own convolutions"
+TIME_OVER = "not tried: the time limit was reached"
 
+# What candidates are composed of. Own convolutions compute in half precision.
+_CPU_FUSED = (*SHARED, PassStage.LAYOUT)
 _FUSED = (PassStage.LAYOUT, *SHARED, PassStage.NORM, PassStage.FUSION, PassStage.AUTOTUNING)
 _OWN = (PassStage.EDGES, PassStage.CONVOLUTION)
-_PRECISION_STAGES = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "fp16": "fp16"}
+FUSED = select(*_FUSED)
+_QUICK = ("own kernels", "fused norms", "channels-last graph", "graph")
+_QUICK_CPU = ("fused", "memory reuse", "sharing")
+# Without a search, fastest first; the first one that passes the gate is used.
+_UNMEASURED: dict[Precision, tuple[str, ...]] = {
+    "bf16": ("own kernels", "fused norms", "fused norms, no graph"),
+    "tf32": ("fused norms, no graph", "precision alone"),
+}
 
 
 @dataclass(frozen=True)
@@ -44,27 +62,42 @@ class Candidate:
 
 
 def candidates(precision: Precision, device: torch.device, search: Search = "quick") -> list[Candidate]:
-    """Plans in this precision that are worth a try, the most promising first."""
+    """Plans in this precision that are worth a try, the most promising first; without a search, those used unmeasured."""
     if device.type == "cpu":
-        plans = [
-            ("fused", select(precision, *SHARED, PassStage.LAYOUT, PassStage.MEMORY)),
-            ("memory reuse", select(precision, PassStage.MEMORY)),
-            ("sharing", select(precision, *SHARED, PassStage.MEMORY)),
-        ]
-        if search == "full":
-            plans.append(("torch.compile", select(precision, PassStage.CLEANUP, PassStage.COMPILER)))
+        plans = {
+            "fused": select(precision, *_CPU_FUSED, PassStage.MEMORY),
+            "memory reuse": select(precision, PassStage.MEMORY),
+            "sharing": select(precision, *SHARED, PassStage.MEMORY),
+            "torch.compile": select(precision, PassStage.CLEANUP, PassStage.COMPILER),
+        }
+        names = {"quick": _QUICK_CPU, "full": tuple(plans)}.get(search or "", ())
     else:
-        graph = PassStage.CUDA_GRAPH
-        plans = [
-            ("own kernels", select(precision, *_FUSED, *(_OWN if precision in HALF else ()), graph)),
-            ("fused norms", select(precision, *_FUSED, graph)),
-            ("channels-last graph", select(precision, *SHARED, PassStage.LAYOUT, PassStage.AUTOTUNING, graph)),
-            ("graph", select(precision, *SHARED, PassStage.AUTOTUNING, graph)),
-        ]
-        if search == "full":
-            compiled = select(precision, PassStage.LAYOUT, PassStage.CLEANUP, PassStage.COMPILER, PassStage.AUTOTUNING)
-            plans += [("torch.compile", compiled), ("torch.compile, graph", (*compiled, *select(graph)))]
-    return [Candidate(name, Plan.of(*passes)) for name, passes in plans]
+        graph, own = PassStage.CUDA_GRAPH, _OWN if precision in HALF else ()
+        compiled = select(precision, PassStage.LAYOUT, PassStage.CLEANUP, PassStage.COMPILER, PassStage.AUTOTUNING)
+        plans = {
+            "own kernels": select(precision, *_FUSED, *own, graph),
+            "fused norms": select(precision, *_FUSED, graph),
+            "fused norms, no graph": select(precision, *_FUSED),
+            "channels-last graph": select(precision, *SHARED, PassStage.LAYOUT, PassStage.AUTOTUNING, graph),
+            "graph": select(precision, *SHARED, PassStage.AUTOTUNING, graph),
+            "precision alone": select(precision),
+            "torch.compile": compiled,
+            "torch.compile, graph": (*compiled, *select(graph)),
+        }
+        full = (*_QUICK, "torch.compile", "torch.compile, graph")
+        unmeasured = _UNMEASURED.get(precision, ("own kernels",))
+        names = {"quick": _QUICK, "full": full}.get(search or "", unmeasured)
+    return [Candidate(name, Plan.of(*plans[name])) for name in names]
+
+
+def ready_plans(precisions: Sequence[Precision]) -> list[Plan]:
+    """Plans of these precisions for a GPU without a search."""
+    return [c.plan for precision in precisions for c in candidates(precision, torch.device("cuda"), False)]
+
+
+READY = tuple(ready_plans(("bf16", "tf32")))
+# Exact, and without a search.
+CPU_READY = (Plan.of(*select(*_CPU_FUSED)),)
 
 
 @dataclass
@@ -106,17 +139,23 @@ def fastest(
         gate.begin()
         for precision in precisions:
             tried: list[tuple[TuningRow, Optimized]] = []
+            if search == "full":
+                report = choose_tiles(target, candidates(precision, device, search)[0].plan)
+                if report is not None:
+                    rows.append(TuningRow(TILES, (), why=report))
+                    say(describe_row(rows[-1]))
             for candidate in candidates(precision, device, search):
                 if search == "quick" and time.monotonic() - started > QUICK_SECONDS[device.type]:
-                    rows.append(
-                        TuningRow(candidate.name, candidate.plan.names, why="not tried: the time limit was reached")
-                    )
+                    rows.append(TuningRow(candidate.name, candidate.plan.names, why=TIME_OVER))
                     continue
                 row, network = _try(target, candidate, rows[0].timing, [n.plan for _, n in tried])
                 rows.append(row)
                 say(describe_row(row))
                 if network is not None:
                     tried.append((row, network))
+            until = started + QUICK_SECONDS[device.type] if search == "quick" else math.inf
+            tried.sort(key=lambda pair: pair[0].timing.p50_ms if pair[0].timing else math.inf)
+            _leave_to_cudnn(target, candidates(precision, device, search), tried, rows, until, say)
             winner = _gated(target, tried, rows[0].timing, gate, say)
             if winner is not None:
                 rows[0].kept = False
@@ -148,9 +187,9 @@ def _time(call: Callable[[], Any], target: PlanTarget) -> Timing:
 
 
 def _try(
-    target: PlanTarget, candidate: Candidate, best: Timing, before: Sequence[Plan]
+    target: PlanTarget, candidate: Candidate, best: Timing, before: Sequence[Plan], of: str = "the original"
 ) -> tuple[TuningRow, Optimized | None]:
-    """Builds and times one candidate."""
+    """Builds and times one candidate; `best` is the timing that it must beat, `of` names what that is."""
     row = TuningRow(candidate.name, candidate.plan.names)
     if precision_of(candidate.plan.names) in HALF:
         row.why = refuses_half(target.device) or slow_half(target.device.type) or ""
@@ -173,16 +212,54 @@ def _try(
         timing = replace(timing, peak_gib=timing.peak_gib + network.runner.graph_gib)
     row.timing, row.best = timing, best
     if timing.p50_ms >= WORTH * best.p50_ms:
-        row.why = "not faster than the original"
+        row.why = f"not faster than {of}"
         return row, None
     return row, network
+
+
+def _leave_to_cudnn(
+    target: PlanTarget,
+    known: Sequence[Candidate],
+    tried: list[tuple[TuningRow, Optimized]],
+    rows: list[TuningRow],
+    until: float,
+    say: Say,
+) -> None:
+    """Tries one more plan, whose own convolutions that lose to cuDNN are left to it; it comes first if it is the fastest.
+
+    `tried` are the candidates that were faster than the original, the fastest first. Nothing is started after `until`.
+    """
+    row, network = max(tried, key=lambda pair: own_convolutions(pair[1]), default=(None, None))
+    if row is None or network is None or not own_convolutions(network):
+        return
+    result = TuningRow(BY_CUDNN, network.plan.names, why=TIME_OVER)
+    left = until - time.monotonic()
+    if left >= LEAST_LEFT:
+        # Some passes found nothing to do beside the own convolutions: they take what is left to cuDNN.
+        whole = next(c.plan for c in known if c.name == row.name)
+        limit = COMPETITION_SECONDS["quick" if left < math.inf else "full"]
+        with clocked("own convolutions compared with cuDNN"):
+            competition = compete(network, target.inputs, min(limit, left / 2))
+        plan, fastest_network = competition.excepting(whole), tried[0][1]
+        if plan is None:
+            result.why = competition.report()
+        else:
+            if time.monotonic() <= until:
+                best = _time(lambda: fastest_network(*target.inputs[0], **target.inputs[1]), target)
+                before = [n.plan for _, n in tried]
+                result, network = _try(target, Candidate(BY_CUDNN, plan), best, before, "the fastest plan above")
+                if network is not None:
+                    tried.insert(0, (result, network))
+            result.note = competition.report()
+    rows.append(result)
+    say(describe_row(result))
 
 
 def _gated(
     target: PlanTarget, tried: list[tuple[TuningRow, Optimized]], original: Timing, gate: Gate, say: Say
 ) -> Optimized | None:
-    """The fastest candidate that the gate accepts."""
-    for row, network in sorted(tried, key=lambda pair: pair[0].timing.p50_ms if pair[0].timing else float("inf")):
+    """The first of these, the fastest first, that the gate accepts."""
+    for row, network in tried:
         try:
             row.verdict = judge(target, network, gate)
         except Exception as error:  # an operator that fails for another input of the gate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Literal
@@ -10,10 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from voxtune.errors import InputError
 from voxtune.plan.graph import Captured
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 HALF: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# The option of a pass that leaves some convolutions to PyTorch, and the reason that it then reports.
+EXCEPT, EXCEPTED = "except", "excepted by the plan"
 
 
 class PassStage(Enum):
@@ -63,6 +66,25 @@ class PassOutcome:
     applied: int
     reason: str | None = None
     notes: list[str] = field(default_factory=list)
+
+
+def why_excepted(options: dict[str, Any], inputs: int, outputs: int, size: Sequence[int]) -> str | None:
+    """The reason why a convolution of these channels and this result size is left to PyTorch, or None.
+
+    The option names them: {"except": [[inputs, outputs, *size], ...]}.
+    """
+    shapes = options.get(EXCEPT, ())
+    if not isinstance(shapes, list | tuple) or not all(isinstance(s, list | tuple) for s in shapes):
+        raise InputError(
+            f"option {EXCEPT!r} of a pass: expected a list of [inputs, outputs, *size], got {shapes!r:.80}"
+        )
+    return EXCEPTED if [inputs, outputs, *size] in map(list, shapes) else None
+
+
+def outcome_of(count: int, skipped: Iterable[str], missing: str) -> PassOutcome:
+    """How often a pass was applied, and why it skipped some; `missing` if it had nothing to skip."""
+    reasons = sorted(set(skipped), key=lambda reason: (reason != EXCEPTED, reason))
+    return PassOutcome(count, None if count else (reasons or [missing])[0], notes=reasons)
 
 
 Rewrite = Callable[[Captured, Context, dict[str, Any]], PassOutcome]

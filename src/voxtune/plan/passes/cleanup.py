@@ -1,6 +1,7 @@
 """cleanup: removes operators without effect (casts to the same type, dropout in eval mode, copies) and normalises equivalent
 operators, so that later passes need one pattern each; a norm with fixed statistics (BatchNorm in eval mode) becomes part of the
-convolution before it, the mean of 2x2x2 voxels part of a 1x1x1 convolution after it. Exact."""
+convolution before it, the mean of 2x2x2 voxels part of a 1x1x1 convolution after it; writes into views become reads of what was
+written (scatter.py). Exact."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from torch import Tensor, fx
 from voxtune.plan.derivation import Derivation, Ref, computes_weights
 from voxtune.plan.graph import CASTS, Captured, argument, aten, is_call, shape, value
 from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage
-from voxtune.plan.passes.written_norm import written_norms
+from voxtune.plan.passes.scatter import resolve_scatters
+from voxtune.plan.passes.written_norm import RESHAPES, written_norms
 
 COPIES = (
     aten.detach.default,
@@ -34,9 +36,11 @@ def cleanup(captured: Captured, _context: Context, _options: dict[str, Any]) -> 
         if node.op == "call_function":
             count += _simplify(captured, node)
     captured.refresh()
+    count += resolve_scatters(captured)
     count += _fold(captured)
     count += _share_equal(captured)
     count += written_norms(captured)
+    count += _merge_reshapes(captured)
     captured.refresh()
     return PassOutcome(count)
 
@@ -67,7 +71,7 @@ def _computes_nothing(node: fx.Node) -> bool:
     # A captured graph has no in-place operators: a copy equals its source.
     if is_call(node, *COPIES):
         return True
-    if is_call(node, *CASTS, aten.to.dtype_layout, aten.to.device, aten.to.other):
+    if is_call(node, *CASTS, aten.to.dtype_layout, aten.to.device, aten.to.other, aten.type_as.default):
         before, after = value(node.args[0]), value(node)
         return (
             before is not None and after is not None and before.dtype == after.dtype and before.device == after.device
@@ -233,6 +237,21 @@ def _fold(captured: Captured) -> int:
             captured.replace(node, constant)
     captured.refresh()
     return len(folded)
+
+
+def _merge_reshapes(captured: Captured) -> int:
+    """A reshape of a reshape is one; one to the shape that its source has is none. They would hide what follows a norm."""
+    count = 0
+    for node in captured.nodes(*RESHAPES):
+        source: Any = node.args[0]
+        if is_call(source, *RESHAPES):
+            node.update_arg(0, source.args[0])
+            count += 1
+        if shape(node.args[0]) == shape(node):
+            captured.replace(node, node.args[0])  # type: ignore[arg-type]
+            captured.graph.erase_node(node)
+            count += 1
+    return count
 
 
 def _share_equal(captured: Captured) -> int:

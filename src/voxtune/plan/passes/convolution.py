@@ -14,13 +14,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional
 
 from voxtune.plan.derivation import computes_weights
 from voxtune.plan.graph import Captured, argument, aten, channel_sources, is_call, shape, sole_user
-from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage, register_operators
+from voxtune.plan.passes.base import (
+    Context,
+    Pass,
+    PassOutcome,
+    PassStage,
+    outcome_of,
+    register_operators,
+    why_excepted,
+)
 from voxtune.plan.passes.norm import per_channel, set_argument
 
 CONVOLUTIONS = (aten.conv2d.default, aten.conv3d.default)
+# The kernels write output channels in units of 16 bytes.
+UNIT = 8
 
 
 def is_plain(node: fx.Node, kernel: int) -> bool:
@@ -155,8 +166,6 @@ def conv3d(captured: Captured, _context: Context, options: dict[str, Any]) -> Pa
     from voxtune.kernels import conv3d as kernel
 
     register_operators()
-
-    excepted = {tuple(s) for s in options.get("except", ())}
     count, skipped = 0, list[str]()
     for node in captured.nodes(aten.conv3d.default, aten.conv3d.padding):
         constants, window = weights(captured, node), window_of(node)
@@ -165,18 +174,24 @@ def conv3d(captured: Captured, _context: Context, options: dict[str, Any]) -> Pa
         weight, bias = constants
         sources = channel_sources(window.source)
         K, C = weight.shape[:2]
-        reason = kernel.why_not_weight(K, tuple(shape(s)[1] for s in sources), window.kernel)
+        whole = -(-K // UNIT) * UNIT
+        reason = kernel.why_not_weight(whole, tuple(shape(s)[1] for s in sources), window.kernel)
         if reason and len(sources) > 1:
-            sources, reason = [window.source], kernel.why_not_weight(K, (C,), window.kernel)
-        if reason or (C, K, *shape(node)[2:]) in excepted:
-            skipped.append(reason or "excepted by the plan")
+            sources, reason = [window.source], kernel.why_not_weight(whole, (C,), window.kernel)
+        # By its own outputs, or as the operator would be called, with whole units of outputs.
+        for outputs in {K, whole}:
+            reason = reason or why_excepted(options, C, outputs, shape(node)[2:])
+        if reason is not None:
+            skipped.append(reason)
             continue
-        packed = captured.derive("packed", kernel.pack, argument(node, "weight"))
-        _own_conv3d(captured, node, sources, window, packed, bias)
+        if whole > K:
+            _few_outputs(captured, node, sources, window, bias, whole)
+        else:
+            packed = captured.derive("packed", kernel.pack, argument(node, "weight"))
+            _own_conv3d(captured, node, sources, window, packed, bias)
         count += 1
     captured.refresh()
-    missing = "no convolution of stride 1 with a kernel of 3x3x3, 1x3x3 or 3x1x1"
-    return PassOutcome(count, None if count else (skipped or [missing])[0], notes=sorted(set(skipped)))
+    return outcome_of(count, skipped, "no convolution of stride 1 with a kernel of 3x3x3, 1x3x3 or 3x1x1")
 
 
 def _own_conv3d(
@@ -186,6 +201,32 @@ def _own_conv3d(
     args = (sources, packed, join.shift(), join.residual)
     taps = {"kernel": list(window.kernel), "padding": list(window.padding)}
     insert_with_statistics(captured, join, torch.ops.voxtune.conv3d.default, *args, of=node, **taps)
+
+
+def _few_outputs(
+    captured: Captured, node: fx.Node, sources: list[Any], window: Window, bias: fx.Node | None, whole: int
+) -> None:
+    """A convolution whose outputs are not a multiple of UNIT, such as a head: with outputs of zero, which nothing reads."""
+    K = shape(node)[1]
+    packed = captured.derive("packed", padded_pack, argument(node, "weight"), whole)
+    shift = None if bias is None else captured.derive("bias", padded_row, bias, whole)
+    args = (sources, packed, shift, None, False)
+    taps = {"kernel": list(window.kernel), "padding": list(window.padding)}
+    both = captured.insert(node, torch.ops.voxtune.conv3d.default, *args, of=node, **taps)
+    y = captured.insert(node, operator.getitem, both, 0)
+    captured.replace(node, captured.insert(node, aten.slice.Tensor, y, 1, 0, K))
+
+
+@computes_weights
+def padded_pack(weight: Tensor, outputs: int) -> Tensor:
+    from voxtune.kernels.conv3d import pack
+
+    return pack(functional.pad(weight, (0,) * (2 * weight.dim() - 1) + (outputs - weight.shape[0],)))
+
+
+@computes_weights
+def padded_row(bias: Tensor, outputs: int) -> Tensor:
+    return functional.pad(as_row(bias), (0, outputs - bias.shape[0]))
 
 
 def insert_with_statistics(captured: Captured, join: Join, target: Any, *args: Any, of: fx.Node, **kwargs: Any) -> None:
@@ -213,12 +254,16 @@ def _give_statistics(captured: Captured, norm: fx.Node, source: fx.Node, statist
     set_argument(norm, "statistics", known)
 
 
-def pointwise(captured: Captured, _context: Context, _options: dict[str, Any]) -> PassOutcome:
+def pointwise(captured: Captured, _context: Context, options: dict[str, Any]) -> PassOutcome:
     register_operators()
-    count = 0
+    count, skipped = 0, list[str]()
     for node in captured.nodes(*CONVOLUTIONS):
         constants = weights(captured, node)
         if constants is None or not is_plain(node, 1):
+            continue
+        K, C = constants[0].shape[:2]
+        if (reason := why_excepted(options, C, K, shape(node)[2:])) is not None:
+            skipped.append(reason)
             continue
         join = Join(captured, node, constants[1])
         new = captured.insert(
@@ -233,33 +278,36 @@ def pointwise(captured: Captured, _context: Context, _options: dict[str, Any]) -
         captured.replace(join.last, new)
         count += 1
     captured.refresh()
-    return PassOutcome(count, None if count else "no 1x1 convolution of stride 1")
+    return outcome_of(count, skipped, "no 1x1 convolution of stride 1")
 
 
-def edges(captured: Captured, _context: Context, _options: dict[str, Any]) -> PassOutcome:
+def edges(captured: Captured, _context: Context, options: dict[str, Any]) -> PassOutcome:
     from voxtune.kernels.stem_conv import FEW
 
     register_operators()
-    count = 0
+    count, skipped = 0, list[str]()
     for node in captured.nodes(*CONVOLUTIONS):
         constants = weights(captured, node)
         if constants is None or not is_plain(node, 3):
             continue
         weight, bias = constants
-        source = node.args[0]
-        if weight.shape[1] <= FEW < weight.shape[0]:
+        source, (K, C) = node.args[0], weight.shape[:2]
+        if not min(C, K) <= FEW < max(C, K):
+            continue
+        if (reason := why_excepted(options, C, K, shape(node)[2:])) is not None:
+            skipped.append(reason)
+            continue
+        if C < K:
             sources = channel_sources(source)
             shift = None if bias is None else captured.derive("bias", as_row, bias)
             new = captured.insert(node, torch.ops.voxtune.stem.default, sources, argument(node, "weight"), shift)
-        elif weight.shape[0] <= FEW < weight.shape[1]:
+        else:
             shift = None if bias is None else captured.derive("bias", as_float, bias)
             new = captured.insert(node, torch.ops.voxtune.head.default, source, argument(node, "weight"), shift)
-        else:
-            continue
         captured.replace(node, new)
         count += 1
     captured.refresh()
-    return PassOutcome(count, None if count else f"no 3x3 convolution with {FEW} channels or fewer on a side")
+    return outcome_of(count, skipped, f"no 3x3 convolution with {FEW} channels or fewer on a side")
 
 
 def epilogue(captured: Captured, _context: Context, _options: dict[str, Any]) -> PassOutcome:

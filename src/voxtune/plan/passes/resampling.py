@@ -13,7 +13,15 @@ import torch
 from torch import Tensor, fx
 
 from voxtune.plan.graph import Captured, argument, aten, channel_sources, is_call, shape, sole_user
-from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage, register_operators
+from voxtune.plan.passes.base import (
+    Context,
+    Pass,
+    PassOutcome,
+    PassStage,
+    outcome_of,
+    register_operators,
+    why_excepted,
+)
 from voxtune.plan.passes.convolution import CONVOLUTIONS, Join, insert_with_statistics, weights
 from voxtune.plan.passes.upsample import scale_of
 
@@ -23,6 +31,10 @@ NEAREST = (
     aten.upsample_nearest3d.vec,
     aten.upsample_nearest2d.default,
     aten.upsample_nearest3d.default,
+    aten._upsample_nearest_exact2d.vec,
+    aten._upsample_nearest_exact3d.vec,
+    aten._upsample_nearest_exact2d.default,
+    aten._upsample_nearest_exact3d.default,
 )
 
 
@@ -37,7 +49,6 @@ def doubling(captured: Captured, _context: Context, options: dict[str, Any]) -> 
     from voxtune.kernels import doubling_conv as kernels
 
     register_operators()
-    excepted = {tuple(s) for s in options.get("except", ())}
     count, skipped = 0, list[str]()
     for node in captured.nodes(*TRANSPOSED, *CONVOLUTIONS):
         constants = weights(captured, node)
@@ -52,8 +63,7 @@ def doubling(captured: Captured, _context: Context, options: dict[str, Any]) -> 
         if any(shape(s)[1] % 8 for s in sources):
             sources = [x]
         reason = kernels.unsupported(kernel, stride, tuple(shape(s)[1] for s in sources), K)
-        if reason is None and (C, K, *shape(node)[2:]) in excepted:
-            reason = "excepted by the plan"
+        reason = reason or why_excepted(options, C, K, shape(node)[2:])
         if reason is not None:
             skipped.append(reason)
             continue
@@ -64,8 +74,7 @@ def doubling(captured: Captured, _context: Context, options: dict[str, Any]) -> 
         insert_with_statistics(captured, join, torch.ops.voxtune.doubling_conv.default, *args, of=node)
         count += 1
     captured.refresh()
-    reason = (skipped or ["no transposed convolution of stride 2, and no convolution of nearest upsampling"])[0]
-    return PassOutcome(count, None if count else reason, notes=sorted(set(skipped)))
+    return outcome_of(count, skipped, "no transposed convolution of stride 2, and no convolution of nearest upsampling")
 
 
 def _form(node: fx.Node) -> tuple[Any, tuple[int, ...], tuple[int, ...]] | None:
@@ -95,7 +104,6 @@ def strided(captured: Captured, _context: Context, options: dict[str, Any]) -> P
     from voxtune.kernels import strided_conv as kernels
 
     register_operators()
-    excepted = {tuple(s) for s in options.get("except", ())}
     count, skipped = 0, list[str]()
     for node in captured.nodes(aten.conv3d.default):
         constants = weights(captured, node)
@@ -103,8 +111,7 @@ def strided(captured: Captured, _context: Context, options: dict[str, Any]) -> P
             continue
         weight, bias = constants
         reason = _not_strided(node, weight)
-        if reason is None and (weight.shape[1], weight.shape[0], *shape(node)[2:]) in excepted:
-            reason = "excepted by the plan"
+        reason = reason or why_excepted(options, weight.shape[1], weight.shape[0], shape(node)[2:])
         if reason is not None:
             skipped.append(reason)
             continue
@@ -114,8 +121,7 @@ def strided(captured: Captured, _context: Context, options: dict[str, Any]) -> P
         insert_with_statistics(captured, join, torch.ops.voxtune.strided_conv.default, *args, of=node)
         count += 1
     captured.refresh()
-    reason = (skipped or ["no 3D convolution of stride 2"])[0]
-    return PassOutcome(count, None if count else reason, notes=sorted(set(skipped)))
+    return outcome_of(count, skipped, "no 3D convolution of stride 2")
 
 
 def _not_strided(node: fx.Node, weight: Tensor) -> str | None:

@@ -15,6 +15,9 @@ UPSAMPLES = {
     aten.upsample_bilinear2d.vec: "linear",
     aten.upsample_nearest3d.vec: "nearest",
     aten.upsample_nearest2d.vec: "nearest",
+    # With a whole factor the two ways of rounding a position agree.
+    aten._upsample_nearest_exact3d.vec: "nearest",
+    aten._upsample_nearest_exact2d.vec: "nearest",
 }
 
 
