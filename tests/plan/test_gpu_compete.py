@@ -151,6 +151,7 @@ import torch
 import voxtune
 from tests.plan.test_gpu_compete import network_and_inputs
 
+torch.manual_seed(0)
 net, args = network_and_inputs()
 torch.cuda.synchronize()
 started = time.monotonic()
@@ -163,7 +164,7 @@ print(time.monotonic() - started)
 
 
 def test_the_first_answer_comes_in_time(tmp_path):
-    """In a process of its own, the first time without any compiled kernel or measured plan."""
+    """In a process of its own: without any compiled kernel or plan, then with those of the first process."""
     folders = {name: str(tmp_path / name) for name in ("TRITON_CACHE_DIR", "VOXTUNE_CACHE")}
     environment = {**os.environ, **folders, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     seconds = []
@@ -174,7 +175,7 @@ def test_the_first_answer_comes_in_time(tmp_path):
         seconds.append(float(done.stdout.splitlines()[-1]))
         log.info(f"{state}: first answer after {seconds[-1]:.1f} s\n{done.stdout}")
     assert BY_CUDNN in done.stdout
-    assert seconds[0] < 30.0 and seconds[1] < seconds[0]
+    assert seconds[0] < 30.0 and seconds[1] < 3.0
 
 
 def test_the_kept_plan_is_not_slower_for_it(tmp_path):
@@ -217,4 +218,4 @@ def test_own_convolutions_and_the_graph_gain_time():
     target, lines = PlanTarget(net, (args, {})), []
     result = gains(target, own_kernels(net, args), 60.0, lines.append)
     log.info("\n".join(lines))
-    assert result["cuda_graph"] > 0 and result["channels_last"] > 0 and result["fuse_norm"] > 0
+    assert result["cuda_graph"] > 0 and result["conv3d"] > 0 and result["fuse_norm"] > 0

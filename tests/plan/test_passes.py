@@ -340,3 +340,19 @@ def test_a_golden_network_gives_its_golden_answer(golden):
     args = (g["x_t"], g["t"], g["cond"])
     fast = build(net, args, None, Plan.of(*REWRITING), twin=True)
     assert error(fast(*args), g["eps_pred"].double()) < 1e-5
+
+
+def test_the_memory_format_stays_where_own_kernels_take_every_convolution():
+    """Without it, their passes would not apply when the plan is built again: for another size, or from a file."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv3d(16, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv3d(16, 16, 3, padding=1)
+    )
+    x = torch.randn(1, 16, 4, 4, 4)
+    fast = build(net.eval(), (x,), None, Plan.of(*REWRITING), twin=True)
+    assert fast.notes["conv3d"] == "applied 2 x" and "channels_last" in fast.plan.names
+    again = build(net, (torch.randn(2, 16, 6, 4, 4),), None, fast.plan, twin=True)
+    assert again.notes["conv3d"] == "applied 2 x" and again.notes["fuse_norm"] == "applied 1 x"
+    assert again.plan == fast.plan
+    # Without kernels that read it, the pass that found nothing to do is dropped.
+    assert "channels_last" not in build(nn.Linear(4, 4).eval(), (x[..., 0, :],), None, fast.plan, twin=True).plan.names

@@ -18,7 +18,8 @@ from voxtune.plan.optimized import Optimized, Variant
 from voxtune.plan.passes import BY_NAME, PASSES, Context, Pass
 from voxtune.plan.passes.base import EXCEPTED, HALF
 from voxtune.plan.passes.execution import CUDA_GRAPH
-from voxtune.plan.plan import Plan, Step
+from voxtune.plan.passes.layout import CHANNELS_LAST
+from voxtune.plan.plan import Plan
 from voxtune.plan.run import GraphPool, Inputs, Runner, Signature
 from voxtune.plan.tiling import load_tiles
 
@@ -130,7 +131,8 @@ class PlanTarget:
             autocast=autocast,
             pool=self.pool,
         )
-        effective = Plan(tuple(s for s in plan.steps if _effective(s, notes)), plan.made_for, plan.evidence)
+        names = _effective(plan, notes)
+        effective = Plan(tuple(s for s in plan.steps if s.name in names), plan.made_for, plan.evidence)
         return Optimized(self.model, Variant(runner, effective, notes, self.signature))
 
     def _uncaptured(self, plan: Plan, context: Context, why: str) -> Optimized:
@@ -161,14 +163,21 @@ def build(
     return PlanTarget(model, (tuple(args), kwargs or {})).build(plan, twin=twin)
 
 
-def _effective(step: Step, notes: dict[str, str]) -> bool:
-    """Whether a pass is in force; one that selects a precision is, also where it finds nothing to cast.
+def _effective(plan: Plan, notes: dict[str, str]) -> set[str]:
+    """The passes that are in force; one that selects a precision is, also where it finds nothing to cast.
 
-    One whose every convolution the plan excepts stays: it applies at other sizes.
+    One whose every convolution the plan excepts stays: it applies at other sizes. So does the memory format that the kernels of
+    another one read, also where these take every convolution.
     """
-    note = notes[step.name]
-    kept = BY_NAME[step.name].precision is not None or note == f"no effect: {EXCEPTED}"
-    return kept or not note.startswith(("no effect", "does not apply"))
+
+    def in_force(name: str) -> bool:
+        idle = notes[name].startswith(("no effect", "does not apply")) and notes[name] != f"no effect: {EXCEPTED}"
+        return BY_NAME[name].precision is not None or not idle
+
+    names = {name for name in plan.names if in_force(name)}
+    if any(BY_NAME[name].needs_channels_last for name in names):
+        names |= {CHANNELS_LAST.name} & set(plan.names)
+    return names
 
 
 def _in_force(plan: Plan, notes: dict[str, str]) -> frozenset[str]:

@@ -46,7 +46,8 @@ _CPU_FUSED = (*SHARED, PassStage.LAYOUT)
 _FUSED = (PassStage.LAYOUT, *SHARED, PassStage.NORM, PassStage.FUSION, PassStage.AUTOTUNING)
 _OWN = (PassStage.EDGES, PassStage.CONVOLUTION)
 FUSED = select(*_FUSED)
-_QUICK = ("own kernels", "fused norms", "channels-last graph", "graph")
+_WITH_NORMS = ("own kernels", "fused norms")
+_QUICK = (*_WITH_NORMS, "channels-last graph", "graph")
 _QUICK_CPU = ("fused", "memory reuse", "sharing")
 # Without a search, fastest first; the first one that passes the gate is used.
 _UNMEASURED: dict[Precision, tuple[str, ...]] = {
@@ -144,8 +145,14 @@ def fastest(
                 if report is not None:
                     rows.append(TuningRow(TILES, (), why=report))
                     say(describe_row(rows[-1]))
-            for candidate in candidates(precision, device, search):
-                if search == "quick" and time.monotonic() - started > QUICK_SECONDS[device.type]:
+            until = started + QUICK_SECONDS[device.type] if search == "quick" else math.inf
+            plans, competed = candidates(precision, device, search), False
+            for candidate in plans:
+                if candidate.name not in _WITH_NORMS and not competed:
+                    # Before plans that seldom win: they take the time that is left.
+                    competed = True
+                    _leave_to_cudnn(target, plans, tried, rows, until, say)
+                if time.monotonic() > until:
                     rows.append(TuningRow(candidate.name, candidate.plan.names, why=TIME_OVER))
                     continue
                 row, network = _try(target, candidate, rows[0].timing, [n.plan for _, n in tried])
@@ -153,9 +160,9 @@ def fastest(
                 say(describe_row(row))
                 if network is not None:
                     tried.append((row, network))
-            until = started + QUICK_SECONDS[device.type] if search == "quick" else math.inf
-            tried.sort(key=lambda pair: pair[0].timing.p50_ms if pair[0].timing else math.inf)
-            _leave_to_cudnn(target, candidates(precision, device, search), tried, rows, until, say)
+            if not competed:
+                _leave_to_cudnn(target, plans, tried, rows, until, say)
+            tried.sort(key=_ms)
             winner = _gated(target, tried, rows[0].timing, gate, say)
             if winner is not None:
                 rows[0].kept = False
@@ -217,6 +224,11 @@ def _try(
     return row, network
 
 
+def _ms(pair: tuple[TuningRow, Optimized]) -> float:
+    timing = pair[0].timing
+    return math.inf if timing is None else timing.p50_ms
+
+
 def _leave_to_cudnn(
     target: PlanTarget,
     known: Sequence[Candidate],
@@ -225,9 +237,9 @@ def _leave_to_cudnn(
     until: float,
     say: Say,
 ) -> None:
-    """Tries one more plan, whose own convolutions that lose to cuDNN are left to it; it comes first if it is the fastest.
+    """Tries one more plan, whose own convolutions that lose to cuDNN are left to it; it joins `tried` if it is the fastest.
 
-    `tried` are the candidates that were faster than the original, the fastest first. Nothing is started after `until`.
+    `tried` are the candidates that were faster than the original. Nothing is started after `until`.
     """
     row, network = max(tried, key=lambda pair: own_convolutions(pair[1]), default=(None, None))
     if row is None or network is None or not own_convolutions(network):
@@ -240,7 +252,7 @@ def _leave_to_cudnn(
         limit = COMPETITION_SECONDS["quick" if left < math.inf else "full"]
         with clocked("own convolutions compared with cuDNN"):
             competition = compete(network, target.inputs, min(limit, left / 2))
-        plan, fastest_network = competition.excepting(whole), tried[0][1]
+        plan, fastest_network = competition.excepting(whole), min(tried, key=_ms)[1]
         if plan is None:
             result.why = competition.report()
         else:
@@ -249,7 +261,7 @@ def _leave_to_cudnn(
                 before = [n.plan for _, n in tried]
                 result, network = _try(target, Candidate(BY_CUDNN, plan), best, before, "the fastest plan above")
                 if network is not None:
-                    tried.insert(0, (result, network))
+                    tried.append((result, network))
             result.note = competition.report()
     rows.append(result)
     say(describe_row(result))
