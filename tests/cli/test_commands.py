@@ -253,6 +253,7 @@ def test_a_dry_run_lists_the_files_that_are_not_replaced(capsys, model, tmp_path
     assert there.read_bytes() == b"a volume" and list(there.parent.iterdir()) == [there]
 
 
+@pytest.mark.slow
 def test_sample_chooses_the_batch(capsys, model, tmp_path):
     for i in range(7):
         write_mask(tmp_path / f"sub-{i}_dseg.nii.gz")

@@ -131,7 +131,11 @@ CHECKS = {
 NEEDS = {"nnU-Net": "dynamic_network_architectures", "diffusers": "diffusers"}
 
 
-@pytest.mark.parametrize("title", sections())
+# Several networks, or several processes.
+SLOW = {"MAISI", "Precision", "Saving, copying, processes and threads", "torch.compile", "diffusers"}
+
+
+@pytest.mark.parametrize("title", [pytest.param(t, marks=[pytest.mark.slow] if t in SLOW else []) for t in sections()])
 def test_examples(title, rewritten_wins):
     pytest.importorskip("monai")
     pytest.importorskip(NEEDS.get(title, "monai"))

@@ -81,6 +81,7 @@ def out(tmp_path_factory):
     return root / "out"
 
 
+@pytest.mark.slow
 def test_the_model_has_the_labels_and_images_of_the_data(out):
     model = voxtune.load(out / "run")
     contract = model.config.data
@@ -90,6 +91,7 @@ def test_the_model_has_the_labels_and_images_of_the_data(out):
     assert contract.size == (32, 32, 32)
 
 
+@pytest.mark.slow
 def test_the_volumes_have_the_names_of_bids_and_the_grid_of_their_masks(out):
     for number in range(2):
         subject = f"sub-BraTS2021{number:05d}"
@@ -112,6 +114,7 @@ def mask_of(out: Path, number: int) -> Path:
     return out.parent / "data" / name / f"{name}_seg.nii.gz"
 
 
+@pytest.mark.slow
 def test_every_kind_has_metrics(out):
     stored = json.loads((out / "metrics" / "metrics.json").read_text())
     names = {figure["name"] for figure in stored["figures"]}
@@ -119,12 +122,14 @@ def test_every_kind_has_metrics(out):
     assert stored["counts"]["pairs"] == 2
 
 
+@pytest.mark.slow
 def test_the_page_exists(out):
     page = (out / "view.html").read_text()
     assert "BraTS2021_00000" in page or "BraTS202100000" in page
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.slow
 def test_python_draws_the_volumes_of_the_script(out):
     model = voxtune.load(out / "run")
     mask = mask_of(out, 1)

@@ -27,14 +27,17 @@ def check(rows, count):
         assert row["written"] and row["as_pytorch"], row
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+TYPES = ["float16", *(pytest.param(t, marks=pytest.mark.slow) for t in ("float32", "bfloat16"))]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
 def test_every_operation_against_float64(dtype):
     rows = run("operations", dtype, interpret=True)
     check(rows, len(OPERATIONS))
     assert {row["case"][0].split()[0] for row in rows} == set(OPERATIONS)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", TYPES)
 def test_chains_in_every_layout_against_float64(dtype):
     check(run("chains", dtype, interpret=True), 80)
 

@@ -184,6 +184,7 @@ def test_a_signal_keeps_what_was_read_and_ends_within_seconds(tools: Path, numbe
     assert [r.error for r in recorded] == [None, "interrupted before it started"]
 
 
+@pytest.mark.slow
 def test_a_tier_that_is_stopped_at_its_limit_keeps_what_was_read(tools: Path) -> None:
     (tools / "slow").touch()
     run(tools, "baseline", tiers=("census", "few"), limit_s=8.5)
