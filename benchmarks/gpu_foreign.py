@@ -2,9 +2,9 @@
 
 Rows are named NETWORK:WAY; all ways of one network are measured in one run, by a process of its own that measures one way after
 the other. The weights are random, without zeros. Errors are relative, against float64, or against float32 where a network does
-not accept float64. `first_s` is the time to the first answer in a process that has run the ways before; for torch.compile it is
-that of a warm cache with `--prepare`, which compiles all networks beforehand, several at a time. `first_again_s` (`--again`) is
-that of Voxtune in a fresh process, with the caches that the first one left.
+not accept float64. `first_s` is the time to the first answer in a process that has run the ways before; with `--prepare`, which
+compiles all networks beforehand, several at a time, kernels are compiled already. `first_cold_s` and `first_warm_s` (`--first`)
+are those of Voxtune in a fresh process without any cache, and in the next one.
 
     python benchmarks/gpu_foreign.py --networks nnunet_plain_128,segresnet_128 --ways fp32,autocast,voxtune
     python benchmarks/gpu_foreign.py --networks nnunet_plain_128 --profile     # kernels of the plan, in the order of their time
@@ -353,15 +353,31 @@ def show(r: dict[str, Any]) -> None:
     print(f"{r['name']:44} {failed or figures}", flush=True)
 
 
+def process(folder: str, *options: str, kernels: bool = False) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of a process with a cache of plans of its own and, with `kernels`, of compiled kernels."""
+    own = {"VOXTUNE_CACHE": f"{folder}/plans", **({"TRITON_CACHE_DIR": f"{folder}/kernels"} if kernels else {})}
+    return [sys.executable, __file__, *options], os.environ | own
+
+
 def measure_apart(name: str, ways: Sequence[str], given: argparse.Namespace) -> list[dict[str, Any]]:
     """Measures one network in a process of its own, and notes the ways that did not finish in time."""
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder) / "rows.json"
-        command = [sys.executable, __file__, "--here", "--networks", name, "--ways", ",".join(ways), "--out", str(part)]
-        command += ["--runs", str(given.runs), *(["--profile"] if given.profile else [])]
+        options = [
+            "--here",
+            "--networks",
+            name,
+            "--ways",
+            ",".join(ways),
+            "--out",
+            str(part),
+            "--runs",
+            str(given.runs),
+        ]
+        command, environment = process(folder, *options, *(["--profile"] if given.profile else []))
         started, ended = time.monotonic(), "failed"
         try:
-            subprocess.run(command, timeout=given.limit, check=False)
+            subprocess.run(command, timeout=given.limit, check=False, env=environment)
         except subprocess.TimeoutExpired:
             ended = f"did not finish: {name} was stopped after {time.monotonic() - started:.0f} s"
         rows = json.loads(part.read_text())["rows"] if part.is_file() else []
@@ -369,40 +385,46 @@ def measure_apart(name: str, ways: Sequence[str], given: argparse.Namespace) -> 
     return [*rows, *({"name": f"{name}:{w}", "failed": ended} for w in ways if f"{name}:{w}" not in done)]
 
 
-def measure_again(name: str, ways: Sequence[str], limit: float) -> dict[str, float]:
-    """Seconds to the first answer in a fresh process, by the names of rows."""
-    command = [sys.executable, __file__, "--first-only", "--networks", name, "--ways", ",".join(ways)]
-    try:
-        done = subprocess.run(command, timeout=limit, check=False, stdout=subprocess.PIPE, text=True)
-        return {key: float(value) for key, value in json.loads(done.stdout.splitlines()[-1]).items()}
-    except (subprocess.TimeoutExpired, IndexError, json.JSONDecodeError):
-        return {}
+def first_answers(name: str, way: str, limit: float) -> dict[str, float]:
+    """Seconds to the first answer in a process without any cache, and in the next one with its caches."""
+    seconds: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        command, environment = process(folder, "--first-only", "--networks", name, "--ways", way, kernels=True)
+        for state in ("first_cold_s", "first_warm_s"):
+            try:
+                done = subprocess.run(
+                    command, timeout=limit, check=False, env=environment, stdout=subprocess.PIPE, text=True
+                )
+                seconds[state] = float(done.stdout.splitlines()[-1])
+            except (subprocess.TimeoutExpired, IndexError, ValueError):
+                break
+    print(f"{name}:{way:36} first answers {seconds}", flush=True)
+    return seconds
 
 
 @torch.no_grad()
-def first_only(name: str, ways: Sequence[str]) -> None:
-    seconds = {}
-    for way in ways:
-        net, (args, kwargs) = made(name)
-        torch.cuda.synchronize()
-        started = time.monotonic()
-        WAYS[way](net, args, kwargs)()
-        torch.cuda.synchronize()
-        seconds[f"{name}:{way}"] = round(time.monotonic() - started, 2)
-    print(json.dumps(seconds), flush=True)
+def first_only(name: str, way: str) -> None:
+    net, (args, kwargs) = made(name)
+    torch.cuda.synchronize()
+    started = time.monotonic()
+    WAYS[way](net, args, kwargs)()
+    torch.cuda.synchronize()
+    print(round(time.monotonic() - started, 2), flush=True)
 
 
 def prepare(names: Sequence[str], ways: Sequence[str], limit: float) -> None:
-    """Fills torch.compile's cache, since compilation needs the CPU only; what is measured later starts from the cache."""
-    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    """Compiles what the ways need into the caches of torch.compile and Triton: this takes the CPU, and no measurement runs."""
     started = time.monotonic()
-    command = [sys.executable, __file__, "--compile-only", "--ways", ",".join(ways), "--networks"]
-    processes = [subprocess.Popen([*command, name], env=environment) for name in names]
-    for process in processes:
-        try:
-            process.wait(max(1.0, limit - (time.monotonic() - started)))
-        except subprocess.TimeoutExpired:
-            process.kill()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = []
+        for name in names:
+            command, environment = process(folder, "--compile-only", "--ways", ",".join(ways), "--networks", name)
+            processes.append(subprocess.Popen(command, env=environment | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}))
+        for running in processes:
+            try:
+                running.wait(max(1.0, limit - (time.monotonic() - started)))
+            except subprocess.TimeoutExpired:
+                running.kill()
     print(f"compiled ahead in {time.monotonic() - started:.0f} s", flush=True)
 
 
@@ -425,7 +447,12 @@ def main() -> None:
     )
     parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="stop a network after this time")
     parser.add_argument("--here", action="store_true", help="measure in this process")
-    parser.add_argument("--again", action="store_true", help="time Voxtune's first answer in a fresh process too")
+    parser.add_argument(
+        "--first", default="", metavar="NETWORKS", help="time Voxtune's first answers in fresh processes"
+    )
+    parser.add_argument(
+        "--keep", type=Path, metavar="FILE", help="keep this file's rows of networks that are not measured"
+    )
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--first-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "foreign.json")
@@ -434,22 +461,27 @@ def main() -> None:
     if given.compile_only:
         return compile_only(names[0], ways)
     if given.first_only:
-        return first_only(names[0], ways)
+        return first_only(names[0], ways[0])
     if given.here:
         return measure_here(names, ways, given.runs, given.out, profiles=given.profile)
-    by_compiler = [w for w in ways if w.startswith("compile") and "max" not in w]
-    if given.prepare and by_compiler:
-        prepare(names, by_compiler, given.prepare)
-    rows: list[dict[str, Any]] = []
+    slow = ("max_autotune", "fp32", "autocast")
+    if given.prepare:
+        prepare(names, [w for w in ways if not w.endswith(slow)], given.prepare)
+    rows = kept_rows(given.keep, names) if given.keep else []
     for name in names:
         rows += measure_apart(name, ways, given)
-        own = [w for w in ways if w.startswith("voxtune")]
-        again = measure_again(name, own, given.limit) if given.again and own else {}
-        rows = [r | {"first_again_s": again[r["name"]]} if r["name"] in again else r for r in rows]
-        for key, seconds in again.items():
-            print(f"{key:44} first answer in a fresh process {seconds} s", flush=True)
+        if name in given.first.split(","):
+            seconds = first_answers(name, "voxtune", given.limit)
+            rows = [r | seconds if r["name"] == f"{name}:voxtune" else r for r in rows]
         write(given.out, rows)
     return None
+
+
+def kept_rows(file: Path, names: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of a file for other networks, each with the commit at which it was measured."""
+    record = json.loads(file.read_text())
+    rows = [{"commit": record["commit"], **row} for row in record["rows"]]
+    return [row for row in rows if row["name"].partition(":")[0] not in names]
 
 
 if __name__ == "__main__":

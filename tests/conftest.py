@@ -14,6 +14,7 @@ from tests.factories.chromium import NO_BROWSER
 from tests.record import Recorder
 from voxtune.workloads import MedDDPMConfig, build
 
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0")
 # Threads of several test processes on the same cores wait for each other in turns: tests then take many times as long.
 THREADS = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 torch.set_num_threads(THREADS)
@@ -73,3 +74,9 @@ def golden():
     state = torch.load(GOLDENS / "med_ddpm_tiny.pt", weights_only=True)["ema"]
     network.load_state_dict({k.removeprefix("denoise_fn."): v for k, v in state.items() if k.startswith("denoise_fn.")})
     return network, g
+
+
+@pytest.fixture(autouse=True)
+def _no_interpreter_for_the_next_test(monkeypatch):
+    """`voxtune ladder` turns Triton's interpreter on for its process, which here runs other tests too."""
+    monkeypatch.setenv("TRITON_INTERPRET", INTERPRET)

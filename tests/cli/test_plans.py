@@ -12,7 +12,7 @@ import pytest
 
 from tests.factories.cli import CHECKPOINT, run
 from tests.factories.nifti import write_mask
-from voxtune.plan import tuner
+from voxtune.plan import gains, tuner
 from voxtune.runtime.sampling import AutoSampling, Evidence, FeatureCache
 from voxtune.runtime.storage import store_auto
 
@@ -38,6 +38,7 @@ def _quick(tmp_path, monkeypatch):
         return tuner.Timing(ms, ms, ms, 0.0, None)
 
     monkeypatch.setattr(tuner, "measure", measured)
+    monkeypatch.setattr(gains, "measure", lambda *_, **__: tuner.Timing(1.0, 1.0, 1.0, 0.0, None))
 
 
 def volume_of(out: Path) -> np.ndarray:
@@ -53,6 +54,8 @@ def test_tune_prints_the_waterfall_and_sample_uses_it(capsys, model, tmp_path):
     assert out.splitlines()[-1].endswith("+ channels_last (1.000 ms; the best before it, timed beside it: 3.000 ms)")
     plan_json = json.loads(plan.read_text())
     assert [p["pass"] for p in plan_json["passes"]] == ["strict", "cleanup", "sdpa", "time", "channels_last"]
+    gained = [line.split(":")[0] for line in out.splitlines() if line.startswith("gain of ")]
+    assert gained == [f"gain of {name}" for name in plan_json["evidence"]["gains"]] and len(gained) == 4
     sample = ("sample", model, "--mask", mask, "--size", "16,16,16", "--steps", "2")
     for name, choice in (("auto", "auto"), ("given", plan), ("base", "baseline")):
         code, out, err = run(capsys, *sample, "-o", tmp_path / name, "--plan", choice)

@@ -1,4 +1,4 @@
-"""The notebook of the guide runs from start to end, and its page on the site shows its cells."""
+"""The notebooks of the guide run from start to end, and the page of the first one on the site shows its cells."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import voxtune
 
 ROOT = Path(__file__).parent.parent.parent
-NOTEBOOK = ROOT / "docs" / "guide" / "example.ipynb"
+NOTEBOOK, OWN_NETWORK = (ROOT / "docs" / "guide" / f"{name}.ipynb" for name in ("example", "own-network"))
 
 
-def cells(kind: str) -> list[str]:
-    return ["".join(c["source"]) for c in json.loads(NOTEBOOK.read_text())["cells"] if c["cell_type"] == kind]
+def cells(kind: str, notebook: Path = NOTEBOOK) -> list[str]:
+    return ["".join(c["source"]) for c in json.loads(notebook.read_text())["cells"] if c["cell_type"] == kind]
 
 
 def run_cell(source: str, namespace: dict[str, Any]) -> Any:
@@ -47,8 +48,22 @@ def test_the_notebook_runs_from_start_to_end(tmp_path, monkeypatch, capsys):
     }
 
 
-def test_the_notebook_is_stored_without_outputs():
-    notebook = json.loads(NOTEBOOK.read_text())
+@pytest.mark.usefixtures("one_thread")
+def test_the_notebook_of_own_networks_runs(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("monai")
+    monkeypatch.setenv("VOXTUNE_CACHE", str(tmp_path / "cache"))
+    torch.manual_seed(0)
+    namespace: dict[str, Any] = {}
+    shown = [run_cell(source, namespace) for source in cells("code", OWN_NETWORK)]
+    (error,) = (value for value in shown if isinstance(value, float))
+    assert error < 1e-4
+    printed = capsys.readouterr().out
+    assert namespace["fast"].report() in printed and "ms, fast " in printed
+
+
+@pytest.mark.parametrize("path", [NOTEBOOK, OWN_NETWORK], ids=lambda p: p.stem)
+def test_the_notebook_is_stored_without_outputs(path):
+    notebook = json.loads(path.read_text())
     assert all(
         c["outputs"] == [] and c["execution_count"] is None for c in notebook["cells"] if c["cell_type"] == "code"
     )

@@ -101,6 +101,7 @@ REWRITING = (
     "cleanup",
     "sdpa",
     "time",
+    "small_images",
     "fuse_norm",
     "doubling",
     "upsample",
@@ -109,5 +110,6 @@ REWRITING = (
     "strided",
     "pointwise",
     "epilogue",
+    "elementwise",
     "channels_last",
 )

@@ -13,11 +13,13 @@ from tests.factories.warm_python import WarmPython
 TESTS = Path(__file__).parent.parent
 # Largest relative errors of the small kernels. The interpreter truncates bfloat16: twice the error of a GPU.
 INTERPRETER_ERRORS = {"torch.float32": 5e-7, "torch.float16": 5e-4, "torch.bfloat16": 4e-3}
-# What the small kernels are compiled for: (compute capability, types).
+# Compute capabilities that every kernel is compiled for; all but Hopper's in slow tests.
+OTHER_ARCHS = [pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 86, 89, 100)]
+ARCHS = [90, *OTHER_ARCHS]
+# The same for the small kernels: (compute capability, types).
 COMPILED = [
     (90, "bf16"),
-    pytest.param(90, "bf16,fp32", marks=pytest.mark.slow),
-    pytest.param(80, "bf16,fp32", marks=pytest.mark.slow),
+    *(pytest.param(arch, "bf16,fp32", marks=pytest.mark.slow) for arch in (90, 80, 86, 89, 100)),
 ]
 
 _MODULES = (

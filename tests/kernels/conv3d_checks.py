@@ -195,9 +195,24 @@ def compile_all(arch, extent):
     return found
 
 
+def compile_join(arch):
+    """The kernel that adds the parts of split tiles, with everything in its epilogue."""
+    from voxtune.kernels.compiled import compiled
+    from voxtune.kernels.conv3d_join import join_block, voxtune_conv3d_join
+
+    found = []
+    for side, K in ((16, 192), (8, 256), (4, 24)):
+        block_v, block_k = join_block(1, side**3, K)
+        types = {"partial_ptr": "*fp32", "y_ptr": "*bf16", "r_ptr": "*bf16", "shift_ptr": "*fp32"}
+        types |= {"statistics_ptr": "*fp32", **dict.fromkeys(("N", "V", "K", "splits", "shift_stride"), "i32")}
+        constants = {"BLOCK_V": block_v, "BLOCK_K": block_k}
+        made = compiled(voxtune_conv3d_join, types, constants, arch=int(arch), warps=4)
+        found.append({"blocks": constants, "registers": made.registers, "spills": made.spills, "shared": made.shared})
+    return found
+
+
 if __name__ == "__main__":
     what, *rest = sys.argv[1:]
-    result = {"numerics": numerics, "entry": entry, "compile": lambda a, extent: compile_all(int(a), extent)}[what](
-        *rest
-    )
+    jobs = {"numerics": numerics, "entry": entry, "join": compile_join}
+    result = (jobs | {"compile": lambda a, extent: compile_all(int(a), extent)})[what](*rest)
     print(json.dumps(result))

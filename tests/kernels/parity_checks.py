@@ -233,7 +233,8 @@ def compile_all(arch, extent):
         made = compiled(kernel, *given, arch=arch, warps=tile.warps)
         row = {"kernel": made.name, "what": what, "tile": str(tile), "registers": made.registers, "spills": made.spills}
         row |= {"shared": made.shared, "loads": memory, "serialised": made.serialised}
-        row |= {"wgmma": made.ptx.count("wgmma.mma_async"), "mma": made.ptx.count("mma.sync")}
+        row |= {"wgmma": made.ptx.count("wgmma.mma_async")}
+        row["products"] = sum(made.ptx.count(name) for name in ("wgmma.mma_async", "tcgen05.mma", "mma.sync"))
         found.append(row | {"bulk": made.ptx.count("cp.async.bulk.tensor")})
     return found
 

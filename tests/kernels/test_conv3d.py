@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from tests.factories.triton_checks import run_checks
+from tests.factories.triton_checks import ARCHS, run_checks
 
 run = partial(run_checks, "kernels/conv3d_checks.py")
 
@@ -108,6 +108,12 @@ def test_compiles_for_other_devices(arch):
         # Devices without the copy engine load 16 bytes at a time, asynchronously.
         assert row["products"] and (row["bulk"] if arch >= 100 else row["wide"] and not row["bulk"]), row
         assert row["spills"] <= 32 and row["shared"] <= row["limit"], row
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_join_compiles(arch):
+    for row in run("join", arch, interpret=False):
+        assert row["spills"] == 0 and row["shared"] <= 48 << 10, row
 
 
 SHAPES = [(1, 128, 128, 128, (8,), 8), (1, 128, 128, 128, (32, 32), 32), (1, 144, 192, 192, (64,), 64)]

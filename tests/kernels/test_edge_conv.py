@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tests.factories.triton_checks import COMPILED, INTERPRETER_ERRORS, run_checks
+from tests.factories.triton_checks import ARCHS, COMPILED, INTERPRETER_ERRORS, run_checks
 
 run = partial(run_checks, "kernels/small_kernels_checks.py")
 
@@ -40,7 +40,7 @@ def test_compiles(what, arch, kinds):
         assert kernel["products"] or not half, kernel
 
 
-@pytest.mark.parametrize("arch", [90, *(pytest.param(a, marks=pytest.mark.slow) for a in (80, 86, 89, 100))])
+@pytest.mark.parametrize("arch", ARCHS)
 def test_head_by_lines_compiles(arch):
     for kernel in run("compile", "lines", arch, "bf16", interpret=False):
         assert kernel["spills"] == 0 and kernel["registers"] <= 255, kernel

@@ -382,3 +382,41 @@ def test_strided_conv_is_exact_on_integers(dtype, c, k, voxels, kernel, stride, 
         truth = convolution(source.float(), w.float(), None, stride, [s // 2 for s in kernel])
     check_with_statistics(y, plain, statistics, truth + shift.view(2, k, *[1] * len(kernel)))
     assert "falls back" not in caplog.text
+
+
+def elementwise_rows(check, *arguments):
+    """The rows of a check whose kernels were compiled before, many at a time: there are about a hundred."""
+    from voxtune.kernels.compile_workers import compiling
+    from voxtune.kernels.precompile import compiled_ahead
+
+    with compiling(), compiled_ahead(lambda: list(check(*arguments))):
+        pass
+    return list(check(*arguments))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("what", ["operations", "chains"])
+def test_elementwise(dtype, what):
+    from tests.kernels import elementwise_checks
+
+    rows = elementwise_rows(getattr(elementwise_checks, what), dtype, "cuda")
+    assert len(rows) > 40
+    for row in rows:
+        assert row["error"] < BAR[getattr(torch, row["type"].removeprefix("torch."))], row
+        assert row["written"] and row["as_pytorch"], row
+
+
+def test_elementwise_with_offsets_of_64_bits_and_special_values():
+    from tests.kernels import elementwise_checks
+
+    assert all(row["error"] < BAR[torch.float32] for row in elementwise_rows(elementwise_checks.wide, "cuda"))
+    for row in elementwise_rows(elementwise_checks.special, "cuda", 2e-5):
+        assert not row["wrong"], row
+
+
+def test_elementwise_reaches_beyond_32_bits():
+    """The second half of the channels of more than 2^31 elements."""
+    wide = torch.zeros(2**20 + 7, 4096, dtype=torch.bfloat16, device="cuda")
+    wide[-1] = 3
+    y = torch.ops.voxtune.elementwise([wide[:, :2048], wide[:, 2048:]], "add 0 1; mul 2 2.0", torch.bfloat16)
+    assert torch.equal(y[-1], torch.full_like(y[-1], 12)) and not y[:-1].any()

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tests.factories.triton_checks import run_checks
+from tests.factories.triton_checks import ARCHS, run_checks
 
 run = partial(run_checks, "kernels/group_norm_checks.py")
 
@@ -33,7 +33,7 @@ def test_large_mean_does_not_cancel():
     assert row["error"] < 1e-4, row
 
 
-@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
+@pytest.mark.parametrize("arch", ARCHS)
 def test_compiles_without_spills(arch):
     for kernel in run("compile", str(arch), interpret=False):
         assert kernel["spills"] == 0, kernel

@@ -10,7 +10,7 @@ import torch
 from voxtune.kernels import measured_tiles
 from voxtune.kernels.conv3d_tiles import RESERVE, SHARED_MEMORY, Conv3dTile, Device, tiles
 from voxtune.kernels.conv3d_tiles import shared_memory as conv3d_memory
-from voxtune.kernels.measured_tiles import Choice, asking, chosen, forcing, use, values_of
+from voxtune.kernels.measured_tiles import Choice, chosen, forcing, recording, use, values_of
 from voxtune.kernels.parity_tiles import ParityTile, doubling_tile, strided_tile
 
 RULE = Conv3dTile(h=8, w=16)
@@ -41,9 +41,9 @@ def test_a_measured_tile_replaces_the_rules_for_its_shape_and_type_alone():
 
 
 def test_choices_are_recorded_and_can_be_forced():
-    with asking() as asked:
+    with recording() as choices:
         ask()
-    assert list(asked) == [choice().key] and asked[choice().key].tile == RULE
+    assert list(choices) == [choice().key] and choices[choice().key].tile == RULE
     with forcing({choice().key: OTHER}):
         assert ask() == OTHER
         assert ask(dtype=torch.float16) == RULE
@@ -97,10 +97,10 @@ def rules(device):
 def test_candidates_differ_from_the_rule_and_fit_into_the_card(arch):
     device = Device(hopper=arch == 90, halo=arch == 90, shared=SHARED_MEMORY[arch])
     for kernel, shape, tile in rules(device):
-        found = choice(shape, tile, kernel, device).candidates()
-        assert 0 < len(found) <= measured_tiles.MAX_CANDIDATES, (kernel, shape, tile)
-        assert tile not in found and len(set(found)) == len(found)
-        for other in found:
+        others = choice(shape, tile, kernel, device).candidates()
+        assert 0 < len(others) <= measured_tiles.MAX_CANDIDATES, (kernel, shape, tile)
+        assert tile not in others and len(set(others)) == len(others)
+        for other in others:
             use("cpu", {choice(shape, tile, kernel, device).key: values_of(other)})
             assert chosen(kernel, shape, torch.zeros(1, dtype=torch.bfloat16), lambda: tile) == other  # noqa: B023
             if kernel == "conv3d":

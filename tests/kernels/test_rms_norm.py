@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tests.factories.triton_checks import INTERPRETER_ERRORS, run_checks
+from tests.factories.triton_checks import ARCHS, INTERPRETER_ERRORS, run_checks
 
 run = partial(run_checks, "kernels/rms_norm_checks.py")
 
@@ -18,7 +18,7 @@ def test_against_float64(dtype):
         assert row["written"], row
 
 
-@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
+@pytest.mark.parametrize("arch", ARCHS)
 def test_compiles_without_spills(arch):
     for kernel in run("compile", str(arch), interpret=False):
         assert kernel["spills"] == 0, kernel

@@ -35,6 +35,7 @@ class Net(nn.Module):
         self.down = nn.Conv3d(16, 32, 3, stride=2, padding=1)
         self.up, self.transposed = nn.Conv3d(32, 16, 3, padding=1), nn.ConvTranspose3d(32, 16, 2, 2)
         self.join, self.both = nn.Conv3d(32, 16, 1), nn.Conv3d(32, 16, 3, padding=1)
+        self.last = nn.Conv3d(16, 16, 3, padding=1)
         self.head = nn.Conv3d(16, 4, 3, padding=1)
         self.norms = nn.ModuleList(nn.GroupNorm(4, c) for c in (16, 16, 32, 16, 16))
 
@@ -47,7 +48,7 @@ class Net(nn.Module):
         u, v = self.up(F.interpolate(d, scale_factor=2.0, mode="nearest")), self.transposed(d)
         j = self.join(torch.cat([u, v], dim=1))
         h = self.both(torch.cat([F.silu(self.norms[3](j)), F.silu(a)], dim=1))
-        return self.head(F.silu(self.norms[4](h)))
+        return self.head(F.silu(self.norms[4](self.last(F.silu(h)) + h)))
 
 
 def inputs(size=SIZE):
@@ -105,7 +106,7 @@ def test_a_rival_computes_the_same(rewritten):
         if form.norm_shifts and given["shift"] is not None:
             z = z + given["shift"][:, :, None, None, None]
         torch.testing.assert_close(y, z, rtol=1e-4, atol=1e-3)
-        if given.get("statistics") and not form.norm_shifts:
+        if given.get("statistics") and not (form.norm_shifts and given["shift"] is not None):
             torch.testing.assert_close(own[1], rival[1], rtol=1e-3, atol=1e-2)
         assert isinstance(rival, tuple) == bool(given.get("statistics"))
         compared += 1
@@ -175,7 +176,9 @@ def test_losers_are_excepted_and_the_plan_survives(rewritten, tmp_path):
     result = compete(network, (args, {}), 60.0, timer=timer_of({"head": 1.1, "strided_conv": 1.02}, 1.0))
     assert result.report() == "head 16->4 at 4x6x8: 1.1 ms, cuDNN 1 ms"
     plan = result.excepting(network.plan)
-    assert {s.name: s.options for s in plan.steps if s.options} == {"edges": {"except": [[16, 4, *SIZE]]}}
+    # Without its own kernel, the pass conv3d would take the head.
+    head = {"except": [[16, 4, *SIZE]]}
+    assert {s.name: s.options for s in plan.steps if s.options} == {"edges": head, "conv3d": head}
     fast = build(network.original, args, None, plan, twin=True)
     assert fast.notes["edges"] == "applied 1 x (excepted by the plan)"
     with torch.no_grad():
@@ -211,6 +214,28 @@ def test_what_a_pass_leaves_no_other_one_takes(rewritten):
     fast = build(network.original, args, None, alone.excepting(network.plan), twin=True)
     targets = [str(n.target) for n in fast.runner.inner.graph.nodes]
     assert "voxtune.doubling_conv.default" not in targets and "aten.conv3d.default" in targets
+
+
+def test_a_graph_without_own_convolutions_holds_what_their_rivals_compute(rewritten):
+    network, args = rewritten
+    result = compete(network, (args, {}), 60.0, timer=timer_of(dict.fromkeys(PASS_OF, 2.0), 1.0))
+    # The pass elementwise adds biases too.
+    plan = result.excepting(EPILOGUE_AND_MORE.without("elementwise"))
+    fast = build(network.original, args, None, plan, twin=True)
+    assert not kernel_forms(fast, (args, {}))
+    with torch.no_grad():
+        torch.testing.assert_close(fast(*args), network.original(*args), rtol=1e-3, atol=1e-4)
+    targets = [str(n.target) for n in fast.runner.inner.graph.nodes if n.op == "call_function"]
+    forms = forms_of(rewritten)
+    residuals = sum(count for f, count in forms.items() if dict(f.arguments).get("residual") is not None)
+    assert targets.count("voxtune.add.default") == residuals > 0
+    assert targets.count("voxtune.upsample.default") == 1 and targets.count("aten.pad.default") == 1
+    assert targets.count("aten.cat.default") == sum(len(f.sources) == 2 for f in forms) == 3
+    # Biases that norms take over: those of convolutions that only a norm reads.
+    convolutions = [n for n in fast.runner.inner.graph.nodes if "conv3d" in str(n.target)]
+    without_bias = sum(n.args[2] is None if len(n.args) > 2 else True for n in convolutions)
+    free = sum(f.norm_shifts for f in forms)
+    assert without_bias == free + residuals
 
 
 def test_forms_of_one_shape_count_together(rewritten):
@@ -254,6 +279,17 @@ def test_a_kernel_that_fails_stays(rewritten):
 
     result = compete(network, (args, {}), 60.0, timer=failing)
     assert not result.times and result.excepting(network.plan) is None
+
+
+def test_a_network_that_does_not_fit_is_not_compared(rewritten, monkeypatch):
+    network, args = rewritten
+
+    def failing(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(competing, "kernel_forms", failing)
+    result = compete(network, (args, {}), 60.0)
+    assert result.excepting(network.plan) is None and "OutOfMemoryError: no memory" in result.report()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import voxtune
+from tests.factories.in_place import Gated
 from tests.factories.networks import make
 from voxtune.plan.api import READY
 from voxtune.plan.build import PlanTarget, build
@@ -81,3 +82,16 @@ def test_auto_is_cached_and_samples_the_same(tmp_path, monkeypatch, golden):
     monkeypatch.setattr("voxtune.plan.api._searched", None)
     voxtune.optimize(model).sample(mask, seed=1)
     model.to("cpu")
+
+
+@pytest.mark.parametrize("plan", READY, ids=lambda p: p.names[0] + f"-{len(p.names)}")
+def test_gates_in_place_are_fused_and_pass_the_gate(plan):
+    torch.manual_seed(0)
+    subject = PlanTarget(Gated().eval().cuda(), ((torch.randn(1, 2, 24, 20, 28, device="cuda"),), {}))
+    fast = subject.build(plan)
+    verdict = judge(subject, fast, gate_for(subject))
+    assert verdict.passed, verdict
+    if "elementwise" in plan.names:
+        assert fast.notes["elementwise"].startswith("applied "), fast.notes
+        names = [str(n.target) for n in fast.runner.inner.graph.nodes if n.op == "call_function"]
+        assert not [name for name in names if "scatter" in name or "sigmoid" in name]

@@ -169,7 +169,8 @@ def test_patterns_and_near_misses(tmp_path):
     torch.manual_seed(0)
     net = Patterns().eval()
     args = (torch.randn(2, 16, 4, 5, 6), torch.randn(2, 16, 4, 5, 6), torch.randn(2, 16, 1, 1, 1))
-    fast = build(net, args, None, Plan.of(*REWRITING), twin=True)
+    names = [name for name in REWRITING if name != "elementwise"]  # it would fuse what is left
+    fast = build(net, args, None, Plan.of(*names), twin=True)
     assert error(fast(*args), double_answer(net, args)) < 5e-6
     norms = fused_norms(fast.runner.inner.graph)
     activations = ["silu", "gelu_tanh", "prelu", "relu", "none", "none", "none", "none"]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import voxtune
+import voxtune.plan.backend
 from tests.factories import analytic
 from tests.factories.networks import make
 from voxtune.errors import InputError
@@ -149,6 +150,8 @@ def test_the_numbers_printed_are_those_that_decided(monkeypatch):
     monkeypatch.setattr(tuning, "_faster", faster)
     lines: list[str] = []
     tuned = tuning.tune(net, args, ladder=QUICK, checks=1, say=lines.append)
+    lines, gained = lines[: len(tuned.rows)], lines[len(tuned.rows) :]
+    assert [line.split(":")[0] for line in gained] == [f"gain of {name}" for name in tuned.plan.evidence["gains"]]
     printed = [re.search(r"([\d.]+) ms \(best so far +([\d.]+)\)", line) for line in lines]
     compared = [(row, line, match) for row, line, match in zip(tuned.rows, lines, printed, strict=True) if match]
     assert len(compared) == len(decided) > 0
@@ -198,7 +201,8 @@ def test_the_fastest_plan_is_gated_last(monkeypatch):
     assert judged == [(*shared, "channels_last"), shared]
     assert tuned.plan.names == shared and [row.kept for row in tuned.rows] == [True, True, False]
     assert tuned.plan.evidence["gate"] == {"relative": 0.5}
-    assert "refused: wrong" in lines[-2] and lines[-1].endswith("passed")
+    judgements = [line for line in lines if not line.startswith("gain of")]
+    assert "refused: wrong" in judgements[-2] and judgements[-1].endswith("passed")
     assert done[-1][0] == done[-1][1] and [d for d, _ in done] == sorted(d for d, _ in done)
 
 
@@ -413,6 +417,27 @@ def test_torch_compile_backend_follows_changed_weights(caplog):
         conv.weight.data = conv.weight.data * 0.5
         torch.testing.assert_close(fast(*args), net(*args), rtol=1e-4, atol=1e-4)
     assert "running the original" not in caplog.text
+
+
+def test_torch_compile_backend_with_sizes_that_change(caplog, monkeypatch):
+    """Dynamo passes changed sizes as numbers to one graph: each size has a plan."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 4, 1)]
+    net, plans = nn.Sequential(*layers).eval(), []
+    real = voxtune.plan.backend.optimize
+    monkeypatch.setattr("voxtune.plan.backend.optimize", lambda *a, **k: plans.append(real(*a, **k)) or plans[-1])
+    torch._dynamo.reset()
+    fast = torch.compile(net, backend="voxtune", options={"plan": CPU_READY[0]})
+    with torch.no_grad():
+        for _ in range(2):
+            for batch in (4, 3, 1, 2, 3):
+                x = torch.randn(batch, 4, 8, 8)
+                torch.testing.assert_close(fast(x), net(x), rtol=1e-4, atol=1e-4)
+            net.load_state_dict({name: value * 1.25 for name, value in net.state_dict().items()})
+    shapes = [[leaf[0][0] for leaf in n.signature.leaves if isinstance(leaf, tuple)] for n in plans]
+    assert {batch for (batch,) in shapes} == {1, 2, 3, 4} and len(plans) <= 5
+    assert all("channels_last" in n.plan.names for n in plans)
+    assert "running the original" not in caplog.text and "could not be captured" not in caplog.text
 
 
 @pytest.mark.parametrize(("half", "slow"), [(0.9, False), (7.9, False), (19.0, True)])

@@ -353,6 +353,32 @@ def test_what_cannot_be_captured_is_named(caplog):
     assert isinstance(reason, str) and "count" in reason and "test_optimized.py, line" in reason
 
 
+class Thresholded(nn.Sequential):
+    def forward(self, x):
+        x = super().forward(x)
+        return x / x.mean() if x.mean() > 1 else x
+
+
+def test_the_report_names_what_cannot_be_captured(monkeypatch, caplog):
+    net, args = Thresholded(*tiny()[0]).eval(), tiny()[1]
+    line = Thresholded.forward.__code__.co_firstlineno + 2
+    for ms in (10.0, 5.0):  # candidates that are slower than the original, and faster
+        timings(monkeypatch, 8.0, *[ms] * 9)
+        for _ in range(2):  # the second time from the cache
+            fast = voxtune.optimize(net, args, say=lambda _line: None)
+            assert "capture: failed: " in fast.report() and f"test_optimized.py, line {line})" in fast.report()
+        assert bool(fast.plan.names) == (ms < 8.0)
+        with torch.no_grad():
+            torch.testing.assert_close(fast(*args), net(*args))
+        net[0].weight.data.mul_(1.1)  # another network for the cache
+    assert caplog.text.count("could not be captured") == 3, "once a search, and where a cached plan is built"
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_warnings_of_pytorch_about_itself():
+    assert not isinstance(PlanTarget(InPlace().eval(), ((torch.randn(2, 4, 8, 8),), {})).captured(), str)
+
+
 def tiny():
     torch.manual_seed(0)
     layers = [nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU(), nn.Dropout(0.1), nn.Conv2d(8, 4, 1)]

@@ -26,7 +26,7 @@ FUSED = {
     "maisi_unet": ("sdpa", "time", "fuse_norm", "conv3d", "pointwise", "edges"),
     "maisi_decoder": ("fuse_norm", "conv3d", "edges"),
     "wan_decoder": ("fuse_norm", "pointwise"),
-    "diffusers_conditional": ("time", "fuse_norm", "pointwise", "edges"),
+    "diffusers_conditional": ("time", "small_images", "fuse_norm", "edges"),
 }
 pytestmark = pytest.mark.usefixtures("one_thread")
 

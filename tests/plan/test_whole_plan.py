@@ -1,4 +1,4 @@
-"""The fastest plan of a GPU, its kernels run by Triton's interpreter, on a batch of two."""
+"""The fastest plan of a GPU, its kernels run by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 
 
 @pytest.mark.slow
-def test_kernels_of_the_whole_plan_work_together():
+@pytest.mark.parametrize("network", ["med_ddpm", "convnext"])
+def test_kernels_of_the_whole_plan_work_together(network):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.plan.whole_plan_checks"],
+        [sys.executable, "-m", "tests.plan.whole_plan_checks", network],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

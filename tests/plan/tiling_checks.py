@@ -37,23 +37,23 @@ torch.manual_seed(0)
 net, x = Net().eval(), torch.randn(1, 16, 4, 6, 8)
 fast = build(net, (x,), None, Plan.of("fp16", *REWRITING), twin=True)
 before = fast(x)
-found = measure_tiles(fast, ((x,), {}), 600.0, timer=in_turns)
+first = measure_tiles(fast, ((x,), {}), 600.0, timer=in_turns)
 after = fast(x)
 again = measure_tiles(fast, ((x,), {}), 600.0, timer=in_turns)
-with measured_tiles.asking() as asked:
+with measured_tiles.recording() as choices:
     fast(x)
 device = torch.device("cpu")
-used = [measured_tiles.chosen(c.kernel, c.shape, x.half(), lambda c=c: c.tile) != c.tile for c in asked.values()]  # type: ignore[misc]
+used = [measured_tiles.chosen(c.kernel, c.shape, x.half(), lambda c=c: c.tile) != c.tile for c in choices.values()]  # type: ignore[misc]
 load_tiles(device)
 json.dump(
     {
-        "measured": len(found.times),
-        "changed": len(found.changed),
-        "tried": [t.tried for t in found.times],
+        "measured": len(first.times),
+        "changed": len(first.changed),
+        "tried": [t.tried for t in first.times],
         "again": len(again.times),
         "used": sum(used),
         "difference": float((after - before).norm() / before.norm()),
-        "report": found.report(),
+        "report": first.report(),
     },
     sys.stdout,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from tests.factories.networks import make
@@ -9,7 +11,7 @@ from voxtune.plan.api import READY
 from voxtune.plan.build import build
 from voxtune.plan.plan import Plan
 
-net, args = make("med_ddpm")
+net, args = make(sys.argv[1])
 # Products of bfloat16 are not to be trusted in the interpreter.
 names = [n.replace("bf16", "fp16") for n in READY[0].without("cuda_graph", "cudnn_benchmark").names]
 with torch.no_grad():

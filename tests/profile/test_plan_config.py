@@ -50,6 +50,10 @@ def test_plan_cannot_be_combined_and_is_for_sampling_only():
         ("voxtune_conv3d_halo", "conv_fprop"),
         ("voxtune_conv3d_join", "conv_fprop"),
         ("voxtune_stem", "conv_fprop"),
+        ("voxtune_conv2d", "conv_fprop"),
+        ("voxtune_depthwise2d", "conv_fprop"),
+        ("voxtune_gate2d", "conv_fprop"),
+        ("voxtune_embedding", "matmul"),
         ("voxtune_head", "conv_fprop"),
         ("voxtune_pointwise", "conv_fprop"),
         ("voxtune_normalize", "norm"),
@@ -58,6 +62,7 @@ def test_plan_cannot_be_combined_and_is_for_sampling_only():
         ("voxtune_upsample_linear", "upsample"),
         ("voxtune_noise", "random"),
         ("voxtune_add", "elementwise"),
+        ("voxtune_elementwise_9b75b5e9bc954210", "elementwise"),
     ],
 )
 def test_our_kernels_have_the_class_of_what_they_compute(name, expected):

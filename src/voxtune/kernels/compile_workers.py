@@ -90,7 +90,8 @@ def describe(call: Callable[[], Any]) -> bytes | None:
         kernel = source.fn.fn
         job = (
             (type(source).__module__, type(source).__name__),
-            (kernel.__module__, kernel.__name__),
+            # A generated kernel's module makes it again from this name.
+            (kernel.__module__, getattr(kernel, "lookup_name", kernel.__name__)),
             (source.signature, source.constants, source.attrs),
             (target.backend, target.arch, target.warp_size),
             dict(vars(options)),

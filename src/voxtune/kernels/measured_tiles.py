@@ -46,31 +46,31 @@ class Choice:
     def candidates(self) -> list[Any]:
         """Tiles to measure beside the rule's, which fit into the card's shared memory."""
         if isinstance(self.tile, Conv3dTile):
-            found = _conv3d_candidates(self.tile, self.shape, self.device)
+            tiles: Iterator[Any] = _conv3d_candidates(self.tile, self.shape, self.device)
             memory: Callable[[Any], int] = conv3d_memory
         else:
-            found = _parity_candidates(self.tile, self.shape)
+            tiles = _parity_candidates(self.tile, self.shape)
             memory = functools.partial(parity_memory, doubling=self.kernel == "doubling_conv")
-        unique = dict.fromkeys(t for t in found if t != self.tile and memory(t) <= self.device.shared - RESERVE)
+        unique = dict.fromkeys(t for t in tiles if t != self.tile and memory(t) <= self.device.shared - RESERVE)
         return list(unique)[:MAX_CANDIDATES]
 
 
-_asked: ContextVar[dict[str, Choice] | None] = ContextVar("voxtune_tiles_asked", default=None)
+_choices: ContextVar[dict[str, Choice] | None] = ContextVar("voxtune_tile_choices", default=None)
 _forced: ContextVar[dict[str, Any] | None] = ContextVar("voxtune_tiles_forced", default=None)
 
 
 def chosen(kernel: str, shape: Shape, x: torch.Tensor, rule: Callable[[], Tile]) -> Tile:
     """The tile for a shape on x's card: a measured one, or the rule's."""
-    asked, forced = _asked.get(), _forced.get()
-    if not _tables and asked is None and forced is None:
+    choices, forced = _choices.get(), _forced.get()
+    if not _tables and choices is None and forced is None:
         return rule()
     choice = Choice(kernel, shape, x.dtype, rule(), Device.of(x.device))
-    if asked is not None:
-        asked[choice.key] = choice
+    if choices is not None:
+        choices[choice.key] = choice
     if forced is not None and choice.key in forced:
-        return forced[choice.key]  # type: ignore[no-any-return]
+        return forced[choice.key]
     values = _tables.get(card(x.device), {}).get(choice.key)
-    return choice.tile if values is None else replace(choice.tile, **values)  # type: ignore[no-any-return]
+    return choice.tile if values is None else replace(choice.tile, **values)
 
 
 @functools.cache
@@ -104,14 +104,14 @@ def _is_tile(key: str, values: Any) -> bool:
 
 
 @contextmanager
-def asking() -> Iterator[dict[str, Choice]]:
+def recording() -> Iterator[dict[str, Choice]]:
     """Records the choices that kernels make inside the block, by their keys."""
     choices: dict[str, Choice] = {}
-    token = _asked.set(choices)
+    token = _choices.set(choices)
     try:
         yield choices
     finally:
-        _asked.reset(token)
+        _choices.reset(token)
 
 
 @contextmanager

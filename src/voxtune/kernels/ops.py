@@ -6,6 +6,7 @@ same on a CPU. Sources that are not channels-last are copied first, since the ke
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from voxtune.kernels import conv3d as _conv3d
 from voxtune.kernels import doubling_conv as _doubling
+from voxtune.kernels import elementwise as _elementwise
 from voxtune.kernels import group_norm as _norm
 from voxtune.kernels import head_conv as _head
 from voxtune.kernels import pointwise as _pointwise
@@ -189,6 +191,21 @@ def _(a, b, shift):
     return empty_channels_last(a, a.shape[1])
 
 
+@operator("elementwise(Tensor[] inputs, str program, ScalarType dtype) -> Tensor")
+def elementwise(inputs: list[Tensor], program: str, dtype: torch.dtype) -> Tensor:
+    """A chain of elementwise operators; the inputs are broadcast, and the result's layout is that of PyTorch."""
+    if _runs_kernel(inputs[0], _elementwise.why_not(inputs, program, dtype), "elementwise"):
+        return _elementwise.elementwise(inputs, program, dtype, checked=True)
+    y = _elementwise.elementwise_reference(inputs, program, dtype)
+    expected = _elementwise.empty_result(inputs, program, dtype)
+    return y if y.stride() == expected.stride() else expected.copy_(y)
+
+
+@shapes_of("elementwise")
+def _(inputs, program, dtype):
+    return _elementwise.empty_result(inputs, program, dtype)
+
+
 @operator("upsample(Tensor x, str mode) -> Tensor")
 def upsample(x: Tensor, mode: str) -> Tensor:
     x = _lasting(x)
@@ -300,3 +317,8 @@ def head(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | No
 @shapes_of("head")
 def _(x, weight, bias, dtype=None):
     return empty_channels_last(x, weight.shape[0], dtype)
+
+
+# For the modules that register more operators; they are imported last because they use the functions above.
+channels_innermost, runs_kernel = _lasting, _runs_kernel
+importlib.import_module("voxtune.kernels.ops_2d")

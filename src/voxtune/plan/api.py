@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from voxtune.errors import InputError
 from voxtune.plan.build import PlanTarget
 from voxtune.plan.cache import graph_path, identity, mismatch, remember, remembered
+from voxtune.plan.gains import GAIN_SECONDS, gains
 from voxtune.plan.gate import Trajectory
 from voxtune.plan.hazards import refuses_half
 from voxtune.plan.measure import clocked
@@ -215,10 +216,14 @@ def _searched(target: PlanTarget, here: dict[str, Any], request: Request, precis
     with _no_autocast(target):
         gate = gate_for(target, request.trajectory, same=request.precision == "same")
         result = fastest(target, as_called, precisions, gate, request.search, request.say)
+        gained = request.search == "full" and bool(result.network.plan.steps)
+        evidence: dict[str, Any] = {"gains": gains(target, result.network, GAIN_SECONDS, request.say)} if gained else {}
     rows = [row.describe() for row in result.rows]
     verdict = next((r.verdict for r in result.rows if r.kept and r.verdict is not None), None)
     gated = {"original": True} if verdict is None else verdict.figures
-    evidence = {"gate": gated, "search": request.search, "waterfall": rows}
+    evidence |= {"gate": gated, "search": request.search, "waterfall": rows}
+    if target.uncaptured is not None:
+        evidence["uncaptured"] = target.uncaptured
     result.network.plan = Plan(result.network.plan.steps, here, evidence)
     return result.network
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from voxtune.plan.api import optimize
+from voxtune.plan.optimized import MAX_VARIANTS, Optimized
 
 log = logging.getLogger("voxtune")
 
@@ -26,21 +28,34 @@ def voxtune(
         log.warning("gradients are required: running the original graph; call it under torch.no_grad() to use a plan")
         return graph.forward
     frozen, places = _freeze(graph, example_inputs)
-    inputs = tuple(example_inputs[i] for i in places)
-    if not any(isinstance(x, Tensor) for x in inputs):
+    if not any(isinstance(example_inputs[i], Tensor) for i in places):
         return graph.forward
-    network = optimize(frozen, inputs, **{"say": log.info, **(options or {})})
     weights = [i for i in range(len(example_inputs)) if i not in places]
-    state = _state([example_inputs[i] for i in weights])
+    state: tuple[list[Tensor], list[int]] | None = None
+    # By the sizes that a graph of any size receives as numbers; they are part of a plan.
+    networks: OrderedDict[tuple[Any, ...], Optimized] = OrderedDict()
 
     def call(*given: Any) -> Any:
         nonlocal state
         current = _state([given[i] for i in weights])
-        if not all(map(is_, current[0], state[0])) or current[1] != state[1]:
+        if state is None or not all(map(is_, current[0], state[0])) or current[1] != state[1]:
             frozen.take(dict(zip(weights, current[0], strict=True)))
             state = current
-        return network(*(given[k] for k in places))
+        inputs = [given[i] for i in places]
+        return network_for(inputs)(*inputs)
 
+    def network_for(inputs: Sequence[Any]) -> Optimized:
+        sizes = tuple(x for x in inputs if not isinstance(x, Tensor))
+        if sizes not in networks:
+            while len(networks) >= MAX_VARIANTS:
+                networks.popitem(last=False)
+            pool = next((network.pool for network in networks.values() if network.pool is not None), None)
+            networks[sizes] = optimize(frozen, inputs, **{"say": log.info, "pool": pool, **(options or {})})
+        networks.move_to_end(sizes)
+        return networks[sizes]
+
+    if not any(isinstance(x, torch.SymInt) for x in example_inputs):
+        network_for([example_inputs[i] for i in places])
     return call
 
 
@@ -54,7 +69,8 @@ class _Frozen(nn.Module):
 
     def __init__(self, graph: fx.GraphModule, weights: dict[int, Tensor], places: list[int], count: int):
         super().__init__()
-        self.graph, self.places, self.count = graph, places, count
+        # Dynamo's own class compiles its code at the first call, by way of `__call__`.
+        self.graph, self.places, self.count = fx.GraphModule(graph, graph.graph), places, count
         self.buffer_names = {i: f"weight_{i}" for i in weights}
         self.take(weights)
 
@@ -66,7 +82,8 @@ class _Frozen(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         given = dict(zip(self.places, inputs, strict=True))
         names = self.buffer_names
-        return self.graph(*(getattr(self, names[i]) if i in names else given[i] for i in range(self.count)))
+        # Its `__call__` prints a traceback where the gate finds that a network does not accept float64.
+        return self.graph.forward(*(getattr(self, names[i]) if i in names else given[i] for i in range(self.count)))
 
 
 def _freeze(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[_Frozen, list[int]]:

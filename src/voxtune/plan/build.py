@@ -12,14 +12,16 @@ from torch import nn
 
 from voxtune.files import one_line
 from voxtune.plan.derivation import Derived, LiveWeights
-from voxtune.plan.graph import Captured, capture
+from voxtune.plan.graph import Captured, WritesInPlaceError, capture, raising_line
 from voxtune.plan.measure import clocked
 from voxtune.plan.optimized import Optimized, Variant
 from voxtune.plan.passes import BY_NAME, PASSES, Context, Pass
 from voxtune.plan.passes.base import EXCEPTED, HALF
 from voxtune.plan.passes.execution import CUDA_GRAPH
-from voxtune.plan.plan import Plan, Step
+from voxtune.plan.passes.layout import CHANNELS_LAST
+from voxtune.plan.plan import Plan
 from voxtune.plan.run import GraphPool, Inputs, Runner, Signature
+from voxtune.plan.tiling import load_tiles
 
 log = logging.getLogger("voxtune")
 # The note of a pass that acts when the plan runs.
@@ -35,7 +37,8 @@ def rewrite(captured: Captured | None, plan: Plan, context: Context) -> dict[str
             continue
         assert captured is not None, "no graph was captured for a pass that rewrites it"
         outcome = step.rewrite(captured, context, plan.options(step.name))
-        notes[step.name] = f"applied {outcome.applied} x" if outcome.applied else f"no effect: {outcome.reason}"
+        reason = outcome.reason or "nothing to change"
+        notes[step.name] = f"applied {outcome.applied} x" if outcome.applied else f"no effect: {reason}"
         if outcome.applied and outcome.notes:
             notes[step.name] += " (" + "; ".join(outcome.notes) + ")"
     return notes
@@ -56,11 +59,17 @@ class PlanTarget:
     def __init__(self, model: nn.Module, inputs: Inputs, *, pool: GraphPool | None = None):
         self.model, self.inputs, self.pool = model, inputs, pool
         self.signature = Signature.of(*inputs)
+        load_tiles(self.device)
         self._captured: Captured | str | None = None
 
     @property
     def device(self) -> torch.device:
         return self.signature.device
+
+    @property
+    def uncaptured(self) -> str | None:
+        """Why the network could not be captured, if that was tried."""
+        return self._captured if isinstance(self._captured, str) else None
 
     def captured(self) -> Captured | str:
         """A graph to rewrite, or why there is none."""
@@ -70,7 +79,12 @@ class PlanTarget:
                 with clocked("captured"), torch.autocast(self.device.type, enabled=False):
                     self._captured = capture(self.model, *self.inputs)
             except Exception as error:  # torch.export raises many kinds of errors
-                self._captured = f"{type(error).__name__}: {one_line(error)}"
+                line = "" if isinstance(error, WritesInPlaceError) else raising_line(error)
+                self._captured = f"{type(error).__name__}: {one_line(error)}{line}"
+                log.warning(
+                    "the network could not be captured as a graph (%s): only passes on whole modules apply",
+                    self._captured,
+                )
         return self._captured if isinstance(self._captured, str) else self._captured.clone()
 
     def build(self, plan: Plan, *, twin: bool = False) -> Optimized:
@@ -117,12 +131,12 @@ class PlanTarget:
             autocast=autocast,
             pool=self.pool,
         )
-        effective = Plan(tuple(s for s in plan.steps if _effective(s, notes)), plan.made_for, plan.evidence)
+        names = _effective(plan, notes)
+        effective = Plan(tuple(s for s in plan.steps if s.name in names), plan.made_for, plan.evidence)
         return Optimized(self.model, Variant(runner, effective, notes, self.signature))
 
     def _uncaptured(self, plan: Plan, context: Context, why: str) -> Optimized:
         """A network without a static graph: only passes that need no graph apply (memory format, precision, run-time flags)."""
-        log.warning("the network could not be captured as a graph (%s): only passes on whole modules apply", why)
         network, autocast = self.model, None
         notes = {}
         for step in _passes(plan):
@@ -149,14 +163,21 @@ def build(
     return PlanTarget(model, (tuple(args), kwargs or {})).build(plan, twin=twin)
 
 
-def _effective(step: Step, notes: dict[str, str]) -> bool:
-    """Whether a pass is in force; one that selects a precision is, also where it finds nothing to cast.
+def _effective(plan: Plan, notes: dict[str, str]) -> set[str]:
+    """The passes that are in force; one that selects a precision is, also where it finds nothing to cast.
 
-    One whose every convolution the plan excepts stays: it applies at other sizes.
+    One whose every convolution the plan excepts stays: it applies at other sizes. So does the memory format that the kernels of
+    another one read, also where these take every convolution.
     """
-    note = notes[step.name]
-    kept = BY_NAME[step.name].precision is not None or note == f"no effect: {EXCEPTED}"
-    return kept or not note.startswith(("no effect", "does not apply"))
+
+    def in_force(name: str) -> bool:
+        idle = notes[name].startswith(("no effect", "does not apply")) and notes[name] != f"no effect: {EXCEPTED}"
+        return BY_NAME[name].precision is not None or not idle
+
+    names = {name for name in plan.names if in_force(name)}
+    if any(BY_NAME[name].needs_channels_last for name in names):
+        names |= {CHANNELS_LAST.name} & set(plan.names)
+    return names
 
 
 def _in_force(plan: Plan, notes: dict[str, str]) -> frozenset[str]:

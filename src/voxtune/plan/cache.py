@@ -54,7 +54,7 @@ def network_hash(model: nn.Module) -> str:
 
 def _content_hash(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().flatten()
-    return hashlib.blake2b(flat.view(torch.uint8).numpy(), digest_size=16).digest()
+    return hashlib.blake2b(flat.view(torch.uint8).numpy().data, digest_size=16).digest()
 
 
 def _settings(module: nn.Module) -> str:

@@ -115,19 +115,24 @@ class KernelTimes:
 
 @dataclass
 class Competition:
-    """`times` of the forms that were timed; `untimed` are the others, because the time was over or one failed."""
+    """`times` of the forms that were timed; `untimed` are the others, because the time was over or one failed.
+
+    `failure`: why there are no forms.
+    """
 
     times: list[KernelTimes] = field(default_factory=list)
     untimed: list[KernelForm] = field(default_factory=list)
+    failure: str = ""
 
     def lost(self) -> dict[tuple[str, tuple[int, ...]], list[KernelTimes]]:
-        """By pass and shape, all forms of a shape that loses: a plan's option does not distinguish them."""
+        """By pass and shape, the largest loss first: all forms of a shape, which a plan's option does not distinguish."""
         groups: dict[tuple[str, tuple[int, ...]], list[KernelTimes]] = {}
         for entry in self.times:
             groups.setdefault(entry.form.excepted, []).append(entry)
         unknown = {form.excepted for form in self.untimed}
-        totals = {shape: [sum(t.count * ms(t) for t in entries) for ms in _BOTH] for shape, entries in groups.items()}
-        return {s: groups[s] for s, (own, rival) in totals.items() if s not in unknown and own > LOSES * rival}
+        totals = {shape: _totals(entries) for shape, entries in groups.items() if shape not in unknown}
+        losers = [shape for shape, (own, rival) in totals.items() if own > LOSES * rival]
+        return {shape: groups[shape] for shape in sorted(losers, key=lambda s: totals[s][1] - totals[s][0])}
 
     def excepting(self, plan: Plan) -> Plan | None:
         """The plan that leaves the convolutions that lose to PyTorch; None if none loses."""
@@ -146,13 +151,17 @@ class Competition:
 
     def report(self) -> str:
         """The convolutions that lost, with the times of all their calls in one step."""
+        if self.failure:
+            return self.failure
         entries = self.lost().items()
         missing = [f"{len(self.untimed)} forms of own convolutions were not timed"] if self.untimed else []
         lines = [_describe(shape, times) for (_, shape), times in entries]
         return "; ".join((lines or [f"none of {len(self.times)} forms of own convolutions loses to cuDNN"]) + missing)
 
 
-_BOTH: tuple[Callable[[KernelTimes], float], ...] = (lambda t: t.own_ms, lambda t: t.rival_ms)
+def _totals(times: Sequence[KernelTimes]) -> tuple[float, float]:
+    """Milliseconds of all calls in one step: of the own kernels, and of their rivals."""
+    return sum(t.count * t.own_ms for t in times), sum(t.count * t.rival_ms for t in times)
 
 
 def _excepting(step: Step, shapes: list[list[int]]) -> Step:
@@ -165,7 +174,7 @@ def _describe(shape: tuple[int, ...], times: Sequence[KernelTimes]) -> str:
     """head 64->4 at 64x64x64: 0.21 ms, cuDNN 0.18 ms"""
     operators = " and ".join(sorted({t.form.operator for t in times}))
     calls = sum(t.count for t in times)
-    own, rival = (sum(t.count * ms(t) for t in times) for ms in _BOTH)
+    own, rival = _totals(times)
     inputs, outputs, *size = shape
     often = f" ({calls} x)" if calls > 1 else ""
     return f"{operators} {inputs}->{outputs} at {'x'.join(map(str, size))}{often}: {own:.3g} ms, cuDNN {rival:.3g} ms"
@@ -177,8 +186,12 @@ def compete(network: Optimized, inputs: Inputs, seconds: float, *, timer: Timer 
     Times of an earlier run on this card with the same versions are used without timing them again.
     """
     until = time.monotonic() + seconds
-    forms = kernel_forms(network, inputs)
     result = Competition()
+    try:
+        forms = kernel_forms(network, inputs)
+    except Exception as error:  # outside a graph, a large network may not fit into memory
+        result.failure = f"own convolutions were not timed: {type(error).__name__}: {one_line(error)}"
+        return result
     if not forms:
         return result
     runner, device = network.runner, network.signature.device

@@ -9,9 +9,12 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import traceback
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,9 +51,7 @@ class Captured:
 
     def clone(self) -> Captured:
         """A copy of the graph that shares the weights."""
-        with warnings.catch_warnings():
-            # PyTorch warns about its own class when a graph is copied.
-            warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        with _copies_graphs():
             graph = copy.deepcopy(self.graph)
         return Captured(fx.GraphModule(self.module, graph), self.inputs, self.own, self.derived.copy())
 
@@ -156,6 +157,14 @@ class Captured:
                 delattr(owner, attribute)
 
 
+@contextmanager
+def _copies_graphs() -> Iterator[None]:
+    """PyTorch warns about its own class when a graph is copied."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        yield
+
+
 def capture(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Captured:
     """Captures a network; raises what torch.export raises for a network without a static graph."""
     with torch.no_grad():
@@ -165,7 +174,8 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None
             _check_target(node, program.graph_signature)
         if writes:
             # PyTorch's own functionalisation. It keeps composite operators, because no decomposition is requested.
-            program = program.run_decompositions({})
+            with _copies_graphs():
+                program = program.run_decompositions({})
     options = {"check_guards": False} if "check_guards" in inspect.signature(program.module).parameters else {}
     module = program.module(**options)
     assert isinstance(module, fx.GraphModule)
@@ -219,6 +229,18 @@ def source_line(node: fx.Node) -> str:
     """The line of the network's code that an operator comes from, as text to append; empty if it is unknown."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', str(node.meta.get("stack_trace") or ""))
     return f" ({lines[-1][0]}, line {lines[-1][1]})" if lines else ""
+
+
+def raising_line(error: BaseException | None) -> str:
+    """The innermost line outside of PyTorch and this package in an error's traceback, in the form of `source_line`."""
+    elsewhere = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    while error is not None:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f"{f.filename}, line {f.lineno}" for f in frames if not f.filename.startswith(elsewhere)]
+        if lines:
+            return f" ({lines[-1]})"
+        error = error.__cause__
+    return ""
 
 
 def value(node: Any) -> Tensor | None:

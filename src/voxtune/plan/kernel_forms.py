@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from voxtune.plan.derivation import Derivation, Derived, Ref
-from voxtune.plan.graph import is_call, sole_user
+from voxtune.plan.graph import argument, is_call, sole_user
 from voxtune.plan.optimized import Optimized
 from voxtune.plan.passes.layout import lasting
 from voxtune.plan.run import Inputs, Runner
@@ -57,8 +57,7 @@ class TensorForm:
 
     def random(self, device: torch.device) -> Tensor:
         span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-        values = torch.randn(span, device=device).to(self.dtype)
-        return values.as_strided(self.shape, self.stride)
+        return torch.randn(span, device=device, dtype=self.dtype).as_strided(self.shape, self.stride)
 
     @property
     def bytes(self) -> int:
@@ -96,9 +95,9 @@ class KernelForm:
     @property
     def suits_conv3d(self) -> bool:
         """Whether the pass conv3d would take the convolution if this form's own pass left it."""
-        _, (inputs, outputs, *size) = self.excepted
+        _, (inputs, _, *size) = self.excepted
         own = self.scale is not None or self.operator in ("stem", "head")
-        return own and len(size) == 3 and inputs % 8 == outputs % 8 == 0
+        return own and len(size) == 3 and inputs % 8 == 0
 
     @property
     def key(self) -> str:
@@ -121,16 +120,18 @@ class KernelForm:
         }
 
 
+def own_convolutions(network: Optimized) -> int:
+    """The number of calls of own convolutions in a rewritten network."""
+    inner = None if network.variant.runner is None else network.variant.runner.inner
+    return sum(_operator(n) is not None for n in inner.graph.nodes) if isinstance(inner, fx.GraphModule) else 0
+
+
 def kernel_forms(network: Optimized, inputs: Inputs) -> Counter[KernelForm]:
     """The forms of own convolutions in a rewritten network, each with the number of its calls. Runs the network once."""
-    variant = network.main
-    if variant is None or variant.runner is None or not isinstance(variant.runner.inner, fx.GraphModule):
+    if not own_convolutions(network):
         return Counter()
-    runner = variant.runner
-    if not any(_operator(node) for node in variant.runner.inner.graph.nodes):
-        return Counter()
-    recorder = _Recorder(runner)
-    with runner.flags():
+    recorder = _Recorder(network.runner)
+    with network.runner.flags():
         recorder.run(*tree_flatten(inputs)[0], enable_io_processing=False)
     return recorder.forms
 
@@ -163,8 +164,9 @@ class _Recorder(fx.Interpreter):
             arguments = tuple((a, _form(given[a])) for a in names)
             y = result[0] if isinstance(result, tuple | list) else result
             scale = _folded(n.args[1], self.derived) if name == "doubling_conv" else None
-            # The bias of a transposed convolution does not move into the norm.
-            shifts = _only_normed(n) and (name != "doubling_conv" or scale is not None)
+            # The bias of a transposed convolution does not move into the norm, one beside a residual is added with it.
+            plain = given.get("residual") is None and (name != "doubling_conv" or scale is not None)
+            shifts = plain and _only_normed(n)
             self.forms[KernelForm(name, arguments, TensorForm.of(y), scale, shifts)] += 1
         return result
 
@@ -182,7 +184,7 @@ def _only_normed(node: fx.Node) -> bool:
     norm = sole_user(result)
     if norm is None or not is_call(norm, torch.ops.voxtune.norm_act.default):
         return False
-    return list(norm.args[0]) == [result] and norm.args[9] is not result  # type: ignore[arg-type]
+    return list(argument(norm, "sources")) == [result] and argument(norm, "residual") is not result
 
 
 def _folded(weight: Any, derived: Derived) -> tuple[int, ...] | None:

@@ -268,12 +268,20 @@ class Optimized(nn.Module):
         return _restored, (self.original, plan, self.make, self.precision, self.memory_limit)
 
     def report(self) -> str:
-        """What was tried, how long it took, what each pass did, and why one did not apply."""
+        """What was tried, how long it took, what each pass did and gained, and why one did not apply."""
+        from voxtune.plan.gains import recorded_gains
         from voxtune.plan.tuner import describe_entry
 
         rows = [describe_entry(row) for row in self.plan.evidence.get("waterfall", [])]
         title = f"plan: {' + '.join(self.plan.names) or 'the original network'}"
-        return "\n".join([*rows, title, *(f"  {name}: {note}" for name, note in self.notes.items())])
+        gains = recorded_gains(self.plan)
+        notes = dict(self.notes)
+        if "uncaptured" in self.plan.evidence:
+            notes["capture"] = f"failed: {self.plan.evidence['uncaptured']}"
+        lines = [f"  {'; '.join(filter(None, (f'{name}: {note}', gains.get(name))))}" for name, note in notes.items()]
+        if self.plan.steps and "gains" not in self.plan.evidence:
+            lines.append('  what each pass gains is measured with search="full" and by voxtune tune')
+        return "\n".join([*rows, title, *lines])
 
     def extra_repr(self) -> str:
         return f"plan={' + '.join(self.plan.names) or 'the original network'}"

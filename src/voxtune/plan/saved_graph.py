@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from voxtune.errors import InputError
 from voxtune.files import one_line, writing
+from voxtune.kernels.elementwise_program import parse
 from voxtune.plan.derivation import Derivation, Derived, Ref, function_of, name_of
 from voxtune.plan.graph import module_of
 from voxtune.plan.optimized import Optimized
@@ -216,6 +217,9 @@ def _build(description: dict[str, Any], tensors: dict[str, Tensor], device: torc
             continue
         args, kwargs = (_decode(line.get(k, []), nodes, device) if k in line else () for k in ("args", "kwargs"))
         target = _find(line["target"]) if line["op"] == "call_function" else line["target"]
+        if line["target"] == "voxtune.elementwise.default":
+            inputs, program = list(args)[:2]
+            parse(program, len(inputs))
         node = graph.create_node(line["op"], target, tuple(args), dict(kwargs), line["name"])
         path, kind = line["module"]
         node.meta["nn_module_stack"] = {path: (path, kind)} if path or kind else {}

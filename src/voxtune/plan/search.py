@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,15 +14,18 @@ import torch
 
 from voxtune.files import one_line
 from voxtune.plan.build import PlanTarget
+from voxtune.plan.compete import compete
 from voxtune.plan.gate import Gate
 from voxtune.plan.hazards import refuses_half, slow_half
-from voxtune.plan.measure import Timing, measure
+from voxtune.plan.kernel_forms import own_convolutions
+from voxtune.plan.measure import Timing, clocked, measure
 from voxtune.plan.optimized import Optimized
 from voxtune.plan.passes import PassStage, Precision, precision_of, select
 from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import compilers, kernels_ready
-from voxtune.plan.tuner import SHARED, WORTH, Say, TuningRow, describe_row, judge
+from voxtune.plan.tiling import choose_tiles
+from voxtune.plan.tuner import BY_CUDNN, SHARED, WORTH, Say, TuningRow, describe_row, judge
 
 log = logging.getLogger("voxtune")
 Search = Literal["quick", "full", False]
@@ -31,13 +35,19 @@ QUICK_SECONDS = {"cuda": 20.0, "cpu": 15.0}
 CPU_CALLS, CPU_REFERENCES = 12, 12
 CPU_BUDGET = 25.0
 ORIGINAL = "original"
+# Of the comparison of own convolutions with cuDNN. A quick search starts it only if this much time is left, for the plan too.
+COMPETITION_SECONDS, LEAST_LEFT = {"quick": 4.0, "full": 30.0}, 6.0
+# The row that says for which shapes another tile than the kernels' own was faster.
+TILES = "tiles of own convolutions"
+TIME_OVER = "not tried: the time limit was reached"
 
 # What candidates are composed of. Own convolutions compute in half precision.
 _CPU_FUSED = (*SHARED, PassStage.LAYOUT)
 _FUSED = (PassStage.LAYOUT, *SHARED, PassStage.NORM, PassStage.FUSION, PassStage.AUTOTUNING)
 _OWN = (PassStage.EDGES, PassStage.CONVOLUTION)
 FUSED = select(*_FUSED)
-_QUICK = ("own kernels", "fused norms", "channels-last graph", "graph")
+_WITH_NORMS = ("own kernels", "fused norms")
+_QUICK = (*_WITH_NORMS, "channels-last graph", "graph")
 _QUICK_CPU = ("fused", "memory reuse", "sharing")
 # Without a search, fastest first; the first one that passes the gate is used.
 _UNMEASURED: dict[Precision, tuple[str, ...]] = {
@@ -130,17 +140,29 @@ def fastest(
         gate.begin()
         for precision in precisions:
             tried: list[tuple[TuningRow, Optimized]] = []
-            for candidate in candidates(precision, device, search):
-                if search == "quick" and time.monotonic() - started > QUICK_SECONDS[device.type]:
-                    rows.append(
-                        TuningRow(candidate.name, candidate.plan.names, why="not tried: the time limit was reached")
-                    )
+            if search == "full":
+                report = choose_tiles(target, candidates(precision, device, search)[0].plan)
+                if report is not None:
+                    rows.append(TuningRow(TILES, (), why=report))
+                    say(describe_row(rows[-1]))
+            until = started + QUICK_SECONDS[device.type] if search == "quick" else math.inf
+            plans, competed = candidates(precision, device, search), False
+            for candidate in plans:
+                if candidate.name not in _WITH_NORMS and not competed:
+                    # Before plans that seldom win: they take the time that is left.
+                    competed = True
+                    _leave_to_cudnn(target, plans, tried, rows, until, say)
+                if time.monotonic() > until:
+                    rows.append(TuningRow(candidate.name, candidate.plan.names, why=TIME_OVER))
                     continue
                 row, network = _try(target, candidate, rows[0].timing, [n.plan for _, n in tried])
                 rows.append(row)
                 say(describe_row(row))
                 if network is not None:
                     tried.append((row, network))
+            if not competed:
+                _leave_to_cudnn(target, plans, tried, rows, until, say)
+            tried.sort(key=_ms)
             winner = _gated(target, tried, rows[0].timing, gate, say)
             if winner is not None:
                 rows[0].kept = False
@@ -172,9 +194,9 @@ def _time(call: Callable[[], Any], target: PlanTarget) -> Timing:
 
 
 def _try(
-    target: PlanTarget, candidate: Candidate, best: Timing, before: Sequence[Plan]
+    target: PlanTarget, candidate: Candidate, best: Timing, before: Sequence[Plan], of: str = "the original"
 ) -> tuple[TuningRow, Optimized | None]:
-    """Builds and times one candidate."""
+    """Builds and times one candidate; `best` is the timing that it must beat, `of` names what that is."""
     row = TuningRow(candidate.name, candidate.plan.names)
     if precision_of(candidate.plan.names) in HALF:
         row.why = refuses_half(target.device) or slow_half(target.device.type) or ""
@@ -197,16 +219,59 @@ def _try(
         timing = replace(timing, peak_gib=timing.peak_gib + network.runner.graph_gib)
     row.timing, row.best = timing, best
     if timing.p50_ms >= WORTH * best.p50_ms:
-        row.why = "not faster than the original"
+        row.why = f"not faster than {of}"
         return row, None
     return row, network
+
+
+def _ms(pair: tuple[TuningRow, Optimized]) -> float:
+    timing = pair[0].timing
+    return math.inf if timing is None else timing.p50_ms
+
+
+def _leave_to_cudnn(
+    target: PlanTarget,
+    known: Sequence[Candidate],
+    tried: list[tuple[TuningRow, Optimized]],
+    rows: list[TuningRow],
+    until: float,
+    say: Say,
+) -> None:
+    """Tries one more plan, whose own convolutions that lose to cuDNN are left to it; it joins `tried` if it is the fastest.
+
+    `tried` are the candidates that were faster than the original. Nothing is started after `until`.
+    """
+    row, network = max(tried, key=lambda pair: own_convolutions(pair[1]), default=(None, None))
+    if row is None or network is None or not own_convolutions(network):
+        return
+    result = TuningRow(BY_CUDNN, network.plan.names, why=TIME_OVER)
+    left = until - time.monotonic()
+    if left >= LEAST_LEFT:
+        # Some passes found nothing to do beside the own convolutions: they take what is left to cuDNN.
+        whole = next(c.plan for c in known if c.name == row.name)
+        limit = COMPETITION_SECONDS["quick" if left < math.inf else "full"]
+        with clocked("own convolutions compared with cuDNN"):
+            competition = compete(network, target.inputs, min(limit, left / 2))
+        plan, fastest_network = competition.excepting(whole), min(tried, key=_ms)[1]
+        if plan is None:
+            result.why = competition.report()
+        else:
+            if time.monotonic() <= until:
+                best = _time(lambda: fastest_network(*target.inputs[0], **target.inputs[1]), target)
+                before = [n.plan for _, n in tried]
+                result, network = _try(target, Candidate(BY_CUDNN, plan), best, before, "the fastest plan above")
+                if network is not None:
+                    tried.append((result, network))
+            result.note = competition.report()
+    rows.append(result)
+    say(describe_row(result))
 
 
 def _gated(
     target: PlanTarget, tried: list[tuple[TuningRow, Optimized]], original: Timing, gate: Gate, say: Say
 ) -> Optimized | None:
-    """The fastest candidate that the gate accepts."""
-    for row, network in sorted(tried, key=lambda pair: pair[0].timing.p50_ms if pair[0].timing else float("inf")):
+    """The first of these, the fastest first, that the gate accepts."""
+    for row, network in tried:
         try:
             row.verdict = judge(target, network, gate)
         except Exception as error:  # an operator that fails for another input of the gate

@@ -7,13 +7,14 @@ kernels/measured_tiles.py, in turns. A candidate replaces the tile if it is fast
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,16 +24,25 @@ from voxtune.files import one_line, write_json
 from voxtune.plan.cache import cache_folder, device_name, versions
 from voxtune.plan.compete import Timer, race
 from voxtune.plan.kernel_forms import Call, KernelForm, kernel_forms, own_call
+from voxtune.plan.measure import clocked
 from voxtune.plan.optimized import Optimized
+from voxtune.plan.passes import PassStage, precision_of, select
+from voxtune.plan.passes.base import HALF
+from voxtune.plan.plan import Plan
 from voxtune.plan.run import Inputs
 from voxtune.plan.saved_graph import sources_hash
 from voxtune.reading import read_json
+
+if TYPE_CHECKING:
+    from voxtune.plan.build import PlanTarget
 
 log = logging.getLogger("voxtune")
 TILED = ("conv3d", "doubling_conv", "strided_conv")
 # A candidate must be faster by more than this.
 WORTH = 0.98
 SECONDS_EACH = 0.06
+# Of one network, at most.
+TILE_SECONDS = 60.0
 # Half precision rounds sums of another order differently, by about one unit in the last place.
 SAME = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
 FORMAT, MAX_REMEMBERED = "voxtune-tiles/1", 4096
@@ -71,7 +81,7 @@ class TileSearch:
 
 def load_tiles(device: torch.device) -> None:
     """Uses the tiles that were measured on this card before; reads the file once per process."""
-    if device.type != "cuda":
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return
     path = _path(device)
     if path not in _loaded:
@@ -84,7 +94,7 @@ def measure_tiles(network: Optimized, inputs: Inputs, seconds: float, *, timer: 
 
     They apply to kernels that are launched from now on: a network with a recorded graph must record it again.
     """
-    from voxtune.kernels.measured_tiles import Choice, asking
+    from voxtune.kernels.measured_tiles import Choice, recording
 
     until = time.monotonic() + seconds
     forms = [(f, count) for f, count in kernel_forms(network, inputs).items() if f.operator in TILED]
@@ -97,9 +107,9 @@ def measure_tiles(network: Optimized, inputs: Inputs, seconds: float, *, timer: 
     jobs: dict[str, tuple[KernelForm, int, Choice]] = {}
     with network.runner.flags():
         for form, count in sorted(forms, key=lambda job: -job[0].work * job[1]):
-            with asking() as asked:
+            with recording() as choices:
                 own_call(form, form.tensors(device))()
-            for key, choice in asked.items():
+            for key, choice in choices.items():
                 if key not in known and key not in jobs:
                     jobs[key] = (form, count, choice)
         _compile(list(jobs.values()), device, until)
@@ -115,6 +125,18 @@ def measure_tiles(network: Optimized, inputs: Inputs, seconds: float, *, timer: 
         _use(device, new)
         _remember(path, new)
     return result
+
+
+def choose_tiles(target: PlanTarget, plan: Plan, seconds: float = TILE_SECONDS) -> str | None:
+    """Measures the tiles for a plan's own convolutions and says which changed; None where there are none to choose."""
+    names, device = plan.names, target.device
+    if device.type != "cuda" or precision_of(names) not in HALF or not set(select(PassStage.CONVOLUTION)) & set(names):
+        return None
+    try:
+        with clocked("tiles measured"):
+            return measure_tiles(target.build(plan), target.inputs, seconds).report()
+    except Exception as error:  # the plan itself will say what is wrong when it is timed
+        return f"{type(error).__name__}: {one_line(error)}"
 
 
 def _with(call: Call, key: str, tile: Any) -> Call:

@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -23,14 +23,18 @@ from voxtune.errors import InputError
 from voxtune.files import one_line
 from voxtune.plan.build import PlanTarget
 from voxtune.plan.cache import identity
+from voxtune.plan.compete import compete
+from voxtune.plan.gains import GAIN_SECONDS, gains
 from voxtune.plan.gate import FLOAT64_COST, STEPS, Gate, Trajectory, Verdict, trajectory_of, vary, volume_of
 from voxtune.plan.hazards import refuses_half, slow_half
+from voxtune.plan.kernel_forms import own_convolutions
 from voxtune.plan.measure import Timing, clocked, measure
 from voxtune.plan.optimized import Optimized
 from voxtune.plan.passes import BY_NAME, PassStage, precision_of, select
 from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan, Step
 from voxtune.plan.run import compilers, kernels_ready
+from voxtune.plan.tiling import TILE_SECONDS, choose_tiles
 
 log = logging.getLogger("voxtune")
 Say = Callable[[str], None]
@@ -38,21 +42,30 @@ Say = Callable[[str], None]
 WORTH = 0.995
 # The measurement of a rung ends early if its runs take this much longer than the best plan's.
 HOPELESS = 1.3
-# Evaluations of a network, for the progress bar: to time it, and to time a rung and the best plan beside it.
-TIMED, COMPARED = 4, 8
+# Evaluations of a network, for the progress bar: to time it, to time a rung and the best plan beside it, and to time all gains.
+TIMED, COMPARED, GAINS = 4, 8, 20
 # How `measure` times a plan with `quick`.
 QUICK: dict[str, Any] = {"repeats": 2, "least": 2}
 BASELINE = Plan.of(*select("fp32"))
 SHARED = (PassStage.CLEANUP, PassStage.SHARING)
+# The rung, and the search's candidate, whose own convolutions that lose to cuDNN are left to it.
+BY_CUDNN = "own kernels, the rest by cuDNN"
+# The longest comparison of own convolutions with cuDNN.
+COMPETITION_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class TunerRung:
-    """`add`: names of the passes that are added to the best plan so far, or with `apart` to an empty plan."""
+    """`add`: names of the passes that are added to the best plan so far, or with `apart` to an empty plan.
+
+    `options` are those of added passes. With `competes`, the own convolutions that lose to cuDNN are left to it.
+    """
 
     name: str
     add: tuple[str, ...]
     apart: bool = False
+    options: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    competes: bool = False
 
 
 GPU_LADDER = (
@@ -65,10 +78,12 @@ GPU_LADDER = (
     ),
     TunerRung("fused norms", select("bf16", PassStage.LAYOUT, *SHARED, PassStage.NORM), apart=True),
     TunerRung("cuDNN autotuning", select(PassStage.AUTOTUNING)),
-    TunerRung("bias, residual, 1x1, upsampling", select(PassStage.FUSION)),
+    TunerRung("bias, residual, 1x1, upsampling, elementwise", select(PassStage.FUSION)),
     TunerRung("stem and head", select(PassStage.EDGES)),
     TunerRung("own convolutions", select(PassStage.CONVOLUTION)),
     TunerRung("CUDA graph", select(PassStage.CUDA_GRAPH)),
+    # Passes that found nothing to do beside the own convolutions take what is left to cuDNN.
+    TunerRung(BY_CUDNN, select(PassStage.FUSION), competes=True),
 )
 CPU_LADDER = (
     TunerRung("sharing and sdpa", select(*SHARED)),
@@ -230,6 +245,8 @@ def tune(
 
     With `quick` every plan is timed by two runs and compared once, for networks whose steps take seconds.
 
+    In the end the best plan is timed without each of its passes (not with `quick`).
+
     With `gate_last` rungs are kept for their speed, and only the fastest plan is gated in the end; if it is refused, the next
     fastest, down to the baseline. `progress` receives (done, total) evaluations of the network.
     """
@@ -238,7 +255,7 @@ def tune(
     ladder = ladder or (GPU_LADDER if target.device.type == "cuda" else CPU_LADDER)
     references, verdict = (FLOAT64_COST + 1) * checks, 2 * checks + STEPS
     judged = verdict if gate_last else verdict * len(ladder)
-    work = _Work(progress, TIMED + references + COMPARED * len(ladder) + judged)
+    work = _Work(progress, TIMED + references + COMPARED * len(ladder) + judged + (0 if quick else GAINS))
     gate = gate_for(target, trajectory, checks, work.tick)
     with work.job(TIMED + references):
         best = _baseline(target, gate, work.tick, quick)
@@ -250,10 +267,21 @@ def tune(
                 best.rows.append(TuningRow(rung.name, rung.add, why="not tried: the time limit was reached"))
                 say(describe_row(best.rows[-1]))
                 continue
-            plan = _extended(best.plan, rung)
-            if not rung.apart and set(plan.names) <= set(best.plan.names):
+            plan, note = _extended(best.plan, rung), ""
+            if rung.competes:
+                left = seconds - (time.monotonic() - started)
+                excepting, note = _left_to_cudnn(plan, best.network, target, left)
+                if excepting is None:
+                    best.rows.append(TuningRow(rung.name, best.plan.names, why=note))
+                    say(describe_row(best.rows[-1]))
+                    continue
+                plan = excepting
+            elif not rung.apart and set(plan.names) <= set(best.plan.names):
                 continue
+            if set(select(PassStage.CONVOLUTION)) & set(rung.add):
+                note = choose_tiles(target, plan, min(TILE_SECONDS, seconds - (time.monotonic() - started))) or ""
             row, network = _try(target, rung, plan, None if gate_last else gate, kept[-1], work.tick, quick)
+            row.note = "; ".join(filter(None, (note, row.note)))
             best.rows.append(row)
             say(describe_row(row))
             if network is not None:
@@ -264,7 +292,12 @@ def tune(
     if gate_last:
         with work.job(verdict):
             _gate_fastest(target, best, kept, gate, say)
-    best.plan = Plan(best.plan.steps, identity(model, target.inputs), _evidence(best))
+    evidence = _evidence(best)
+    if not quick:
+        left = seconds - (time.monotonic() - started)
+        with work.job(GAINS):
+            evidence["gains"] = gains(target, best.network, min(GAIN_SECONDS, left), say)
+    best.plan = Plan(best.plan.steps, identity(model, target.inputs), evidence)
     return best
 
 
@@ -290,7 +323,15 @@ def _extended(plan: Plan, rung: TunerRung) -> Plan:
     excluded |= {name for name in plan.names if set(BY_NAME[name].excludes) & set(rung.add)}
     steps = () if rung.apart else tuple(s for s in plan.steps if s.name not in excluded)
     names = [s.name for s in steps]
-    return Plan((*steps, *(Step(n) for n in rung.add if n not in names)))
+    return Plan((*steps, *(Step(n, rung.options.get(n, {})) for n in rung.add if n not in names)))
+
+
+def _left_to_cudnn(plan: Plan, network: Optimized, target: PlanTarget, left: float) -> tuple[Plan | None, str]:
+    """The plan that leaves own convolutions that lose to cuDNN, or None; and which of the network's lose, or why none does."""
+    if not own_convolutions(network):
+        return None, "the best plan has no own convolution"
+    competition = compete(network, target.inputs, min(COMPETITION_SECONDS, left))
+    return competition.excepting(plan), competition.report()
 
 
 def _baseline(target: PlanTarget, gate: Gate, on_call: Callable[[], None], quick: bool) -> Tuned:

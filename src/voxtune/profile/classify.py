@@ -74,11 +74,12 @@ def _rules(*rules: tuple[str, str]) -> tuple[tuple[str, re.Pattern[str]], ...]:
 # Helper kernels that libraries launch inside a convolution or matrix product: their own name precedes the operator. The
 # operator of a fused kernel lists all that was fused; "convolution" in it is a bias or a cast.
 _MOVEMENT = _rules(
-    ("conv_fprop", r"^voxtune_(conv3d|doubling_conv|strided_conv|pointwise|stem|head)"),
+    ("conv_fprop", r"^voxtune_(conv[23]d|depthwise2d|gate2d|doubling_conv|strided_conv|pointwise|stem|head)"),
+    ("matmul", r"^voxtune_embedding"),
     ("norm", r"^voxtune_(moments|finalize|normalize|rms_norm)"),
     ("upsample", r"^voxtune_upsample"),
     ("random", r"^voxtune_noise"),
-    ("elementwise", r"^voxtune_add"),
+    ("elementwise", r"^voxtune_(add|elementwise)"),
     ("triton", r"^triton_(poi|red|per|for|spl)_"),
     (
         "layout",

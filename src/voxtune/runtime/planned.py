@@ -247,7 +247,9 @@ def tune_model(
     full, outer_levels = split(model.network, cache.depth)
     whole = tuned(full, args, 0.0, FULL_SHARE, **limits)
     say("the outer levels, which run alone while the deep feature is cached:")
-    same = TunerRung("same passes", tuple(name for name in whole.plan.names if name not in BASELINE.names), apart=True)
+    names = tuple(name for name in whole.plan.names if name not in BASELINE.names)
+    options = {step.name: step.options for step in whole.plan.steps}
+    same = TunerRung("same passes", names, apart=True, options=options)
     with torch.no_grad():
         deep = whole.network(*args)[1].clone()
     outer = tuned(outer_levels, (*args, deep), FULL_SHARE, 1.0, ladder=(same,), checks=1)

@@ -131,7 +131,7 @@ def voxtune_block(
         for tile in range(pid, TILES1, PROGRAMS):
             conv_work(
                 tile, h_ptr, w1_ptr, h_ptr, w1_ptr, shift1_ptr, slope1_ptr, sums_h_ptr, g_ptr, sums_g_ptr, parts_ptr,
-                count_ptr, turns1, 1, H, W, C, C, K1, KP1, C, C, K1, ROWS, 3, 1, False, True, 0, True, True,
+                count_ptr, turns1, 1, H, W, C, C, K1, KP1, C, C, K1, ROWS, 3, 1, False, True, 0, "gelu", True,
                 READ1, BLOCK_R1, EPS, SPLIT1, BLOCK_M1, BLOCK_K1, BLOCK_C1, WAYS1, True, PRECISION,
             )  # fmt: skip
         if LAST > 2:
@@ -141,6 +141,6 @@ def voxtune_block(
             conv_work(
                 tile, g_ptr, w2_ptr, x_ptr, residual_ptr, shift2_ptr, slope2_ptr, sums_g_ptr, y_ptr, sums_g_ptr,
                 parts_ptr, count_ptr, turns2, turns3, H, W, K1, C, K2, KP2, K1, LDX, LDY, ROWS, 3, 1, False, True,
-                RESIDUAL, False, False, READ2, BLOCK_R2, EPS, SPLIT2, BLOCK_M2, BLOCK_K2, BLOCK_C2, WAYS2, True,
+                RESIDUAL, "none", False, READ2, BLOCK_R2, EPS, SPLIT2, BLOCK_M2, BLOCK_K2, BLOCK_C2, WAYS2, True,
                 PRECISION,
             )  # fmt: skip

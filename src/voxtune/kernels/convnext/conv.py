@@ -11,6 +11,7 @@ one launch computes one convolution and the operations around it:
   Zero padding comes after the norm, so both differ at the border: nine cases (top, middle, bottom times left, middle, right),
   which are precomputed. The statistics are needed only in the epilogue. slope is the sum of the rounded weights, so that a
   constant image cancels exactly.
+- Two sources, cat([a, b]) along the channels, are read where they are: every channel's address follows from its number.
 - A residual of a different width is a 1x1 convolution of the block's input, with a separate accumulator.
 - If there are too few pixels and output channels to fill the GPU, the reduction is split among programs (split-K). Each program
   stores a float32 partial sum; the last one to finish a tile adds them in a fixed order and runs the epilogue. It also resets
@@ -29,7 +30,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from voxtune.kernels.convnext.common import gelu, leave_sums, load_sums, norm_of, release, wait
+from voxtune.kernels.convnext.common import leave_sums, load_sums, norm_of, release, wait
+from voxtune.kernels.group_norm import activate
 
 
 @triton.jit
@@ -69,8 +71,11 @@ def product(
     WAYS: tl.constexpr,
     NEAR: tl.constexpr,
     PRECISION: tl.constexpr,
+    b_ptr=0,  # (N, h, w, C - CA), row stride LDB: the second source if CA is not 0
+    CA: tl.constexpr = 0,  # channels of the first of two sources
+    LDB: tl.constexpr = 0,
 ):
-    PAD: tl.constexpr = SIDE // 2 if STRIDE == 1 else 0
+    PAD: tl.constexpr = SIDE // 2 if SIDE % 2 else 0
     HS: tl.constexpr = H * STRIDE // (2 if DOUBLE else 1)
     WS: tl.constexpr = W * STRIDE // (2 if DOUBLE else 1)
     CACHE: tl.constexpr = ".ca" if NEAR and SIDE == 3 else ""
@@ -97,21 +102,30 @@ def product(
             # A chunk spans several taps, so each column has its own.
             r = (chunk + way) * BLOCK_C + along
             tap, c = r // C, r % C
+            first_c = c
             keep = ((reach >> tap) & 1) != 0
         elif C // BLOCK_C % WAYS:
             tap = (chunk + way) // (C // BLOCK_C)
-            c = (chunk + way) % (C // BLOCK_C) * BLOCK_C + along
+            first_c = (chunk + way) % (C // BLOCK_C) * BLOCK_C
+            c = first_c + along
             keep = ((reach >> tap) & 1) != 0
         else:
             tap = chunk // (C // BLOCK_C)
-            c = chunk % (C // BLOCK_C) * BLOCK_C + way * BLOCK_C + along
+            first_c = chunk % (C // BLOCK_C) * BLOCK_C + way * BLOCK_C
+            c = first_c + along
             keep = ((reach >> tap) & 1) != 0
         i, j = tap // SIDE - PAD, tap % SIDE - PAD
-        if DOUBLE:
-            at = ((n * HS + ((y + i) >> 1)) * WS + ((x + j) >> 1)) * LDX
+        if CA:
+            # A chunk of one source has one condition.
+            second = (c if CA % BLOCK_C else first_c) >= CA
+            base, stride = tl.where(second, b_ptr - CA, x_ptr), tl.where(second, LDB, LDX)
         else:
-            at = ((n * HS + y * STRIDE) * WS + x * STRIDE) * LDX + (i * WS + j) * LDX
-        a = tl.load(x_ptr + at + c, mask=keep, other=0.0, cache_modifier=CACHE)
+            base, stride = x_ptr, LDX
+        if DOUBLE:
+            at = ((n * HS + ((y + i) >> 1)) * WS + ((x + j) >> 1)) * stride
+        else:
+            at = ((n * HS + y * STRIDE) * WS + x * STRIDE) * stride + (i * WS + j) * stride
+        a = tl.load(base + at + c, mask=keep, other=0.0, cache_modifier=CACHE)
         v = tl.dot(a, b, v, input_precision=PRECISION)
     if WAYS > 1:
         v = added(v, WAYS, BLOCK_M, BLOCK_K)
@@ -134,6 +148,9 @@ def around(
     LD2,
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    n=0,
+    term_ptr=0,  # (N, K) float32, row stride LDT: added to all pixels of a sample; read if LDT is not -1
+    LDT: tl.constexpr = -1,
 ):
     """(shift, slope, residual) of a tile: the inputs of its epilogue. Load them early to hide the latency."""
     shift, slope, residual = 0.0, 0.0, 0.0
@@ -145,6 +162,8 @@ def around(
         shift, slope = tl.load(shift_ptr + at), tl.load(slope_ptr + at)
     else:
         shift = tl.load(shift_ptr + k)[None, :]
+    if LDT >= 0:
+        shift += tl.load(term_ptr + n * LDT + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
     if RESIDUAL == 1:
         residual = tl.load(x2_ptr + row[:, None] * LD2 + k[None, :], mask=(k < K)[None, :], other=0.0)
     return shift, slope, residual
@@ -171,7 +190,7 @@ def finish(
     EPS: tl.constexpr,
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,  # 0 none, 1 added unchanged, 2 by a product
-    GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     SUMS: tl.constexpr,
     TILES,
 ):
@@ -185,8 +204,7 @@ def finish(
         v += residual.to(tl.float32)
     if RESIDUAL == 2:
         v += more
-    if GELU:
-        v = gelu(v)
+    v = activate(v, 0.0, ACTIVATION)
     tl.store(y_ptr + row[:, None] * LDY + k[None, :], v.to(y_ptr.dtype.element_ty), mask=inside)
     if SUMS:
         leave_sums(sums_ptr, tl.where(inside, v, 0.0), n, tile, TILES)
@@ -223,7 +241,7 @@ def conv_work(
     DOUBLE: tl.constexpr,
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     SUMS: tl.constexpr,
     READ: tl.constexpr,
     BLOCK_R: tl.constexpr,  # READ rounded up to a power of two
@@ -235,6 +253,14 @@ def conv_work(
     WAYS: tl.constexpr,
     NEAR: tl.constexpr,
     PRECISION: tl.constexpr,
+    xb_ptr=0,  # second source, see `product`
+    x2b_ptr=0,  # second source of the residual's product
+    term_ptr=0,  # see `around`
+    CA: tl.constexpr = 0,
+    LDB: tl.constexpr = 0,
+    CA2: tl.constexpr = 0,
+    LD2B: tl.constexpr = 0,
+    LDT: tl.constexpr = -1,
 ):
     """One tile of a convolution. With SPLIT > 1: one partial sum, and the epilogue if it is the last of its tile."""
     TILES_K: tl.constexpr = KP // BLOCK_K
@@ -258,25 +284,25 @@ def conv_work(
         EARLY: tl.constexpr = BLOCK_M * BLOCK_K <= 2048
         if EARLY:
             shift, slope, residual = around(
-                shift_ptr, slope_ptr, x2_ptr, row, y, x, k, H, W, K, KP, LD2, NORM, RESIDUAL
+                shift_ptr, slope_ptr, x2_ptr, row, y, x, k, H, W, K, KP, LD2, NORM, RESIDUAL, n, term_ptr, LDT
             )
         more = acc
         if RESIDUAL == 2:
             more = product(
                 more, x2_ptr, w2_ptr, n, y, x, k, 0, turns2, H, W, C2, LD2, KP, 1, 1, False,
-                BLOCK_M, BLOCK_K, BLOCK_C, WAYS, NEAR, PRECISION,
+                BLOCK_M, BLOCK_K, BLOCK_C, WAYS, NEAR, PRECISION, x2b_ptr, CA2, LD2B,
             )  # fmt: skip
         acc = product(
             acc, x_ptr, w_ptr, n, y, x, k, 0, turns, H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE,
-            BLOCK_M, BLOCK_K, BLOCK_C, WAYS, NEAR, PRECISION,
+            BLOCK_M, BLOCK_K, BLOCK_C, WAYS, NEAR, PRECISION, xb_ptr, CA, LDB,
         )  # fmt: skip
         if not EARLY:
             shift, slope, residual = around(
-                shift_ptr, slope_ptr, x2_ptr, row, y, x, k, H, W, K, KP, LD2, NORM, RESIDUAL
+                shift_ptr, slope_ptr, x2_ptr, row, y, x, k, H, W, K, KP, LD2, NORM, RESIDUAL, n, term_ptr, LDT
             )
         finish(
             acc, more, shift, slope, residual, total, squares, y_ptr, sums_ptr, n, tile % TILES, row, k,
-            K, LDY, H * W * C, EPS, NORM, RESIDUAL, GELU, SUMS, TILES,
+            K, LDY, H * W * C, EPS, NORM, RESIDUAL, ACTIVATION, SUMS, TILES,
         )  # fmt: skip
     else:
         s = pid // ALL
@@ -284,12 +310,12 @@ def conv_work(
             each = (turns + SPLIT - 1) // SPLIT
             acc = product(
                 acc, x_ptr, w_ptr, n, y, x, k, s * each, tl.minimum((s + 1) * each, turns),
-                H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE, BLOCK_M, BLOCK_K, BLOCK_C, WAYS, NEAR, PRECISION,
+                H, W, C, LDX, KP, SIDE, STRIDE, DOUBLE, BLOCK_M, BLOCK_K, BLOCK_C, WAYS, NEAR, PRECISION, xb_ptr, CA, LDB,
             )  # fmt: skip
         elif RESIDUAL == 2:
             acc = product(
                 acc, x2_ptr, w2_ptr, n, y, x, k, 0, turns2, H, W, C2, LD2, KP, 1, 1, False,
-                BLOCK_M, BLOCK_K, BLOCK_C, WAYS, NEAR, PRECISION,
+                BLOCK_M, BLOCK_K, BLOCK_C, WAYS, NEAR, PRECISION, x2b_ptr, CA2, LD2B,
             )  # fmt: skip
         inner = tl.arange(0, BLOCK_M)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         at = parts_ptr + tile * (PARTS * BLOCK_M * BLOCK_K) + inner
@@ -306,11 +332,11 @@ def conv_work(
             if RESIDUAL == 2:
                 more = tl.load(at + SPLIT * (BLOCK_M * BLOCK_K), cache_modifier=".cg")
             shift, slope, residual = around(
-                shift_ptr, slope_ptr, x2_ptr, row, y, x, k, H, W, K, KP, LD2, NORM, RESIDUAL
+                shift_ptr, slope_ptr, x2_ptr, row, y, x, k, H, W, K, KP, LD2, NORM, RESIDUAL, n, term_ptr, LDT
             )
             finish(
                 v, more, shift, slope, residual, total, squares, y_ptr, sums_ptr, n, tile % TILES, row, k,
-                K, LDY, H * W * C, EPS, NORM, RESIDUAL, GELU, SUMS, TILES,
+                K, LDY, H * W * C, EPS, NORM, RESIDUAL, ACTIVATION, SUMS, TILES,
             )  # fmt: skip
 
 
@@ -331,6 +357,6 @@ def voxtune_conv(
     wait(CHAINED)
     conv_work(
         tl.program_id(0), x_ptr, w_ptr, x2_ptr, w2_ptr, shift_ptr, slope_ptr, read_ptr, y_ptr, sums_ptr, parts_ptr,
-        count_ptr, turns, turns2, H, W, C, C2, K, KP, LDX, LD2, LDY, ROWS, SIDE, STRIDE, DOUBLE, NORM, RESIDUAL, GELU,
-        SUMS, READ, BLOCK_R, EPS, SPLIT, BLOCK_M, BLOCK_K, BLOCK_C, WAYS, NEAR, PRECISION,
+        count_ptr, turns, turns2, H, W, C, C2, K, KP, LDX, LD2, LDY, ROWS, SIDE, STRIDE, DOUBLE, NORM, RESIDUAL,
+        "gelu" if GELU else "none", SUMS, READ, BLOCK_R, EPS, SPLIT, BLOCK_M, BLOCK_K, BLOCK_C, WAYS, NEAR, PRECISION,
     )  # fmt: skip

@@ -1,11 +1,11 @@
-"""Depthwise 7x7 convolution + time term, with partial sums for the norm that follows.
+"""Depthwise convolution (7x7; also 3x3 and 5x5) + time term, with partial sums for the norm that follows.
 
 Why: a depthwise convolution has no matrix product for the tensor cores, and general convolution kernels process it one channel
 at a time. Here each thread computes a run of four adjacent pixels and two channels: it loads the ten pixels under the seven
 columns of taps once and uses each up to four times. A run can leave the image only at its ends, so two conditions mask all
 columns. BLOCK_I rows of taps are computed in parallel and added at the end; with few pixels, the loads of successive rows would
 otherwise leave the GPU idle. The bias of the convolution and the time term of the block are one vector per step, precomputed for
-all steps.
+all steps. Two sources, cat([a, b]) along the channels, are read where they are.
 
 Legend: N batch, H W pixels per sample, C channels, P tiles per sample.
 """
@@ -19,17 +19,17 @@ from torch.nn import functional as F
 
 from voxtune.kernels.convnext.common import leave_both, release, wait
 
-SIDE = 7
-
 
 def pack_depthwise(weight: Tensor, dtype) -> Tensor:
-    """Packs a depthwise weight (C, 1, 7, 7) as (8 * 7, C); the eighth row of taps is zero, to make a power of two."""
-    return F.pad(weight.detach().flatten(1).t(), (0, 0, 0, SIDE)).contiguous().to(dtype)
+    """Packs a depthwise weight (C, 1, 7, 7) as (8 * 7, C); rows of zero taps make their number a power of two."""
+    side = weight.shape[-1]
+    rows = 1 << (side - 1).bit_length()
+    return F.pad(weight.detach().flatten(1).t(), (0, 0, 0, (rows - side) * side)).contiguous().to(dtype)
 
 
 def depthwise_reference(x_NCHW: Tensor, weight: Tensor, term_C: Tensor) -> Tensor:
     """Reference in plain PyTorch; `term_C` is bias + time term."""
-    return F.conv2d(x_NCHW, weight, term_C, padding=SIDE // 2, groups=weight.shape[0])
+    return F.conv2d(x_NCHW, weight, term_C, padding=weight.shape[-1] // 2, groups=weight.shape[0])
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def column(
 
 
 @triton.jit
-def depthwise_work(  # noqa: PLR0915
+def depthwise_work(  # noqa: PLR0912, PLR0915
     pid,
     x_ptr,  # (N, H, W, C), row stride LDX
     w_ptr,  # (56, C)
@@ -74,33 +74,47 @@ def depthwise_work(  # noqa: PLR0915
     BLOCK_C: tl.constexpr,
     BLOCK_I: tl.constexpr,  # rows of taps computed in parallel
     MASKED: tl.constexpr,  # C is not a multiple of BLOCK_C
+    SIDE: tl.constexpr = 7,  # taps per axis: 3, 5 or 7
+    xb_ptr=0,  # (N, H, W, C - CA), row stride LDB: the second source if CA is not 0
+    bias_ptr=0,  # (C,) float32; not read without BIAS
+    BIAS: tl.constexpr = False,
+    CA: tl.constexpr = 0,  # channels of the first of two sources
+    LDB: tl.constexpr = 0,
+    LDT: tl.constexpr = 0,  # row stride of term_ptr, if samples have different terms
 ):
+    PAD: tl.constexpr = SIDE // 2
     tiles_c = (C + BLOCK_C - 1) // BLOCK_C
     tiles = (H * W // (BLOCK_P * RUN)) * tiles_c
     n, tile = pid // tiles, pid % tiles
     c = (tile % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)
     p = ((tile // tiles_c) * BLOCK_P + tl.arange(0, BLOCK_P)) * RUN
-    i = tl.arange(0, BLOCK_I)[:, None, None] - 3
+    i = tl.arange(0, BLOCK_I)[:, None, None] - PAD
     h, x = (p // W)[None, :, None], (p % W)[None, :, None]
     inside = (c < C)[None, None, :]
     # Broadcast the weights to every pixel of the tile; a different layout would be converted through shared memory.
-    w_at = w_ptr + (i + 3) * (7 * C) + (p * 0)[None, :, None] + c[None, None, :]
-    x_at = x_ptr + (n * H * W + p)[None, :, None] * LDX + i * (W * LDX) + c[None, None, :]
+    w_at = w_ptr + (i + PAD) * (SIDE * C) + (p * 0)[None, :, None] + c[None, None, :]
+    if CA:
+        # A tile of one source has one condition.
+        second = (c[None, None, :] if CA % BLOCK_C else (tile % tiles_c) * BLOCK_C) >= CA
+        base, stride = tl.where(second, xb_ptr - CA, x_ptr), tl.where(second, LDB, LDX)
+    else:
+        base, stride = x_ptr, LDX
+    x_at = base + (n * H * W + p)[None, :, None] * stride + i * (W * stride) + c[None, None, :]
     v0 = tl.zeros((BLOCK_I, BLOCK_P, BLOCK_C), tl.float32)
     v1, v2, v3 = v0, v0, v0
-    for first in range(0, 7, BLOCK_I):
-        at, y = x_at + first * W * LDX, h + (i + first)
+    for first in range(0, SIDE, BLOCK_I):
+        at, y = x_at + first * W * stride, h + (i + first)
         row = (y >= 0) & (y < H)
-        t0 = column(at, x, row, inside, W, LDX, -3, RUN, MASKED)
+        t0 = column(at, x, row, inside, W, stride, -PAD, RUN, MASKED)
         if RUN == 4:
-            t1 = column(at, x, row, inside, W, LDX, -2, RUN, MASKED)
-            t2 = column(at, x, row, inside, W, LDX, -1, RUN, MASKED)
-            t3 = column(at, x, row, inside, W, LDX, 0, RUN, MASKED)
-        for j in tl.static_range(7):
+            t1 = column(at, x, row, inside, W, stride, 1 - PAD, RUN, MASKED)
+            t2 = column(at, x, row, inside, W, stride, 2 - PAD, RUN, MASKED)
+            t3 = column(at, x, row, inside, W, stride, 3 - PAD, RUN, MASKED)
+        for j in tl.static_range(SIDE):
             if MASKED:
-                weight = tl.load(w_at + (first * 7 + j) * C, mask=inside, other=0.0).to(tl.float32)
+                weight = tl.load(w_at + (first * SIDE + j) * C, mask=inside, other=0.0).to(tl.float32)
             else:
-                weight = tl.load(w_at + (first * 7 + j) * C).to(tl.float32)
+                weight = tl.load(w_at + (first * SIDE + j) * C).to(tl.float32)
             v0 += t0 * weight
             if RUN == 4:
                 v1 += t1 * weight
@@ -108,12 +122,14 @@ def depthwise_work(  # noqa: PLR0915
                 v3 += t3 * weight
                 # Move the window by one pixel.
                 t0, t1, t2 = t1, t2, t3
-                if j < 6:
-                    t3 = column(at, x, row, inside, W, LDX, j + 1, RUN, MASKED)
-            elif j < 6:
-                t0 = column(at, x, row, inside, W, LDX, j - 2, RUN, MASKED)
+                if j < SIDE - 1:
+                    t3 = column(at, x, row, inside, W, stride, j + 4 - PAD, RUN, MASKED)
+            elif j < SIDE - 1:
+                t0 = column(at, x, row, inside, W, stride, j + 1 - PAD, RUN, MASKED)
     keep = (c < C)[None, :]
-    term = tl.load(term_ptr + c, mask=c < C, other=0.0)[None, :]
+    term = tl.load(term_ptr + n * LDT + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+    if BIAS:
+        term += tl.load(bias_ptr + c, mask=c < C, other=0.0)[None, :]
     y_at = y_ptr + (n * H * W + p)[:, None] * C + c[None, :]
     if RUN == 4:
         # One reduction for all four, since each reduction synchronises all warps.

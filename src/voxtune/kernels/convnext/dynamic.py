@@ -86,5 +86,5 @@ def voxtune_conv_dynamic(
     shift, slope, residual = around(shift_ptr, slope_ptr, x2_ptr, row, y, x, k, H, W, K, KP, LD2, NORM, RESIDUAL)
     finish(
         acc, more, shift, slope, residual, total, squares, y_ptr, sums_ptr, n, pid % tiles, row, k,
-        K, LDY, H * W * C, EPS, NORM, RESIDUAL, GELU, SUMS, tiles,
+        K, LDY, H * W * C, EPS, NORM, RESIDUAL, "gelu" if GELU else "none", SUMS, tiles,
     )  # fmt: skip

@@ -43,8 +43,8 @@ def pack_conv(
         shift = shift + residual[1].detach().double()
     if norm is not None:
         # Sums of the rounded weights, so that a constant image cancels exactly.
-        slope = _cases(scaled.to(dtype).double().sum(1))
-        shift = shift + _cases((wide * norm[1].detach().double()[None, :, None, None]).sum(1))
+        slope = cases(scaled.to(dtype).double().sum(1))
+        shift = shift + cases((wide * norm[1].detach().double()[None, :, None, None]).sum(1))
 
     def columns(x: Tensor) -> Tensor:
         return F.pad(x, (0, -K % block_k)).float().contiguous()
@@ -69,9 +69,9 @@ def unshuffled(weight_K4C11: Tensor) -> Tensor:
     return weight_K4C11.reshape(K, C4 // 4, 2, 2)
 
 
-def _cases(taps_Kij: Tensor) -> Tensor:
-    """(9, K): sums over the 3x3 taps inside the image, for (top, middle, bottom) x (left, middle, right)."""
-    inside = (slice(1, 3), slice(0, 3), slice(0, 2))
+def cases(taps_Kij: Tensor) -> Tensor:
+    """(9, K): sums over the 3x3 taps inside the image, for (top, middle, bottom) x (left, middle, right); or of one tap."""
+    inside = (slice(1, 3), slice(0, 3), slice(0, 2)) if taps_Kij.shape[-1] == 3 else (slice(0, 1),) * 3
     return torch.stack([taps_Kij[:, ys, xs].sum((1, 2)) for ys in inside for xs in inside])
 
 

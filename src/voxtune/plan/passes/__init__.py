@@ -14,11 +14,13 @@ from voxtune.plan.passes.attention import SDPA
 from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage, Precision
 from voxtune.plan.passes.cleanup import CLEANUP
 from voxtune.plan.passes.convolution import CONV3D, EDGES, EPILOGUE, POINTWISE
+from voxtune.plan.passes.elementwise import ELEMENTWISE
 from voxtune.plan.passes.execution import COMPILE, CUDA_GRAPH, CUDNN_BENCHMARK, HEAP, STRICT, TF32
 from voxtune.plan.passes.half import BF16, FP16
 from voxtune.plan.passes.layout import CHANNELS_LAST
 from voxtune.plan.passes.norm import FUSE_NORM
 from voxtune.plan.passes.resampling import DOUBLING, STRIDED
+from voxtune.plan.passes.small_images import SMALL_IMAGES
 from voxtune.plan.passes.time import TIME
 from voxtune.plan.passes.upsample import UPSAMPLE
 
@@ -29,6 +31,7 @@ PASSES: tuple[Pass, ...] = (
     CLEANUP,
     SDPA,
     TIME,
+    SMALL_IMAGES,
     FUSE_NORM,
     DOUBLING,
     UPSAMPLE,
@@ -39,6 +42,7 @@ PASSES: tuple[Pass, ...] = (
     EPILOGUE,
     BF16,
     FP16,
+    ELEMENTWISE,
     CHANNELS_LAST,
     COMPILE,
     CUDA_GRAPH,

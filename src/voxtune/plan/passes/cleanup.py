@@ -1,6 +1,7 @@
 """cleanup: removes operators without effect (casts to the same type, dropout in eval mode, copies) and normalises equivalent
 operators, so that later passes need one pattern each; a norm with fixed statistics (BatchNorm in eval mode) becomes part of the
-convolution before it, the mean of 2x2x2 voxels part of a 1x1x1 convolution after it. Exact."""
+convolution before it, the mean of 2x2x2 voxels part of a 1x1x1 convolution after it; writes into views become reads of what was
+written (scatter.py). Exact."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from torch import Tensor, fx
 from voxtune.plan.derivation import Derivation, Ref, computes_weights
 from voxtune.plan.graph import CASTS, Captured, argument, aten, is_call, shape, value
 from voxtune.plan.passes.base import Context, Pass, PassOutcome, PassStage
+from voxtune.plan.passes.scatter import resolve_scatters
 from voxtune.plan.passes.written_norm import RESHAPES, written_norms
 
 COPIES = (
@@ -34,6 +36,7 @@ def cleanup(captured: Captured, _context: Context, _options: dict[str, Any]) -> 
         if node.op == "call_function":
             count += _simplify(captured, node)
     captured.refresh()
+    count += resolve_scatters(captured)
     count += _fold(captured)
     count += _share_equal(captured)
     count += written_norms(captured)
@@ -240,7 +243,7 @@ def _merge_reshapes(captured: Captured) -> int:
     """A reshape of a reshape is one; one to the shape that its source has is none. They would hide what follows a norm."""
     count = 0
     for node in captured.nodes(*RESHAPES):
-        source = node.args[0]
+        source: Any = node.args[0]
         if is_call(source, *RESHAPES):
             node.update_arg(0, source.args[0])
             count += 1

@@ -178,8 +178,9 @@ def conv3d(captured: Captured, _context: Context, options: dict[str, Any]) -> Pa
         reason = kernel.why_not_weight(whole, tuple(shape(s)[1] for s in sources), window.kernel)
         if reason and len(sources) > 1:
             sources, reason = [window.source], kernel.why_not_weight(whole, (C,), window.kernel)
-        # As the operator is called, with whole units of outputs.
-        reason = reason or why_excepted(options, C, whole, shape(node)[2:])
+        # By its own outputs, or as the operator would be called, with whole units of outputs.
+        for outputs in {K, whole}:
+            reason = reason or why_excepted(options, C, outputs, shape(node)[2:])
         if reason is not None:
             skipped.append(reason)
             continue

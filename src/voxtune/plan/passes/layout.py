@@ -18,6 +18,8 @@ CONVOLUTIONS = (
     aten.conv_transpose3d.input,
     aten.convolution.default,
 )
+# The kernels of stems read their sources in any layout.
+ANY_LAYOUT = ("voxtune.stem.default", "voxtune.stem2d.default")
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -32,8 +34,7 @@ def channels_last(captured: Captured, _context: Context, _options: dict[str, Any
     for node in volume_inputs(captured):
         fake = value(node)
         assert fake is not None
-        # The stem's kernel reads its sources in any layout.
-        users = [u for u in node.users if not (u.op == "call_function" and str(u.target) == "voxtune.stem.default")]
+        users = [u for u in node.users if not (u.op == "call_function" and str(u.target) in ANY_LAYOUT)]
         if not users or fake.dim() not in FORMATS:
             continue
         anchor = next(n for n in captured.graph.nodes if n.op == "call_function")

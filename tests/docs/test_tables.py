@@ -1,0 +1,143 @@
+"""Tables of the documentation agree with code and records: docs/reference/what-runs-where.md, docs/guide/own-network.md."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+from tests.docs import tables
+from tests.docs.kernel_table import GPU_TESTS, KERNELS, SOURCE, archs, kernels_of
+from tests.docs.tables import ROOT, TABLES, WHAT_RUNS_WHERE, page
+from voxtune.plan.passes import PASSES
+
+TYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda p: p.stem)
+def test_the_tables_are_those_of_code_and_records(path):
+    assert path.read_text() == page(path), "run python -m tests.docs.tables"
+
+
+def test_the_table_of_networks(tmp_path, monkeypatch):
+    """A record as benchmarks/gpu_foreign.py writes it, with a way that failed and one that was not measured."""
+    rows = [
+        {"name": "net_a:autocast", "shape": [8], "p20_ms": 9.0, "p50_ms": 10.04, "p80_ms": 11.0, "error": 0.0123},
+        {"name": "net_a:voxtune", "shape": [8], "p20_ms": 2.0, "p50_ms": 2.5, "p80_ms": 3.0, "error": 0.0099},
+        {"name": "net_b:voxtune", "failed": "RuntimeError: out of memory"},
+    ]
+    record = tmp_path / "foreign.json"
+    record.write_text(json.dumps({"gpu": "GPU", "commit": "abc1234", "versions": {"torch": "2"}, "rows": rows}))
+    monkeypatch.setattr(tables, "NETWORKS", record)
+    assert tables.networks_table().splitlines() == [
+        "| network | BF16 autocast | Voxtune, BF16 |",
+        "| --- | --- | --- |",
+        "| `net_a` | 10 (1.2e-02) | 2.5 (9.9e-03) |",
+        "| `net_b` | not measured | failed |",
+    ]
+    assert tables.networks_origin().endswith("commit abc1234, GPU, torch 2.")
+
+
+def test_every_kernel_of_the_package_has_an_entry():
+    assert set(kernels_of(SOURCE)) == set(KERNELS), "add the kernel and its tests to tests/docs/kernel_table.py"
+
+
+def functions(folder: str) -> set[str]:
+    files = (ROOT / folder).rglob("*.py")
+    return {name for file in files for name in re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)}
+
+
+def test_tests_named_by_the_page_exist():
+    named = set(re.findall(r"`(test_\w+)`", WHAT_RUNS_WHERE.read_text()))
+    assert named and named <= functions("tests")
+    for name, kernel in KERNELS.items():
+        for test in kernel.gpu:
+            file, _, function = test.rpartition("::")
+            assert f"\ndef {function}(" in (ROOT / (file or GPU_TESTS)).read_text(), (name, test)
+        assert archs("test_conv3d::test_compiles_for_hopper") == {90}
+        for test in kernel.compiled:
+            assert archs(test), f"{test} has no parameter `arch`"
+
+
+def test_passes_named_with_kernels_exist():
+    names = {p.name for p in PASSES}
+    for kernel in KERNELS.values():
+        assert set(re.findall(r"`(\w+)`", kernel.passes)) <= names
+
+
+def reasons(dtype):
+    """Why each operator's kernel does not take volumes of this type, or None."""
+    from voxtune.kernels import (
+        conv2d,
+        conv3d,
+        depthwise2d,
+        doubling_conv,
+        elementwise,
+        embedding,
+        gate2d,
+        group_norm,
+        head_conv,
+        head_lines,
+        pointwise,
+        rms_norm,
+        stem2d,
+        stem_conv,
+        strided_conv,
+        upsample,
+    )
+
+    x = torch.zeros(1, 16, 4, 4, 4, dtype=dtype).contiguous(memory_format=torch.channels_last_3d)
+    weight = lambda m, c, k: torch.zeros(m, c, k, k, k, dtype=dtype)  # noqa: E731
+    cube, two = (3, 3, 3), (2, 2, 2)
+    image = x[:, :, 0].contiguous(memory_format=torch.channels_last)
+    matrix = torch.zeros(16, 16, dtype=dtype)
+    packed_head = head_conv.pack_head(weight(2, 16, 3), dtype)
+    found = {
+        "norm": group_norm.why_not((x,), 4),
+        "rms_norm": rms_norm.why_not(x),
+        "conv3d": conv3d.why_not((x,), conv3d.pack(weight(8, 16, 3))),
+        "doubling_conv": doubling_conv.why_not((x,), doubling_conv.pack_transposed(weight(16, 8, 2)), two, two),
+        "strided_conv": strided_conv.why_not(x, strided_conv.pack_strided(weight(8, 16, 3)), cube, two),
+        "pointwise": pointwise.why_not((x,), weight(8, 16, 1).flatten(1)),
+        "add": pointwise.why_not_add(x, x),
+        "upsample_linear": upsample.why_not(x, "linear"),
+        "upsample_nearest": upsample.why_not(x, "nearest"),
+        "stem": stem_conv.why_not_stem((x[:, :1],), stem_conv.pack_stem(weight(16, 1, 3), (1,), dtype)),
+        "head": head_conv.why_not_head(x, packed_head),
+        "head_lines": head_lines.why_not_lines(x, 2),
+        "elementwise": elementwise.why_not((x, x), "add 0 1; relu 2", dtype),
+        "conv2d": conv2d.why_not((image,), (), "relu", 3, 1, False),
+        "depthwise2d": depthwise2d.why_not((image,), 7),
+        "gate2d": gate2d.why_not(image, image, matrix),
+        "stem2d": stem2d.why_not(image[:, :3], matrix, 7),
+        "embedding": embedding.why_not(matrix, None, [matrix] * 3, [matrix[0]] * 3, "gelu"),
+    }
+    norm = found.pop("norm")
+    found |= dict.fromkeys(("moments", "finalize", "normalize"), norm)
+    conv = found["conv3d"]
+    return found | {"conv3d_halo": conv, "conv3d_join": conv}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_types_of_the_kernels(name):
+    given = reasons(TYPES[name])
+    assert {f"voxtune_{kernel}" for kernel in given} == set(KERNELS) - {"voxtune_noise"}
+    for kernel, reason in given.items():
+        assert (reason is None) == (name in KERNELS[f"voxtune_{kernel}"].types), (kernel, reason)
+
+
+def test_statements_of_the_page():
+    from tests.ladder.test_program import test_compiled_instructions as ladder
+    from voxtune.kernels.conv3d_tiles import SHARED_MEMORY
+
+    text = WHAT_RUNS_WHERE.read_text()
+    (mark,) = [m for m in ladder.pytestmark if m.name == "parametrize"]
+    compiled = {getattr(given, "values", given)[0] for given in mark.args[1]}
+    assert f"compiled for {min(compiled)} and {max(compiled)}, measured" in text and len(compiled) == 2
+    assert {arch for arch, size in SHARED_MEMORY.items() if size == 99 << 10} == {86, 89, 120}
+    assert "on 8.6, 8.9 and 12.0 with 99 KiB" in text
+    assert archs("test_conv3d::test_compiles_for_other_devices") == {80, 86, 89, 100, 120}
+    gluon = [f.name for f in SOURCE.rglob("*.py") if "@gluon.jit" in f.read_text()]
+    assert gluon == ["conv3d_halo.py"]
