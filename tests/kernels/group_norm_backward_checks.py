@@ -42,7 +42,7 @@ def case(dtype, batch, channels, voxels, groups, shift, activation, residual, de
     given = (groups, 1e-5, double(shift_NC), activation, 0.2, double(slopes), double(added))
     wide = tuple(s.double() for s in sources)
     truth = gb.norm_act_backward_reference(dy.double(), wide, weight.double(), bias.double(), *given)
-    y, affine = gn.norm_act_and_affine(sources, weight, bias, groups, 1e-5, shift_NC, activation, 0.2, slopes, added)
+    _y, affine = gn.norm_act_and_affine(sources, weight, bias, groups, 1e-5, shift_NC, activation, 0.2, slopes, added)
     exact = gb.affine_reference(sources, weight, bias, groups, 1e-5, shift_NC)
     found = gb.norm_act_backward(dy, sources, affine, weight, groups, shift_NC, activation, 0.2, slopes, added)
     again = gb.norm_act_backward(dy, sources, affine, weight, groups, shift_NC, activation, 0.2, slopes, added)
