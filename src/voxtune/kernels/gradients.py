@@ -4,8 +4,8 @@
 they run kernels of this project and cuDNN, elsewhere PyTorch's operators.
 
 A convolution's data gradient is the same convolution with the weight flipped and its channels exchanged; the gradient of its
-weight is cuDNN's, for each source, without a concatenation. They do not keep what a norm returned: inside `forgetting` it is replaced by
-the norm's source, from which it is computed again.
+weight is cuDNN's, for each source, without a concatenation. They do not keep what a norm returned: inside `forgetting` they keep
+how to compute it again from its source.
 
 Statistics of a result for the next norm are no function of their own: the norm's gradient contains their part.
 """
@@ -306,6 +306,14 @@ _GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 def register_gradients() -> None:
     for name, (keep, gradient) in _GRADIENTS.items():
         library.register_autograd(f"voxtune::{name}", _for_arguments(gradient), setup_context=keep, lib=_LIBRARY)
+
+
+def differentiable(target: Any) -> bool:
+    """Whether gradients pass through an operator: one of PyTorch's, or one of this project's that has a gradient."""
+    if getattr(target, "namespace", "") != "voxtune":
+        return True
+    name = target._schema.name.split("::")[1]
+    return name in _GRADIENTS or f"{name}_kept" in _GRADIENTS
 
 
 def _for_arguments(gradient: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:

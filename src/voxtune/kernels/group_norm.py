@@ -147,7 +147,7 @@ def voxtune_finalize(
     shift_ptr,  # (N, C) or (1, C), of any float type; unread when HAS_SHIFT is off
     weight_ptr,  # (C,)
     bias_ptr,  # (C,)
-    affine_ptr,  # (N, ROWS, C) float32: scale, offset; of four rows also mean of x and 1 / standard deviation, for gradients
+    affine_ptr,  # (N, ROWS, C) float32: scale, offset; of four rows also the mean and 1 / standard deviation of x
     V,
     C,
     CA,
