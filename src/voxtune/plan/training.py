@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 
 from voxtune.errors import InputError
 from voxtune.plan.build import PlanTarget, rewrite
-from voxtune.plan.derivation import LiveWeights, Ref, named_weights
+from voxtune.plan.derivation import LiveWeights
 from voxtune.plan.graph import Captured
 from voxtune.plan.passes import Context
 from voxtune.plan.plan import Plan
@@ -34,40 +34,31 @@ class TrainingNetwork(nn.Module):
     It shares the network's parameters and buffers.
     """
 
+    original: nn.Module
+    rewritten: fx.GraphModule
+    notes: dict[str, str]
+    _live: LiveWeights
+
     def __init__(self, original: nn.Module, captured: Captured, notes: dict[str, str]):
         super().__init__()
         for shared in ("_parameters", "_buffers", "_modules"):
             self.__dict__[shared] = original.__dict__[shared]
-        self.__dict__.update(original=original, graph=captured.module, derived=captured.derived, notes=notes)
-        # Not as submodules: they hold no parameters of their own.
-        self.__dict__["runner"] = _Forgetting(captured.module)
-        self.__dict__["weights"] = [n for n in captured.graph.nodes if n.op == "get_attr"]
-        self.__dict__["live"] = LiveWeights(original, captured.module, captured.derived)
+        # Not as submodules: their parameters are not this network's.
+        live = LiveWeights(original, captured.module, captured.derived)
+        self.__dict__.update(original=original, rewritten=captured.module, notes=notes, _live=live)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = tree_flatten((args, kwargs))[0]
-        self.runner.values = self._weights()
-        try:
-            result = self.runner.run(*leaves, enable_io_processing=False)
-        finally:
-            self.runner.values = {}
-        return self.graph.graph.process_outputs(result)
-
-    def _weights(self) -> dict[str, Tensor]:
-        """The graph's weights as functions of the parameters."""
-        known = {**self.derived.fixed, **dict(named_weights(self.original))}
-        results: dict[Any, Any] = {}
-        names = {str(node.target) for node in self.weights}
-        ours = {n for n in names if n in known or n in self.derived.derivations}
-        return {name: self.live._value(Ref(name), known, results) for name in ours}
+        runner = _Forgetting(self.rewritten, self._live.values())
+        return self.rewritten.graph.process_outputs(runner.run(*leaves, enable_io_processing=False))
 
 
 class _Forgetting(fx.Interpreter):
     """Runs the graph with given weights; results of norms are computed again in the backward pass."""
 
-    def __init__(self, module: fx.GraphModule):
+    def __init__(self, module: fx.GraphModule, values: dict[str, Tensor]):
         super().__init__(module)
-        self.values: dict[str, Tensor] = {}
+        self.values = values
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         from voxtune.kernels.gradients import forgetting
