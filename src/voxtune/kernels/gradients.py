@@ -68,6 +68,27 @@ def _(sources, weight, bias, groups, eps, shift, activation, slope, slopes, resi
     return y, y.new_empty((y.shape[0], 4, C), dtype=torch.float32)
 
 
+def norm_again(
+    sources: Sequence[Tensor],
+    affine: Tensor,
+    activation: str,
+    slope: float,
+    slopes: Tensor | None,
+    residual: Tensor | None,
+) -> Tensor:
+    """The norm's result from what was kept of it."""
+    lasting = tuple(_lasting(s) for s in sources)
+    residual = None if residual is None else _lasting(residual)
+    reason = _norm.why_not(lasting, affine.shape[2], activation, slopes, residual)
+    if _runs_kernel(lasting[0], reason, "norm_act"):
+        return _norm.normalize(lasting, affine, activation, slope, slopes, residual)
+    x = torch.cat(lasting, dim=1)
+    scale, offset = (affine[:, row].view(*affine.shape[::2], *[1] * (x.dim() - 2)) for row in (0, 1))
+    y = x.to(affine.dtype) * scale + offset
+    y = y if residual is None else y + residual.to(y.dtype)
+    return _lasting(_norm.activation_reference(y, activation, slope, slopes).to(x.dtype))
+
+
 def _keep_norm(ctx: Context, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
     sources, weight, bias, groups, eps, shift, activation, slope, slopes, residual, _ = inputs
     ctx.mark_non_differentiable(output[1])
@@ -332,15 +353,15 @@ def _matching(needed: Any, gradient: Any) -> Any:
 
 @dataclass(frozen=True)
 class NormAgain:
-    """A norm's result, computed again from its sources; `arguments` are those of `norm_act` between sources and statistics."""
+    """A norm's result, computed again; `arguments` are those of `norm_again` after the affine."""
 
     sources: tuple[Tensor, ...]
+    affine: Tensor
     arguments: tuple[Any, ...]
 
     def __call__(self) -> Tensor:
         with torch.no_grad():
-            y: Tensor = torch.ops.voxtune.norm_act(list(self.sources), *self.arguments, [])
-            return y
+            return norm_again(self.sources, self.affine, *self.arguments)
 
 
 _AGAIN = "_voxtune_again"

@@ -416,6 +416,20 @@ def norm_act_and_affine(
         ROWS=rows,
         num_warps=8,
     )
+    return normalize(sources, affine, activation, slope, slopes, residual), affine
+
+
+def normalize(
+    sources: tuple[Tensor, ...],
+    affine: Tensor,
+    activation: str = "none",
+    slope: float = 0.01,
+    slopes: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Step 3: activation(cat(sources) * scale + offset + residual); `affine` (N, 2 or 4, C) begins with scale and offset."""
+    views, (N, rows, C) = [voxels_last(s) for s in sources], affine.shape
+    V = views[0].shape[1]
     y = empty_channels_last(sources[0], C)
     first = 0
     for view in views:
@@ -443,7 +457,7 @@ def norm_act_and_affine(
             num_warps=8,
         )
         first += CS
-    return y, affine
+    return y
 
 
 def lanes(group: int, columns: int) -> int:

@@ -412,7 +412,7 @@ def _like(gradient: Tensor, shift_NC: Tensor | None) -> Tensor | None:
 def affine_reference(
     sources: Sequence[Tensor], weight: Tensor, bias: Tensor, groups: int, eps: float, shift_NC: Tensor | None = None
 ) -> Tensor:
-    """(N, 4, C): scale, offset, mean of a source's values without the shift, and 1 / standard deviation."""
+    """(N, 4, C): scale, offset, mean of a source's values without the shift, and 1 / standard deviation; float32 or wider."""
     x = torch.cat(list(sources), dim=1).flatten(2).double()
     N, C, _ = x.shape
     shift = x.new_zeros(1, C) if shift_NC is None else shift_NC.double()
@@ -421,4 +421,5 @@ def affine_reference(
     mean, rstd = (t[..., None].expand(N, groups, C // groups).flatten(1) for t in (mean, rstd))
     mean = mean - shift
     scale = weight.double() * rstd
-    return torch.stack([scale, bias.double() - mean * scale, mean, rstd], dim=1).float()
+    affine = torch.stack([scale, bias.double() - mean * scale, mean, rstd], dim=1)
+    return affine.to(torch.promote_types(sources[0].dtype, torch.float32))

@@ -74,9 +74,9 @@ class _Forgetting(fx.Interpreter):
 
         if target is not torch.ops.voxtune.norm_act.default or not torch.is_grad_enabled():
             return super().call_function(target, args, kwargs)
-        sources, *between, _ = args
-        y, _ = torch.ops.voxtune.norm_act_kept(*args)
-        forget(y, NormAgain(tuple(sources), tuple(between)))
+        y, affine = torch.ops.voxtune.norm_act_kept(*args)
+        # Sources; activation, slope, slopes, residual.
+        forget(y, NormAgain(tuple(args[0]), affine, tuple(args[6:10])))
         return y
 
 
