@@ -119,7 +119,7 @@ def compile_all(arch):
         for activation in gn.ACTIVATIONS if dtype == "*bf16" else ("silu",):
             for residual in (False, True):
                 constants = {"ACTIVATION": activation, "HAS_RESIDUAL": residual, "UNIT": 8 if residual else 1}
-                constants |= {"BLOCK_V": 64, "BLOCK_C": 64}
+                constants |= {"ROWS": 4 if residual else 2, "BLOCK_V": 64, "BLOCK_C": 64}
                 found.append(build(gn.voxtune_normalize, pointers | numbers, constants))
     finalize = dict.fromkeys(("a_ptr", "b_ptr", "affine_ptr"), "*fp32")
     finalize |= dict.fromkeys(("shift_ptr", "weight_ptr", "bias_ptr"), "*bf16")
@@ -127,7 +127,13 @@ def compile_all(arch):
     finalize = {name: finalize[name] for name in gn.voxtune_finalize.arg_names if name in finalize}
     for group, columns in ((2, 64), (14, 448), (1, 32), (1, 320), (1, 1024)):
         block = gn.lanes(group, columns)
-        constants = {"GROUP": group, "BLOCK_G": block, "BLOCK_P": min(2048, 4096 // block), "HAS_SHIFT": True}
+        constants = {
+            "GROUP": group,
+            "BLOCK_G": block,
+            "BLOCK_P": min(2048, 4096 // block),
+            "HAS_SHIFT": True,
+            "ROWS": 4,
+        }
         found.append(build(gn.voxtune_finalize, finalize, constants))
     return found
 

@@ -147,7 +147,7 @@ def voxtune_finalize(
     shift_ptr,  # (N, C) or (1, C), of any float type; unread when HAS_SHIFT is off
     weight_ptr,  # (C,)
     bias_ptr,  # (C,)
-    affine_ptr,  # (N, 2, C) float32: scale and offset
+    affine_ptr,  # (N, ROWS, C) float32: scale, offset; of four rows also the mean and 1 / standard deviation of x
     V,
     C,
     CA,
@@ -159,6 +159,7 @@ def voxtune_finalize(
     BLOCK_G: tl.constexpr,  # GROUP, rounded up to a power of two; groups a program if GROUP is 1
     BLOCK_P: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     g, n = tl.program_id(0), tl.program_id(1)
     SPAN: tl.constexpr = GROUP if GROUP > 1 else BLOCK_G
@@ -202,15 +203,18 @@ def voxtune_finalize(
         variance = (tl.sum(tl.where(inside, spread_c, 0.0), axis=0) / V + tl.sum(away_g * away_g, axis=0)) / GROUP
     scale = tl.load(weight_ptr + c, mask=inside, other=0.0).to(tl.float32) / tl.sqrt(variance + eps)
     offset = tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32) + (shift - mean_g) * scale
-    at = affine_ptr + n * 2 * C + c
+    at = affine_ptr + n * ROWS * C + c
     tl.store(at, scale, mask=inside)
     tl.store(at + C, offset, mask=inside)
+    if ROWS == 4:
+        tl.store(at + 2 * C, mean_g - shift, mask=inside)
+        tl.store(at + 3 * C, shift * 0.0 + 1.0 / tl.sqrt(variance + eps), mask=inside)
 
 
 @triton.jit
 def voxtune_normalize(
     x_ptr,  # (N, V, CS): one source
-    affine_ptr,  # (N, 2, C) float32
+    affine_ptr,  # (N, ROWS, C) float32
     slopes_ptr,  # (C,) or (1,): unread except by prelu
     residual_ptr,  # (N, V, C); unread when HAS_RESIDUAL is off
     y_ptr,  # (N, V, C)
@@ -222,6 +226,7 @@ def voxtune_normalize(
     slopes_stride,  # 1, or 0 when one slope serves all channels
     ACTIVATION: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -233,8 +238,8 @@ def voxtune_normalize(
     block, cb, n = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     c = cb * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = c < CS
-    scale = tl.load(affine_ptr + n * 2 * C + first + c, mask=inside, other=0.0)
-    offset = tl.load(affine_ptr + (n * 2 + 1) * C + first + c, mask=inside, other=0.0)
+    scale = tl.load(affine_ptr + n * ROWS * C + first + c, mask=inside, other=0.0)
+    offset = tl.load(affine_ptr + (n * ROWS + 1) * C + first + c, mask=inside, other=0.0)
     v = block * BLOCK_V + tl.arange(0, BLOCK_V)
     keep = (v < V)[:, None] & inside[None, :]
     row = (n.to(tl.int64) * V + v)[:, None]
@@ -358,6 +363,27 @@ def norm_act(
     `statistics` are those of each source (N, P_i, 3, C_i), or None for a source whose statistics must be computed here.
     `why_not` must be None; `checked`: the caller has called it.
     """
+    given = (activation, slope, slopes, residual, statistics)
+    return norm_act_and_affine(sources, weight, bias, groups, eps, shift_NC, *given, rows=2, checked=checked)[0]
+
+
+def norm_act_and_affine(
+    sources: tuple[Tensor, ...],
+    weight: Tensor,
+    bias: Tensor,
+    groups: int,
+    eps: float = 1e-5,
+    shift_NC: Tensor | None = None,
+    activation: str = "none",
+    slope: float = 0.01,
+    slopes: Tensor | None = None,
+    residual: Tensor | None = None,
+    statistics: Sequence[Tensor | None] | None = None,
+    *,
+    rows: int = 4,
+    checked: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The result of `norm_act`, and (N, rows, C) float32: scale, offset and, of four rows, what the backward pass needs too."""
     assert checked or (reason := why_not(sources, groups, activation, slopes, residual)) is None, reason
     views = [voxels_last(s) for s in sources]
     N, V, CA = views[0].shape
@@ -366,7 +392,7 @@ def norm_act(
     assert len(known) == len(sources), "one statistics tensor or None per source"
     parts = [moments(source) if part is None else part for source, part in zip(sources, known, strict=True)]
     assert all(p.shape[0] == N and p.shape[2:] == (3, v.shape[2]) for p, v in zip(parts, views, strict=True))
-    affine = torch.empty((N, 2, C), dtype=torch.float32, device=sources[0].device)
+    affine = torch.empty((N, rows, C), dtype=torch.float32, device=sources[0].device)
     group = C // groups
     block_g, most = lanes(group, N * C), max(part.shape[1] for part in parts)
     ready(voxtune_finalize)[(triton.cdiv(C, block_g) if group == 1 else groups, N)](
@@ -387,8 +413,23 @@ def norm_act(
         BLOCK_G=block_g,
         BLOCK_P=max(1, min(triton.next_power_of_2(most), 2048, 4096 // block_g)),
         HAS_SHIFT=shift_NC is not None,
+        ROWS=rows,
         num_warps=8,
     )
+    return normalize(sources, affine, activation, slope, slopes, residual), affine
+
+
+def normalize(
+    sources: tuple[Tensor, ...],
+    affine: Tensor,
+    activation: str = "none",
+    slope: float = 0.01,
+    slopes: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Step 3: activation(cat(sources) * scale + offset + residual); `affine` (N, 2 or 4, C) begins with scale and offset."""
+    views, (N, rows, C) = [voxels_last(s) for s in sources], affine.shape
+    V = views[0].shape[1]
     y = empty_channels_last(sources[0], C)
     first = 0
     for view in views:
@@ -409,6 +450,7 @@ def norm_act(
             0 if slopes is None or slopes.numel() == 1 else 1,
             ACTIVATION=activation,
             HAS_RESIDUAL=residual is not None,
+            ROWS=rows,
             UNIT=unit,
             BLOCK_V=block_v,
             BLOCK_C=block_c,

@@ -136,6 +136,13 @@ class LiveWeights:
                 kernels.pack_again(tensor for _, tensor in named_weights(self.module))
         self._watch()
 
+    def values(self) -> dict[str, Tensor]:
+        """The graph's weights as functions of the network's parameters, through which gradients pass."""
+        own = dict(named_weights(self.original))
+        known, results = {**self.derived.fixed, **own}, dict[Any, Any]()
+        names = [name for name, _ in named_weights(self.module) if name in own or name in self.derived.derivations]
+        return {name: self._value(Ref(name), known, results) for name in names}
+
     def _value(self, part: Any, own: Mapping[str, Tensor], results: dict[Any, Any]) -> Any:
         """A reference or a derivation evaluated; other values as they are."""
         derivations = self.derived.derivations

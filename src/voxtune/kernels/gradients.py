@@ -1,0 +1,384 @@
+"""Gradients of the operators `torch.ops.voxtune.*`, for training.
+
+`register_gradients` adds them to the operators: registering imports PyTorch's compiler, which inference never needs. On a GPU
+they run kernels of this project and cuDNN, elsewhere PyTorch's operators.
+
+A convolution's data gradient is the same convolution with the weight flipped and its channels exchanged; the gradient of its
+weight is cuDNN's, for each source, without a concatenation. They do not keep what a norm returned: inside `forgetting` they keep
+how to compute it again from its source.
+
+Statistics of a result for the next norm are no function of their own: the norm's gradient contains their part.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, library
+from torch.nn import functional as F
+
+from voxtune.kernels import conv3d as _conv3d
+from voxtune.kernels import doubling_conv as _doubling
+from voxtune.kernels import group_norm as _norm
+from voxtune.kernels import group_norm_backward as _norm_backward
+from voxtune.kernels import strided_conv as _strided
+from voxtune.kernels.ops import _LIBRARY, _lasting, _runs_kernel, operator, shapes_of
+
+aten = torch.ops.aten
+Context = Any
+
+
+@operator(
+    "norm_act_kept(Tensor[] sources, Tensor weight, Tensor bias, int groups, float eps, Tensor? shift, str activation, "
+    "float slope, Tensor? slopes, Tensor? residual, Tensor[] statistics) -> (Tensor, Tensor)"
+)
+def norm_act_kept(
+    sources: list[Tensor],
+    weight: Tensor,
+    bias: Tensor,
+    groups: int,
+    eps: float,
+    shift: Tensor | None,
+    activation: str,
+    slope: float,
+    slopes: Tensor | None,
+    residual: Tensor | None,
+    statistics: list[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """`norm_act`, and what its gradient needs: (N, 4, C) scale, offset, mean and 1 / standard deviation, float32 or wider."""
+    lasting = tuple(_lasting(s) for s in sources)
+    residual = None if residual is None else _lasting(residual)
+    known = [s if s.numel() else None for s in statistics] or None
+    after = (activation, slope, slopes, residual)
+    if _runs_kernel(lasting[0], _norm.why_not(lasting, groups, activation, slopes, residual), "norm_act"):
+        return _norm.norm_act_and_affine(lasting, weight, bias, groups, eps, shift, *after, known, checked=True)
+    affine = _norm_backward.affine_reference(lasting, weight, bias, groups, eps, shift)
+    return _lasting(_norm.norm_act_reference(lasting, weight, bias, groups, eps, shift, *after)), affine
+
+
+@shapes_of("norm_act_kept")
+def _(sources, weight, bias, groups, eps, shift, activation, slope, slopes, residual, statistics):
+    C = sum(s.shape[1] for s in sources)
+    y = _norm.empty_channels_last(sources[0], C)
+    return y, y.new_empty((y.shape[0], 4, C), dtype=torch.float32)
+
+
+def norm_again(
+    sources: Sequence[Tensor],
+    affine: Tensor,
+    activation: str,
+    slope: float,
+    slopes: Tensor | None,
+    residual: Tensor | None,
+) -> Tensor:
+    """The norm's result from what was kept of it."""
+    lasting = tuple(_lasting(s) for s in sources)
+    residual = None if residual is None else _lasting(residual)
+    reason = _norm.why_not(lasting, affine.shape[2], activation, slopes, residual)
+    if _runs_kernel(lasting[0], reason, "norm_act"):
+        return _norm.normalize(lasting, affine, activation, slope, slopes, residual)
+    x = torch.cat(lasting, dim=1)
+    scale, offset = (affine[:, row].view(*affine.shape[::2], *[1] * (x.dim() - 2)) for row in (0, 1))
+    y = x.to(affine.dtype) * scale + offset
+    y = y if residual is None else y + residual.to(y.dtype)
+    return _lasting(_norm.activation_reference(y, activation, slope, slopes).to(x.dtype))
+
+
+def _keep_norm(ctx: Context, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
+    sources, weight, bias, groups, eps, shift, activation, slope, slopes, residual, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*sources, weight, bias, shift, slopes, residual, output[1])
+    ctx.options = groups, eps, activation, slope
+
+
+def _norm_gradient(ctx: Context, dy: Tensor, _affine: None) -> tuple[Any, ...]:
+    groups, eps, activation, slope = ctx.options
+    *sources, weight, bias, shift, slopes, residual, affine = ctx.saved_tensors
+    given = tuple(_lasting(s) for s in sources)
+    added = None if residual is None else _lasting(residual)
+    dy = _lasting(dy)
+    reason = _norm.why_not(given, groups, activation, slopes, added)
+    if _runs_kernel(given[0], reason, "the gradient of norm_act"):
+        found = _norm_backward.norm_act_backward(
+            dy, given, affine, weight, groups, shift, activation, slope, slopes, added
+        )
+    else:
+        found = _norm_backward.norm_act_backward_reference(
+            dy, given, weight, bias, groups, eps, shift, activation, slope, slopes, added
+        )
+    parts = (found.weight.to(weight.dtype), found.bias.to(bias.dtype))
+    return list(found.sources), *parts, None, None, found.shift_NC, None, None, found.slopes, found.residual, None
+
+
+def _keep_conv3d(ctx: Context, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
+    sources, packed, shift, residual, _, kernel, padding = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*sources, packed)
+    ctx.options = None if shift is None else tuple(shift.shape), residual is not None, tuple(kernel), tuple(padding)
+
+
+def _conv3d_gradient(ctx: Context, dy: Tensor, _statistics: None) -> tuple[Any, ...]:
+    shift, has_residual, kernel, padding = ctx.options
+    *sources, packed = ctx.saved_tensors
+    dy = _lasting(dy)
+    # Each tap's matrix, with its channels exchanged, at the opposite tap.
+    flipped = packed.flip(0).transpose(1, 2)
+    around = tuple(k - 1 - p for k, pair in zip(kernel, _pairs(padding), strict=True) for p in pair)
+    data, weights, first = [], [], 0
+    for source in sources:
+        C = source.shape[1]
+        part = flipped[:, first : first + C].contiguous()
+        data.append(_plain_conv3d(dy, part, kernel, around))
+        weights.append(_weight_gradient(dy, _padded(source, padding), (packed.shape[1], C, *kernel)))
+        first += C
+    dpacked = torch.cat([_conv3d.pack(w) for w in weights], dim=2).to(packed.dtype)
+    return data, dpacked, _shift_gradient(dy, shift), dy if has_residual else None, None, None, None
+
+
+def _pairs(padding: Sequence[int]) -> list[tuple[int, int]]:
+    return list(zip(padding[::2], padding[1::2], strict=True))
+
+
+def _plain_conv3d(x: Tensor, packed: Tensor, kernel: tuple[int, ...], padding: tuple[int, ...]) -> Tensor:
+    """The convolution without an epilogue; a padding may be negative where the forward pass padded more than the kernel."""
+    if min(padding) < 0:
+        crop = [max(0, -p) for p in padding]
+        sizes = zip(crop[::2], crop[1::2], x.shape[2:], strict=True)
+        x = x[(slice(None), slice(None), *(slice(a, size - b) for a, b, size in sizes))]
+        padding = tuple(max(0, p) for p in padding)
+    y: Tensor = torch.ops.voxtune.conv3d([x], packed, None, None, False, list(kernel), list(padding))[0]
+    return y
+
+
+def _padded(x: Tensor, padding: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
+    """The source and the padding that PyTorch's convolution takes: equal in front and behind."""
+    pairs = _pairs(padding)
+    if all(before == after for before, after in pairs):
+        return x, tuple(before for before, _ in pairs)
+    return F.pad(x, [p for pair in pairs[::-1] for p in pair]), (0,) * len(pairs)
+
+
+def _weight_gradient(
+    dy: Tensor, source: tuple[Tensor, tuple[int, ...]], shape: tuple[int, ...], stride: Sequence[int] | None = None
+) -> Tensor:
+    x, padding = source
+    axes = len(padding)
+    return aten.convolution_backward(
+        *(dy, x, x.new_empty(shape), None, list(stride or [1] * axes), list(padding), [1] * axes),
+        *(False, [0] * axes, 1, [False, True, False]),
+    )[1]
+
+
+def _shift_gradient(dy: Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype | None = None) -> Tensor | None:
+    """Of a shift (N or 1, K): the sum over the voxels, in float32 or wider."""
+    if shape is None:
+        return None
+    wide = torch.promote_types(dy.dtype, torch.float32)
+    total = dy.movedim(1, -1).flatten(1, -2).sum(1, dtype=wide)
+    return total.sum(0, keepdim=True) if shape[0] == 1 else total
+
+
+def _keep_pointwise(ctx: Context, inputs: Sequence[Any], output: Tensor) -> None:
+    sources, weight, shift, residual, _ = inputs
+    ctx.save_for_backward(*sources, weight)
+    ctx.options = (
+        None if shift is None else tuple(shift.shape),
+        None if residual is None else residual.dtype,
+        sources[0].dtype,
+    )
+
+
+def _pointwise_gradient(ctx: Context, dy: Tensor) -> tuple[Any, ...]:
+    shift, residual, dtype = ctx.options
+    *sources, weight = ctx.saved_tensors
+    dy = _lasting(dy)
+    half = dy.to(dtype)
+    rows = half.movedim(1, -1).flatten(0, -2)
+    data, parts, first = [], [], 0
+    for source in sources:
+        C = source.shape[1]
+        part = weight[:, first : first + C]
+        data.append(torch.ops.voxtune.pointwise([half], part.t().contiguous(), None, None))
+        parts.append(rows.t() @ _lasting(source).movedim(1, -1).flatten(0, -2))
+        first += C
+    added = None if residual is None else dy.to(residual)
+    return data, torch.cat(parts, dim=1), _shift_gradient(dy, shift), added, None
+
+
+def _keep_add(ctx: Context, inputs: Sequence[Any], output: Tensor) -> None:
+    ctx.shift = None if inputs[2] is None else tuple(inputs[2].shape)
+
+
+def _add_gradient(ctx: Context, dy: Tensor) -> tuple[Any, ...]:
+    return dy, dy, _shift_gradient(dy, ctx.shift)
+
+
+def _by_reference(reference: Callable[..., Any], ctx: Context, dy: Tensor) -> list[Tensor | None]:
+    """Gradients of the tensors that were kept, by PyTorch's own differentiation of an operator's reference."""
+    with torch.enable_grad():
+        leaves = [None if x is None else x.detach().requires_grad_() for x in ctx.saved_tensors]
+        y = reference(*leaves)
+        found = iter(torch.autograd.grad(y, [x for x in leaves if x is not None], dy.to(y.dtype)))
+    return [None if x is None else next(found) for x in leaves]
+
+
+def _keep_upsample(ctx: Context, inputs: Sequence[Any], output: Tensor) -> None:
+    x, mode = inputs
+    # Linear: the gradient needs the shape alone.
+    ctx.save_for_backward(x.new_empty(1).expand(x.shape))
+    ctx.mode = mode
+
+
+def _upsample_gradient(ctx: Context, dy: Tensor) -> tuple[Any, ...]:
+    from voxtune.kernels.upsample import upsample_reference
+
+    (dx,) = _by_reference(lambda x: upsample_reference(x, ctx.mode), ctx, dy)
+    return dx, None
+
+
+def _keep_resampling(ctx: Context, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
+    sources, packed, shift, kernel, stride, _ = inputs
+    sources = sources if isinstance(sources, list | tuple) else [sources]
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*sources, packed)
+    ctx.options = None if shift is None else tuple(shift.shape), tuple(kernel), tuple(stride)
+
+
+def _strided_gradient(ctx: Context, dy: Tensor, _statistics: None) -> tuple[Any, ...]:
+    shift, kernel, stride = ctx.options
+    x, packed = ctx.saved_tensors
+    dy, weight = _lasting(dy), _strided.unpack(packed, kernel)
+    padding = [size // 2 for size in kernel]
+    dx, dw, _ = aten.convolution_backward(
+        *(dy, x, weight, None, list(stride), padding, [1] * len(kernel), False, [0] * len(kernel), 1),
+        [True, True, False],
+    )
+    return _lasting(dx), _strided.pack_strided(dw).to(packed.dtype), _shift_gradient(dy, shift), None, None, None
+
+
+def _doubling_gradient(ctx: Context, dy: Tensor, _statistics: None) -> tuple[Any, ...]:
+    shift, kernel, stride = ctx.options
+    *sources, packed = ctx.saved_tensors
+    dy, weight = _lasting(dy), _doubling.unpack(packed, kernel)
+    padding, more = _doubling.paddings(kernel, stride)
+    data, weights, first = [], [], 0
+    for source in sources:
+        C = source.shape[1]
+        part = weight[first : first + C]
+        dx, dw, _ = aten.convolution_backward(
+            *(dy, source, part, None, list(stride), list(padding), [1] * len(kernel), True, list(more), 1),
+            [True, True, False],
+        )
+        data.append(_lasting(dx))
+        weights.append(dw)
+        first += C
+    dpacked = _doubling.pack_transposed(torch.cat(weights)).to(packed.dtype)
+    return data, dpacked, _shift_gradient(dy, shift), None, None, None
+
+
+def _keep_edge(ctx: Context, inputs: Sequence[Any], output: Tensor) -> None:
+    sources, weight, shift = inputs[:3]
+    listed = isinstance(sources, list | tuple)
+    ctx.save_for_backward(*(sources if listed else [sources]), weight)
+    ctx.options = listed, None if shift is None else tuple(shift.shape)
+
+
+def _edge_gradient(ctx: Context, dy: Tensor) -> tuple[Any, ...]:
+    """Of the stem (sources, weight, shift (1, K)) and of the head (x, weight, bias (K,), dtype)."""
+    listed, shift = ctx.options
+    *sources, weight = ctx.saved_tensors
+    dy = dy.to(weight.dtype)
+    # An image that the network was given needs no gradient: only its weight does.
+    x = torch.cat([s.to(weight.dtype) for s in sources], dim=1)
+    needed = not listed or any(ctx.needs_input_grad[0])
+    axes = weight.dim() - 2
+    dx, dw, _ = aten.convolution_backward(
+        *(dy, x, weight, None, [1] * axes, [1] * axes, [1] * axes, False, [0] * axes, 1), [needed, True, False]
+    )
+    if listed:
+        data = list(dx.split([s.shape[1] for s in sources], dim=1)) if needed else [None] * len(sources)
+        return data, dw, _shift_gradient(dy, shift)
+    total = _shift_gradient(dy, (1, dy.shape[1])) if shift is not None else None
+    return _lasting(dx), dw, None if total is None else total[0], None
+
+
+_GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "norm_act_kept": (_keep_norm, _norm_gradient),
+    "conv3d": (_keep_conv3d, _conv3d_gradient),
+    "pointwise": (_keep_pointwise, _pointwise_gradient),
+    "add": (_keep_add, _add_gradient),
+    "upsample": (_keep_upsample, _upsample_gradient),
+    "strided_conv": (_keep_resampling, _strided_gradient),
+    "doubling_conv": (_keep_resampling, _doubling_gradient),
+    "stem": (_keep_edge, _edge_gradient),
+    "head": (_keep_edge, _edge_gradient),
+}
+
+
+@functools.cache
+def register_gradients() -> None:
+    for name, (keep, gradient) in _GRADIENTS.items():
+        library.register_autograd(f"voxtune::{name}", _for_arguments(gradient), setup_context=keep, lib=_LIBRARY)
+
+
+def differentiable(target: Any) -> bool:
+    """Whether gradients pass through an operator: one of PyTorch's, or one of this project's that has a gradient."""
+    if getattr(target, "namespace", "") != "voxtune":
+        return True
+    name = target._schema.name.split("::")[1]
+    return name in _GRADIENTS or f"{name}_kept" in _GRADIENTS
+
+
+def _for_arguments(gradient: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Gradients in the structure of the arguments that were given: PyTorch leaves out those that equal their defaults."""
+
+    def call(ctx: Context, *dy: Any) -> tuple[Any, ...]:
+        needed = ctx.needs_input_grad
+        return tuple(_matching(n, g) for n, g in zip(needed, gradient(ctx, *dy), strict=False))
+
+    return call
+
+
+def _matching(needed: Any, gradient: Any) -> Any:
+    return [None] * len(needed) if isinstance(needed, list) and gradient is None else gradient
+
+
+@dataclass(frozen=True)
+class NormAgain:
+    """A norm's result, computed again; `arguments` are those of `norm_again` after the affine."""
+
+    sources: tuple[Tensor, ...]
+    affine: Tensor
+    arguments: tuple[Any, ...]
+
+    def __call__(self) -> Tensor:
+        with torch.no_grad():
+            return norm_again(self.sources, self.affine, *self.arguments)
+
+
+_AGAIN = "_voxtune_again"
+
+
+def forget(y: Tensor, again: NormAgain) -> None:
+    """Inside `forgetting`, operators that need this result for their gradients keep how to compute it again."""
+    setattr(y, _AGAIN, again)
+
+
+@contextmanager
+def forgetting() -> Iterator[None]:
+    def pack(x: Tensor) -> Tensor | NormAgain:
+        return getattr(x, _AGAIN, x)
+
+    def unpack(kept: Tensor | NormAgain) -> Tensor:
+        return kept() if isinstance(kept, NormAgain) else kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield

@@ -1,0 +1,85 @@
+"""Networks rewritten for training: results and gradients against the network itself."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.factories.networks import REWRITING, make
+from voxtune.errors import InputError
+from voxtune.plan.plan import Plan
+from voxtune.plan.training import training_network
+
+PLAN = tuple(n for n in REWRITING if n not in ("elementwise", "small_images"))
+
+
+def gradients(network, parameters, args, dy):
+    for p in parameters:
+        p.grad = None
+    y = network(*args)
+    y = y[0] if isinstance(y, tuple) else y
+    (y * dy.to(y.dtype)).sum().backward()
+    return y.detach(), [None if p.grad is None else p.grad.clone() for p in parameters]
+
+
+def compare(name, names, dtype):
+    """Relative errors of the result and of the whole gradient, against the network in float64."""
+    torch.manual_seed(0)
+    net, args = make(name)
+    net = net.eval().to(dtype)
+    given = tuple(a.to(dtype) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
+    wide = copy.deepcopy(net).double()
+    exact = tuple(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
+    parameters = list(net.parameters())
+    fast = training_network(net, given, None, Plan.of(*names))
+    with torch.no_grad():
+        y = wide(*exact)
+    y = y[0] if isinstance(y, tuple) else y
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    z, true = gradients(wide, list(wide.parameters()), exact, dy)
+    y, own = gradients(fast, parameters, given, dy)
+    flat = lambda parts: torch.cat([g.double().flatten() for g in parts])  # noqa: E731
+    assert all((a is None) == (b is None) for a, b in zip(own, true, strict=True))
+    a, b = (flat([g for g in group if g is not None]) for group in (own, true))
+    return fast, float((y - z).norm() / z.norm()), float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("name", ["med_ddpm", "monai_3d"])
+def test_gradients_are_those_of_the_network(name):
+    fast, error, gradient = compare(name, PLAN, torch.float64)
+    assert "applied" in fast.notes["fuse_norm"] and "applied" in fast.notes["conv3d"], fast.notes
+    assert error < 1e-9 and gradient < 1e-6, (error, gradient)
+
+
+def test_gradients_in_half_precision():
+    fast, error, gradient = compare("med_ddpm", ("bf16", *PLAN), torch.float32)
+    assert fast.notes["bf16"].startswith("applied")
+    assert error < 3e-2 and gradient < 6e-2, (error, gradient)
+
+
+def test_a_step_changes_the_network_and_the_next_result():
+    torch.manual_seed(0)
+    net, args = make("med_ddpm")
+    fast = training_network(net.eval(), args, None, Plan.of(*PLAN))
+    assert [n for n, _ in fast.named_parameters()] == [n for n, _ in net.named_parameters()]
+    optimizer = torch.optim.Adam(fast.parameters(), lr=1e-5)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = fast(*args).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    with torch.no_grad():
+        torch.testing.assert_close(fast(*args), net(*args), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm3d(8), nn.Dropout(0.1)])
+def test_networks_that_differ_in_training_mode_are_refused(layer):
+    net = nn.Sequential(nn.Conv3d(8, 8, 3, padding=1), layer)
+    with pytest.raises(InputError, match="training mode"):
+        training_network(net.eval(), (torch.randn(1, 8, 4, 4, 4),), None, Plan.of(*PLAN))
