@@ -43,6 +43,7 @@ MACHINE = {"compile": "a compiler", "heap": "glibc"}
 HALVES = "BF16, FP16"
 EDGES = ("test_edge_conv::test_compiles",)
 NORM = ("test_group_norm::test_compiles_without_spills",)
+NORM_GRADIENT = ("test_group_norm_backward::test_compiles_without_spills",)
 NORMED = ("test_group_norm", "test_norm_act")
 POINTWISE, UPSAMPLE = ("test_pointwise::test_compiles",), ("test_upsample::test_compiles",)
 CONV3D = ("test_conv3d::test_compiles_for_hopper", "test_conv3d::test_compiles_for_other_devices")
@@ -71,6 +72,13 @@ KERNELS = {
         compiled=NORM,
         gpu=NORMED,
         timed=("group_norm", "voxtune"),
+    ),
+    "voxtune_norm_sums": Kernel(computes="sums for the gradients of a norm", passes="training", compiled=NORM_GRADIENT),
+    "voxtune_norm_combine": Kernel(
+        computes="gradients of its weights, and coefficients of its source's", passes="training", compiled=NORM_GRADIENT
+    ),
+    "voxtune_norm_gradient": Kernel(
+        computes="gradients of its source and residual", passes="training", compiled=NORM_GRADIENT
     ),
     "voxtune_rms_norm": Kernel(
         computes="RMS norm over channels, activation",

@@ -115,7 +115,8 @@ def reasons(dtype):
         "embedding": embedding.why_not(matrix, None, [matrix] * 3, [matrix[0]] * 3, "gelu"),
     }
     norm = found.pop("norm")
-    found |= dict.fromkeys(("moments", "finalize", "normalize"), norm)
+    gradient = ("norm_sums", "norm_combine", "norm_gradient")
+    found |= dict.fromkeys(("moments", "finalize", "normalize", *gradient), norm)
     conv = found["conv3d"]
     return found | {"conv3d_halo": conv, "conv3d_join": conv}
 

@@ -86,6 +86,8 @@ def compile_all(arch):
             flags | {"BLOCK_V": 32},
         ),
     }
+    totals = dict.fromkeys(("sums_ptr", "affine_ptr", "weight_ptr", "totals_ptr", "linear_ptr"), "*fp32") | {"P": "i32"}
+    own[gb.voxtune_norm_combine] = (totals, {"GROUP": 2, "BLOCK_G": 2, "BLOCK_P": 512})
     for kernel, (more, constants) in own.items():
         known = {n: k for n, k in {**tensors, **sizes, **more}.items() if n in kernel.arg_names}
         result = compiled(kernel, known, constants, arch=int(arch), warps=8)

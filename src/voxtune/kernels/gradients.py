@@ -105,15 +105,26 @@ def _norm_gradient(ctx: Context, dy: Tensor, _affine: None) -> tuple[Any, ...]:
     dy = _lasting(dy)
     reason = _norm.why_not(given, groups, activation, slopes, added)
     if _runs_kernel(given[0], reason, "the gradient of norm_act"):
-        found = _norm_backward.norm_act_backward(
+        gradients = _norm_backward.norm_act_backward(
             dy, given, affine, weight, groups, shift, activation, slope, slopes, added
         )
     else:
-        found = _norm_backward.norm_act_backward_reference(
+        gradients = _norm_backward.norm_act_backward_reference(
             dy, given, weight, bias, groups, eps, shift, activation, slope, slopes, added
         )
-    parts = (found.weight.to(weight.dtype), found.bias.to(bias.dtype))
-    return list(found.sources), *parts, None, None, found.shift_NC, None, None, found.slopes, found.residual, None
+    parts = (gradients.weight.to(weight.dtype), gradients.bias.to(bias.dtype))
+    return (
+        list(gradients.sources),
+        *parts,
+        None,
+        None,
+        gradients.shift_NC,
+        None,
+        None,
+        gradients.slopes,
+        gradients.residual,
+        None,
+    )
 
 
 def _keep_conv3d(ctx: Context, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
@@ -225,8 +236,8 @@ def _by_reference(reference: Callable[..., Any], ctx: Context, dy: Tensor) -> li
     with torch.enable_grad():
         leaves = [None if x is None else x.detach().requires_grad_() for x in ctx.saved_tensors]
         y = reference(*leaves)
-        found = iter(torch.autograd.grad(y, [x for x in leaves if x is not None], dy.to(y.dtype)))
-    return [None if x is None else next(found) for x in leaves]
+        values = iter(torch.autograd.grad(y, [x for x in leaves if x is not None], dy.to(y.dtype)))
+    return [None if x is None else next(values) for x in leaves]
 
 
 def _keep_upsample(ctx: Context, inputs: Sequence[Any], output: Tensor) -> None:

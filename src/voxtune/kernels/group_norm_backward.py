@@ -73,8 +73,8 @@ def norm_act_backward_reference(
         *parts, w, b, shift, p, r = leaves
         y = norm_act_reference(tuple(parts), w, b, groups, eps, shift, activation, slope, p, r)  # type: ignore[arg-type]
         present = [x for x in leaves if x is not None]
-        found = iter(torch.autograd.grad(y, present, dy))
-    *dx, dw, db, ds, dp, dr = (None if x is None else next(found) for x in leaves)
+        values = iter(torch.autograd.grad(y, present, dy))
+    *dx, dw, db, ds, dp, dr = (None if x is None else next(values) for x in leaves)
     return NormGradients(tuple(dx), dw, db, ds, dp, dr)  # type: ignore[arg-type]
 
 
