@@ -25,7 +25,8 @@ def cache(tmp_path, monkeypatch):
 
 def order(block_v, done=None):
     """An order to compile, as Triton gives it: a function that closes over the source."""
-    constants = {"ACTIVATION": "silu", "HAS_RESIDUAL": False, "UNIT": 1, "BLOCK_V": block_v, "BLOCK_C": 32}
+    constants = {"ACTIVATION": "silu", "HAS_RESIDUAL": False, "ROWS": 2, "UNIT": 1}
+    constants |= {"BLOCK_V": block_v, "BLOCK_C": 32}
     src = ASTSource(group_norm.voxtune_normalize, {**TYPES, **dict.fromkeys(constants, "constexpr")}, constants)
     target = TARGET
     options = make_backend(target).parse_options({"num_warps": 4})
