@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from tests.factories.core_only import EXTRAS as EXTRA_LIBRARIES
 from tests.factories.core_only import voxtune_core
 from tests.factories.nifti import write_mask
@@ -47,6 +49,7 @@ def test_with_the_core_alone(tmp_path):
         assert f'pip install "voxtune[{extra}]"' in result["err"] and result["err"].count("\n") == 1, result["err"]
 
 
+@pytest.mark.slow
 def test_the_python_api_with_the_core_alone(tmp_path):
     code = f"""
 import sys

@@ -152,6 +152,7 @@ def test_warns_in_one_line_of_subjects_unlike_the_training_data(capsys, folders,
     assert "2 of 2 subjects are far outside" in warnings[0] and "ml in total (training: 402 to 575 ml)" in warnings[0]
 
 
+@pytest.mark.slow
 def test_other_subjects_confirm_what_a_search_passed(capsys, folders, tmp_path):
     model, segmenter = copied(folders[0], tmp_path), folders[1]
     requested = ("steps", model, "--segmenter", segmenter, "--held-out", 3, "--margin", 100, *QUICK)
@@ -358,6 +359,7 @@ def test_folders_and_numerics(capsys, folders, tmp_path):
     assert code == 2 and "--overwrite" in err
 
 
+@pytest.mark.slow
 def test_a_bare_machine_makes_the_table_from_packed_subjects(folders, tmp_path):
     model, segmenter, subjects = folders
     options = ("--segmenter", segmenter, "--subjects", subjects, "--samplers", "ddpm,ddim", "--steps", "4", *QUICK)

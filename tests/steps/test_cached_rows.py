@@ -88,6 +88,7 @@ def test_an_equal_and_faster_cache_is_chosen():
     assert result.chosen in result.conclusion()
 
 
+@pytest.mark.slow
 def test_a_cache_is_confirmed_together_with_the_row_without_it(tmp_path):
     rows = [
         {
