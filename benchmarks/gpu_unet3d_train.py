@@ -237,7 +237,10 @@ def main() -> None:
         torch.cuda.empty_cache()
         for way in ways:
             rows.append(apart(options.network, way, size, options.runs, options.limit, truth))
-            show(rows[-1:]) if "failed" not in rows[-1] else print(rows[-1], flush=True)
+            if "failed" in rows[-1]:
+                print(rows[-1], flush=True)
+            else:
+                show(rows[-1:])
             write(options.out, rows)
     return None
 

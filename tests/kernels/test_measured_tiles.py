@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import torch
 from voxtune.kernels import measured_tiles
 from voxtune.kernels.conv3d_tiles import RESERVE, SHARED_MEMORY, Conv3dTile, Device, tiles
 from voxtune.kernels.conv3d_tiles import shared_memory as conv3d_memory
-from voxtune.kernels.measured_tiles import Choice, chosen, forcing, recording, use, values_of
+from voxtune.kernels.measured_tiles import Choice, chosen, forcing, recording, use
 from voxtune.kernels.parity_tiles import ParityTile, doubling_tile, strided_tile
 
 RULE = Conv3dTile(h=8, w=16)
@@ -35,7 +35,7 @@ def ask(dtype=torch.bfloat16, shape=SHAPE):
 
 def test_a_measured_tile_replaces_the_rules_for_its_shape_and_type_alone():
     assert ask() == RULE
-    use("cpu", {choice().key: values_of(OTHER)})
+    use("cpu", {choice().key: asdict(OTHER)})
     assert ask() == OTHER
     assert ask(dtype=torch.float16) == ask(shape=(2, *SHAPE[1:])) == RULE
 
@@ -58,16 +58,16 @@ def test_choices_are_recorded_and_can_be_forced():
         "tile",
         {},
         {"h": 8},
-        {**values_of(RULE), "h": 7},
-        {**values_of(RULE), "h": 0},
-        {**values_of(RULE), "w": -8},
-        {**values_of(RULE), "k": 1 << 40},
-        {**values_of(RULE), "c": 64.0},
-        {**values_of(RULE), "warps": True},
-        {**values_of(RULE), "swap": 1},
-        {**values_of(RULE), "halo": "yes"},
-        {**values_of(RULE), "more": 1},
-        values_of(ParityTile(h=8, w=8)),
+        {**asdict(RULE), "h": 7},
+        {**asdict(RULE), "h": 0},
+        {**asdict(RULE), "w": -8},
+        {**asdict(RULE), "k": 1 << 40},
+        {**asdict(RULE), "c": 64.0},
+        {**asdict(RULE), "warps": True},
+        {**asdict(RULE), "swap": 1},
+        {**asdict(RULE), "halo": "yes"},
+        {**asdict(RULE), "more": 1},
+        asdict(ParityTile(h=8, w=8)),
     ],
 )
 def test_values_of_a_damaged_file_are_ignored(values):
@@ -101,7 +101,7 @@ def test_candidates_differ_from_the_rule_and_fit_into_the_card(arch):
         assert 0 < len(others) <= measured_tiles.MAX_CANDIDATES, (kernel, shape, tile)
         assert tile not in others and len(set(others)) == len(others)
         for other in others:
-            use("cpu", {choice(shape, tile, kernel, device).key: values_of(other)})
+            use("cpu", {choice(shape, tile, kernel, device).key: asdict(other)})
             assert chosen(kernel, shape, torch.zeros(1, dtype=torch.bfloat16), lambda: tile) == other  # noqa: B023
             if kernel == "conv3d":
                 assert conv3d_memory(other) <= device.shared - RESERVE

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from tests.factories.networks import REWRITING
 from voxtune.errors import InputError
+from voxtune.plan import card_table
 from voxtune.plan import compete as competing
 from voxtune.plan.build import build
 from voxtune.plan.compete import Competition, KernelTimes, compete, race
@@ -257,7 +258,7 @@ def test_the_largest_share_comes_first_and_time_is_limited(rewritten, monkeypatc
     forms = forms_of(rewritten)
     largest = max(forms, key=lambda f: f.work * forms[f])
     assert order[0] == largest.operator and len(order) == len(forms)
-    for file in competing.cache_folder().rglob("*.json"):
+    for file in card_table.cache_folder().rglob("*.json"):
         file.unlink()
     clock = [0.0]
     monkeypatch.setattr(competing.time, "monotonic", lambda: clock[0])
@@ -310,7 +311,7 @@ def test_a_network_that_does_not_fit_is_not_compared(rewritten, monkeypatch):
 def test_a_hostile_cache_is_ignored(rewritten, content, caplog):
     network, args = rewritten
     forms = list(forms_of(rewritten))
-    path = competing._path(CPU)
+    path = competing.TABLE.path(CPU)
     path.parent.mkdir(parents=True)
     path.write_text(content.replace("KEY", forms[0].key))
     order = []
@@ -327,7 +328,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(rewritten, monkeypatch, capl
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(competing, "write_json", full)
+    monkeypatch.setattr(card_table, "write_json", full)
     with caplog.at_level(logging.WARNING, logger="voxtune"):
         assert compete(network, (args, {}), 60.0, timer=timer_of({}, 1.0)).times
     assert "could not be cached" in caplog.text

@@ -6,14 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
 
 from voxtune.kernels import measured_tiles
-from voxtune.kernels.measured_tiles import values_of
 from voxtune.kernels.parity_tiles import ParityTile
 from voxtune.plan import tiling
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.slow
@@ -38,7 +40,7 @@ def test_faster_tiles_that_compute_the_same_are_used_and_remembered(tmp_path):
 @pytest.fixture
 def table(tmp_path, monkeypatch):
     monkeypatch.setenv("VOXTUNE_CACHE", str(tmp_path))
-    yield tiling._path(torch.device("cpu"))
+    yield tiling.TABLE.path(CPU)
     measured_tiles.forget()
 
 
@@ -48,12 +50,12 @@ def table(tmp_path, monkeypatch):
 def test_a_damaged_table_is_ignored(table, content, caplog):
     table.parent.mkdir(parents=True)
     table.write_text(content)
-    assert tiling._remembered(table) == {}
+    assert tiling.TABLE.read(CPU) == {}
     assert len(caplog.records) == 1
 
 
 def test_a_table_is_written_and_read(table):
-    tile = values_of(ParityTile(h=8, w=8))
-    tiling._remember(table, {"strided_conv 1 2": tile})
-    tiling._remember(table, {"strided_conv 1 3": tile})
-    assert tiling._remembered(table) == {"strided_conv 1 2": tile, "strided_conv 1 3": tile}
+    tile = asdict(ParityTile(h=8, w=8))
+    tiling.TABLE.add(CPU, {"strided_conv 1 2": tile})
+    tiling.TABLE.add(CPU, {"strided_conv 1 3": tile})
+    assert tiling.TABLE.read(CPU) == {"strided_conv 1 2": tile, "strided_conv 1 3": tile}

@@ -4,8 +4,8 @@
 they run kernels of this project and cuDNN, elsewhere PyTorch's operators.
 
 A convolution's data gradient is the same convolution with the weight flipped and its channels exchanged; the gradient of its
-weight is cuDNN's, for each source, without a concatenation. They do not keep what a norm returned: inside `forgetting` they keep
-how to compute it again from its source.
+weight is cuDNN's, for each source, without a concatenation. They do not keep what a norm returned: in `recomputing_norms` they
+keep how to compute it again from its source.
 
 Statistics of a result for the next norm are no function of their own: the norm's gradient contains their part.
 """
@@ -68,7 +68,7 @@ def _(sources, weight, bias, groups, eps, shift, activation, slope, slopes, resi
     return y, y.new_empty((y.shape[0], 4, C), dtype=torch.float32)
 
 
-def norm_again(
+def recompute_norm(
     sources: Sequence[Tensor],
     affine: Tensor,
     activation: str,
@@ -363,8 +363,8 @@ def _matching(needed: Any, gradient: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class NormAgain:
-    """A norm's result, computed again; `arguments` are those of `norm_again` after the affine."""
+class RecomputedNorm:
+    """A norm's result, computed again; `arguments` are those of `recompute_norm` after the affine."""
 
     sources: tuple[Tensor, ...]
     affine: Tensor
@@ -372,24 +372,24 @@ class NormAgain:
 
     def __call__(self) -> Tensor:
         with torch.no_grad():
-            return norm_again(self.sources, self.affine, *self.arguments)
+            return recompute_norm(self.sources, self.affine, *self.arguments)
 
 
-_AGAIN = "_voxtune_again"
+_RECIPE = "_voxtune_recomputed"
 
 
-def forget(y: Tensor, again: NormAgain) -> None:
-    """Inside `forgetting`, operators that need this result for their gradients keep how to compute it again."""
-    setattr(y, _AGAIN, again)
+def recompute_later(y: Tensor, norm: RecomputedNorm) -> None:
+    """Inside `recomputing_norms`, operators that need this result for their gradients keep how to compute it again."""
+    setattr(y, _RECIPE, norm)
 
 
 @contextmanager
-def forgetting() -> Iterator[None]:
-    def pack(x: Tensor) -> Tensor | NormAgain:
-        return getattr(x, _AGAIN, x)
+def recomputing_norms() -> Iterator[None]:
+    def pack(x: Tensor) -> Tensor | RecomputedNorm:
+        return getattr(x, _RECIPE, x)
 
-    def unpack(kept: Tensor | NormAgain) -> Tensor:
-        return kept() if isinstance(kept, NormAgain) else kept
+    def unpack(kept: Tensor | RecomputedNorm) -> Tensor:
+        return kept() if isinstance(kept, RecomputedNorm) else kept
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

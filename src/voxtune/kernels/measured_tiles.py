@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -31,7 +31,7 @@ MAX_CANDIDATES = 8
 
 @dataclass(frozen=True)
 class Choice:
-    """A kernel's choice of a tile for a shape; `most` is the shared memory of its card."""
+    """A kernel's choice of a tile for a shape on a device."""
 
     kernel: str
     shape: Shape
@@ -82,10 +82,6 @@ def use(name: str, table: dict[str, Any]) -> None:
     """Adds measured tiles of a card. Values that are not those of a tile are ignored: a file may be damaged."""
     mine = _tables.setdefault(name, {})
     mine.update({key: values for key, values in table.items() if _is_tile(key, values)})
-
-
-def values_of(tile: Conv3dTile | ParityTile) -> dict[str, int | bool]:
-    return asdict(tile)
 
 
 def forget() -> None:

@@ -8,8 +8,6 @@ source.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import statistics
@@ -17,21 +15,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from voxtune.errors import InputError
-from voxtune.files import one_line, write_json
-from voxtune.plan.cache import cache_folder, device_name, versions
+from voxtune.files import one_line
+from voxtune.plan.card_table import CardTable
 from voxtune.plan.kernel_forms import Call, KernelForm, kernel_forms, own_call, rival_call
 from voxtune.plan.optimized import Optimized
 from voxtune.plan.passes.base import EXCEPT
 from voxtune.plan.plan import Plan, Step
 from voxtune.plan.run import WARM_UP, Inputs
-from voxtune.plan.saved_graph import sources_hash
-from voxtune.reading import read_json
 
 log = logging.getLogger("voxtune")
 # A kernel that takes this much longer than cuDNN leaves its place.
@@ -40,7 +34,7 @@ LOSES = 1.03
 SECONDS_EACH, LEAST, MOST = 0.1, 3, 100
 # A recorded graph repeats a short call: the start of a graph takes a few microseconds.
 GRAPH_MS, MAX_REPEATS = 0.3, 16
-FORMAT, MAX_REMEMBERED = "voxtune-kernels/1", 4096
+TABLE = CardTable(what="measured times of kernels", format="voxtune-kernels/1", entries="times")
 
 # Times two calls in turns for about so many seconds; returns the median of each in milliseconds.
 Timer = Callable[[Call, Call, torch.device, float], tuple[float, float]]
@@ -195,8 +189,7 @@ def compete(network: Optimized, inputs: Inputs, seconds: float, *, timer: Timer 
     if not forms:
         return result
     runner, device = network.runner, network.signature.device
-    path = _path(device)
-    known = _remembered(path)
+    known = _remembered(device)
     waiting = []
     for form, count in forms.most_common():
         if form.key in known:
@@ -217,7 +210,7 @@ def compete(network: Optimized, inputs: Inputs, seconds: float, *, timer: Timer 
             new[form.key] = times
             result.times.append(KernelTimes(form, forms[form], *times))
     if new:
-        _remember(path, new)
+        TABLE.add(device, {key: list(pair) for key, pair in new.items()})
     return result
 
 
@@ -258,38 +251,12 @@ def _rehearse(forms: Sequence[KernelForm], device: torch.device, until: float) -
         pass
 
 
-def _path(device: torch.device) -> Path:
-    """The file of measured times of this card, these versions and this source."""
-    here = json.dumps([device_name(device), versions(), sources_hash()], sort_keys=True)
-    return cache_folder() / "kernels" / f"{hashlib.blake2b(here.encode(), digest_size=16).hexdigest()}.json"
-
-
-def _remembered(path: Path) -> dict[str, tuple[float, float]]:
+def _remembered(device: torch.device) -> dict[str, tuple[float, float]]:
     """Milliseconds by the key of a form. Whatever is not a pair of positive times is ignored."""
-    if not path.exists():
-        return {}
-    try:
-        content = read_json(path)
-    except InputError as error:
-        log.warning("ignoring measured times of kernels: %s", error)
-        return {}
-    if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("times"), dict):
-        log.warning("ignoring measured times of kernels: %s: expected a file of format %r", path, FORMAT)
-        return {}
-    return {key: (pair[0], pair[1]) for key, pair in content["times"].items() if _is_pair(pair)}
+    return {key: (pair[0], pair[1]) for key, pair in TABLE.read(device).items() if _is_pair(pair)}
 
 
 def _is_pair(value: Any) -> bool:
     if not isinstance(value, list) or len(value) != 2:
         return False
     return all(isinstance(ms, int | float) and not isinstance(ms, bool) and 0 < ms < math.inf for ms in value)
-
-
-def _remember(path: Path, new: dict[str, tuple[float, float]]) -> None:
-    """Best effort: if the cache cannot be written, only the next run takes longer."""
-    known = {**_remembered(path), **new}
-    times = {key: list(known[key]) for key in list(known)[-MAX_REMEMBERED:]}
-    try:
-        write_json(path, {"format": FORMAT, "times": times}, state=True)
-    except (OSError, InputError) as error:
-        log.warning("measured times of kernels could not be cached in %s: %s", path.parent, error)

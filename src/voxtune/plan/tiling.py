@@ -6,22 +6,19 @@ kernels/measured_tiles.py, in turns. A candidate replaces the tile if it is fast
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import json
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from voxtune.errors import InputError
-from voxtune.files import one_line, write_json
-from voxtune.plan.cache import cache_folder, device_name, versions
+from voxtune.files import one_line
+from voxtune.plan.card_table import CardTable
 from voxtune.plan.compete import Timer, race
 from voxtune.plan.kernel_forms import Call, KernelForm, kernel_forms, own_call
 from voxtune.plan.measure import clocked
@@ -30,8 +27,6 @@ from voxtune.plan.passes import PassStage, precision_of, select
 from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import Inputs
-from voxtune.plan.saved_graph import sources_hash
-from voxtune.reading import read_json
 
 if TYPE_CHECKING:
     from voxtune.plan.build import PlanTarget
@@ -45,7 +40,7 @@ SECONDS_EACH = 0.06
 TILE_SECONDS = 60.0
 # Half precision rounds sums of another order differently, by about one unit in the last place.
 SAME = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
-FORMAT, MAX_REMEMBERED = "voxtune-tiles/1", 4096
+TABLE = CardTable(what="measured tiles", format="voxtune-tiles/1", entries="tiles", prefix="tiles-")
 _loaded: set[Path] = set()
 
 
@@ -54,7 +49,6 @@ class TileTimes:
     """One shape: the milliseconds of a call with the kernel's own tile and with the chosen one."""
 
     key: str
-    count: int
     tried: int
     before_ms: float
     after_ms: float
@@ -83,10 +77,10 @@ def load_tiles(device: torch.device) -> None:
     """Uses the tiles that were measured on this card before; reads the file once per process."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return
-    path = _path(device)
+    path = TABLE.path(device)
     if path not in _loaded:
         _loaded.add(path)
-        _use(device, _remembered(path))
+        _use(device, TABLE.read(device))
 
 
 def measure_tiles(network: Optimized, inputs: Inputs, seconds: float, *, timer: Timer = race) -> TileSearch:
@@ -102,28 +96,27 @@ def measure_tiles(network: Optimized, inputs: Inputs, seconds: float, *, timer: 
     if not forms:
         return result
     device = network.signature.device
-    path = _path(device)
-    known = _remembered(path)
-    jobs: dict[str, tuple[KernelForm, int, Choice]] = {}
+    known = TABLE.read(device)
+    jobs: dict[str, tuple[KernelForm, Choice]] = {}
     with network.runner.flags():
-        for form, count in sorted(forms, key=lambda job: -job[0].work * job[1]):
+        for form, _ in sorted(forms, key=lambda pair: -pair[0].work * pair[1]):
             with recording() as choices:
                 own_call(form, form.tensors(device))()
             for key, choice in choices.items():
                 if key not in known and key not in jobs:
-                    jobs[key] = (form, count, choice)
+                    jobs[key] = (form, choice)
         _compile(list(jobs.values()), device, until)
         new: dict[str, Any] = {}
-        for key, (form, count, choice) in jobs.items():
+        for key, (form, choice) in jobs.items():
             if time.monotonic() > until:
                 result.left += 1
                 continue
-            times, tile = _best(form, count, choice, device, timer)
+            times, tile = _best(form, choice, device, timer)
             new[key] = tile
             result.times.append(times)
     if new:
         _use(device, new)
-        _remember(path, new)
+        TABLE.add(device, new)
     return result
 
 
@@ -149,14 +142,14 @@ def _with(call: Call, key: str, tile: Any) -> Call:
     return forced
 
 
-def _compile(jobs: Sequence[tuple[KernelForm, int, Any]], device: torch.device, until: float) -> None:
+def _compile(jobs: Sequence[tuple[KernelForm, Any]], device: torch.device, until: float) -> None:
     """Compiles the candidates' kernels in parallel, which would else be compiled one by one."""
     if device.type != "cuda" or not jobs:
         return
     from voxtune.kernels.precompile import compiled_ahead
 
     def rehearse() -> None:
-        for form, _, choice in jobs:
+        for form, choice in jobs:
             call = own_call(form, form.tensors(device))
             for tile in choice.candidates():
                 if time.monotonic() > until:
@@ -170,11 +163,7 @@ def _compile(jobs: Sequence[tuple[KernelForm, int, Any]], device: torch.device, 
         pass
 
 
-def _best(
-    form: KernelForm, count: int, choice: Any, device: torch.device, timer: Timer
-) -> tuple[TileTimes, dict[str, int | bool]]:
-    from voxtune.kernels.measured_tiles import values_of
-
+def _best(form: KernelForm, choice: Any, device: torch.device, timer: Timer) -> tuple[TileTimes, dict[str, int | bool]]:
     call = own_call(form, form.tensors(device))
     rule = _with(call, choice.key, choice.tile)
     expected = _result(rule())
@@ -193,7 +182,7 @@ def _best(
         if after / before < WORTH * best_ms:
             best, best_ms = tile, after / before
     before = first_ms or 0.0
-    return TileTimes(choice.key, count, tried, before, before * best_ms), values_of(best)
+    return TileTimes(choice.key, tried, before, before * best_ms), asdict(best)
 
 
 def _result(output: Any) -> Tensor:
@@ -210,34 +199,3 @@ def _use(device: torch.device, table: dict[str, Any]) -> None:
     from voxtune.kernels.measured_tiles import card, use
 
     use(card(device), table)
-
-
-def _path(device: torch.device) -> Path:
-    """The file of measured tiles of this card, these versions and this source."""
-    here = json.dumps([device_name(device), versions(), sources_hash()], sort_keys=True)
-    return cache_folder() / "kernels" / f"tiles-{hashlib.blake2b(here.encode(), digest_size=16).hexdigest()}.json"
-
-
-def _remembered(path: Path) -> dict[str, Any]:
-    """Tiles by the key of a choice. What is not a tile is ignored where it would be used."""
-    if not path.exists():
-        return {}
-    try:
-        content = read_json(path)
-    except InputError as error:
-        log.warning("ignoring measured tiles: %s", error)
-        return {}
-    if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("tiles"), dict):
-        log.warning("ignoring measured tiles: %s: expected a file of format %r", path, FORMAT)
-        return {}
-    tiles: dict[str, Any] = content["tiles"]
-    return tiles
-
-
-def _remember(path: Path, new: dict[str, Any]) -> None:
-    """Best effort: if the cache cannot be written, only the next search takes longer."""
-    tiles = {**_remembered(path), **new}
-    try:
-        write_json(path, {"format": FORMAT, "tiles": dict(list(tiles.items())[-MAX_REMEMBERED:])}, state=True)
-    except (OSError, InputError) as error:
-        log.warning("measured tiles could not be cached in %s: %s", path.parent, error)

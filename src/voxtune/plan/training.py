@@ -49,11 +49,11 @@ class TrainingNetwork(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = tree_flatten((args, kwargs))[0]
-        runner = _Forgetting(self.rewritten, self._live.values())
+        runner = _TrainingInterpreter(self.rewritten, self._live.values())
         return self.rewritten.graph.process_outputs(runner.run(*leaves, enable_io_processing=False))
 
 
-class _Forgetting(fx.Interpreter):
+class _TrainingInterpreter(fx.Interpreter):
     """Runs the graph with given weights; results of norms are computed again in the backward pass."""
 
     def __init__(self, module: fx.GraphModule, values: dict[str, Tensor]):
@@ -61,22 +61,22 @@ class _Forgetting(fx.Interpreter):
         self.values = values
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        from voxtune.kernels.gradients import forgetting
+        from voxtune.kernels.gradients import recomputing_norms
 
-        with forgetting() if torch.is_grad_enabled() else nullcontext():
+        with recomputing_norms() if torch.is_grad_enabled() else nullcontext():
             return super().run(*args, **kwargs)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self.values[target] if target in self.values else super().get_attr(target, args, kwargs)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        from voxtune.kernels.gradients import NormAgain, forget
+        from voxtune.kernels.gradients import RecomputedNorm, recompute_later
 
         if target is not torch.ops.voxtune.norm_act.default or not torch.is_grad_enabled():
             return super().call_function(target, args, kwargs)
         y, affine = torch.ops.voxtune.norm_act_kept(*args)
         # Sources; activation, slope, slopes, residual.
-        forget(y, NormAgain(tuple(args[0]), affine, tuple(args[6:10])))
+        recompute_later(y, RecomputedNorm(tuple(args[0]), affine, tuple(args[6:10])))
         return y
 
 
