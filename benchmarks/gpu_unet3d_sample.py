@@ -271,9 +271,9 @@ def loop(steps: int = 50) -> dict[str, float]:
 
 
 @torch.no_grad()
-def breakdown(top: int = 40) -> list[dict]:
+def breakdown(name: str, size: tuple[int, int, int], top: int = 40) -> list[dict]:
     """GPU time of each kernel of one planned step without CUDA graph, by torch.profiler."""
-    net, xs = network("med-ddpm").cuda(), on_gpu(inputs("med-ddpm", (128, 128, 128)))
+    net, xs = network(name).cuda(), on_gpu(inputs(name, size))
     fast = build(net, xs, None, Plan.of(*(n for n in WHOLE if n != "cuda_graph")))
     for _ in range(2):
         fast(*xs)
@@ -288,8 +288,8 @@ def breakdown(top: int = 40) -> list[dict]:
     ranked = sorted(kernels.items(), key=lambda item: -sum(item[1]))
     total = sum(sum(t) for t in kernels.values())
     print(f"{total:.2f} ms in {sum(len(t) for t in kernels.values())} kernels")
-    for name, times in ranked[:top]:
-        print(f"{sum(times):8.3f} ms {len(times):4d} x  max {max(times):7.3f}  {name}")
+    for kernel, times in ranked[:top]:
+        print(f"{sum(times):8.3f} ms {len(times):4d} x  max {max(times):7.3f}  {kernel}")
     return [{"kernel": n, "ms": round(sum(t), 4), "count": len(t)} for n, t in ranked]
 
 
@@ -311,12 +311,14 @@ def main() -> None:
         elif part == "loop":
             more |= loop()
         elif part == "breakdown":
-            more["breakdown"] = breakdown()
+            more[part] = breakdown("med-ddpm", (128, 128, 128))
+        elif part == "breakdown_brats":
+            more[part] = breakdown("med-ddpm-brats", (144, 192, 192), top=20)
         else:
             rows += measure(part, arguments.rows.split(",") if arguments.rows else None, arguments.seconds)
         write(arguments.out, rows, **more)
     show(rows)
-    print(json.dumps({k: v for k, v in more.items() if k != "breakdown"}))
+    print(json.dumps({k: v for k, v in more.items() if not k.startswith("breakdown")}))
 
 
 if __name__ == "__main__":
