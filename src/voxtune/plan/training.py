@@ -19,10 +19,11 @@ from torch.utils._pytree import tree_flatten
 
 from voxtune.errors import InputError
 from voxtune.plan.build import PlanTarget, rewrite
-from voxtune.plan.derivation import LiveWeights
+from voxtune.plan.derivation import Derivation, LiveWeights, Ref
 from voxtune.plan.graph import Captured
 from voxtune.plan.passes import Context
 from voxtune.plan.plan import Plan
+from voxtune.plan.run import leaves_of
 
 # Their results depend on the batch, or on chance, in training mode: an inference graph computes something else.
 _DIFFERS = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd, nn.AlphaDropout)
@@ -38,19 +39,46 @@ class TrainingNetwork(nn.Module):
     rewritten: fx.GraphModule
     notes: dict[str, str]
     _live: LiveWeights
+    _without_effect: tuple[str, ...]
 
-    def __init__(self, original: nn.Module, captured: Captured, notes: dict[str, str]):
+    def __init__(
+        self, original: nn.Module, captured: Captured, notes: dict[str, str], without_effect: Sequence[str] = ()
+    ):
+        """`without_effect` are parameters whose gradient is zero, which the rewritten graph does not contain."""
         super().__init__()
         for shared in ("_parameters", "_buffers", "_modules"):
             self.__dict__[shared] = original.__dict__[shared]
         # Not as submodules: their parameters are not this network's.
         live = LiveWeights(original, captured.module, captured.derived)
-        self.__dict__.update(original=original, rewritten=captured.module, notes=notes, _live=live)
+        live.drop_values()
+        names = tuple(without_effect)
+        self.__dict__.update(
+            original=original, rewritten=captured.module, notes=notes, _live=live, _without_effect=names
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = tree_flatten((args, kwargs))[0]
         runner = _TrainingInterpreter(self.rewritten, self._live.values())
-        return self.rewritten.graph.process_outputs(runner.run(*leaves, enable_io_processing=False))
+        output = runner.run(*leaves_of(args, kwargs), enable_io_processing=False)
+        idle = [p for p in map(self.original.get_parameter, self._without_effect) if p.requires_grad]
+        if idle and torch.is_grad_enabled():
+            output = list(output)
+            at = next((i for i, y in enumerate(output) if isinstance(y, Tensor) and y.requires_grad), None)
+            if at is not None:
+                output[at] = _ZeroGradients.apply(output[at], *idle)
+        return self.rewritten.graph.process_outputs(output)
+
+
+class _ZeroGradients(torch.autograd.Function):
+    """Its first argument, and gradients of zero for the others: an optimizer treats a missing gradient differently."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return dy, *(torch.zeros_like(p) for p in ctx.saved_tensors)
 
 
 class _TrainingInterpreter(fx.Interpreter):
@@ -96,8 +124,26 @@ def training_network(
     from voxtune.kernels.gradients import differentiable, register_gradients
 
     register_gradients()
+    captured.graph.eliminate_dead_code()
+    parameters = {name for name, _ in model.named_parameters()}
+    before = _used(captured) & parameters
     notes = rewrite(captured, plan, Context(target.device, plan.names, twin=target.device.type != "cuda"))
     for node in captured.graph.nodes:
         if node.op == "call_function" and not differentiable(node.target):
             raise InputError(f"{node.target} has no gradient")
-    return TrainingNetwork(model, captured, notes)
+    return TrainingNetwork(model, captured, notes, sorted(before - _used(captured)))
+
+
+def _used(captured: Captured) -> set[str]:
+    """Weights of the network that its graph refers to, also through those that are computed from them."""
+    waiting: list[Any] = [Ref(str(node.target)) for node in captured.graph.find_nodes(op="get_attr")]
+    used: set[str] = set()
+    while waiting:
+        part = waiting.pop()
+        derivation = captured.derived.derivations.get(part.name) if isinstance(part, Ref) else part
+        if isinstance(derivation, Derivation):
+            leaves = tree_flatten((derivation.args, derivation.kwargs))[0]
+            waiting += [x for x in leaves if isinstance(x, Ref | Derivation)]
+        elif part.name in captured.own:
+            used.add(part.name)
+    return used
