@@ -77,7 +77,7 @@ class _ZeroGradients(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
         return dy, *(torch.zeros_like(p) for p in ctx.saved_tensors)
 
 
