@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from voxtune.kernels import conv3d as cv
 from voxtune.kernels import doubling_conv as doubling
 from voxtune.kernels import strided_conv as strided
-from voxtune.kernels.gradients import RecomputedNorm, recompute_later, recomputing_norms, register_gradients
+from voxtune.kernels.gradients import RecomputedNorm, recompute_later, recomputing_results, register_gradients
 from voxtune.kernels.group_norm import norm_act_reference
 
 ops = torch.ops.voxtune
@@ -203,7 +203,7 @@ def test_a_norms_result_is_computed_again():
         y, affine = ops.norm_act_kept([x], weight, bias, 4, 1e-5, None, *arguments, [])
         if hidden:
             recompute_later(y, Counted((x,), affine, arguments))
-        with recomputing_norms():
+        with recomputing_results():
             z = ops.conv3d([y], cv.pack(matrix), None, None, False)[0]
         del y
         return torch.autograd.grad(z.square().sum(), [x, weight, bias, matrix])

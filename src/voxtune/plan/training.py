@@ -9,8 +9,8 @@ are computed again from these.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from voxtune.plan.derivation import Derivation, LiveWeights, Ref
 from voxtune.plan.graph import Captured
 from voxtune.plan.passes import Context
 from voxtune.plan.plan import Plan
+from voxtune.plan.recompute import Group, Inside, inside
 from voxtune.plan.run import leaves_of
 
 # Their results depend on the batch, or on chance, in training mode: an inference graph computes something else.
@@ -38,8 +39,10 @@ class TrainingNetwork(nn.Module):
     original: nn.Module
     rewritten: fx.GraphModule
     notes: dict[str, str]
+    groups: tuple[Group, ...]
     _live: LiveWeights
     _without_effect: tuple[str, ...]
+    _execution: Execution
 
     def __init__(
         self, original: nn.Module, captured: Captured, notes: dict[str, str], without_effect: Sequence[str] = ()
@@ -55,10 +58,21 @@ class TrainingNetwork(nn.Module):
         self.__dict__.update(
             original=original, rewritten=captured.module, notes=notes, _live=live, _without_effect=names
         )
+        self.recompute(())
+
+    def recompute(self, groups: Sequence[Group]) -> None:
+        """From the next step on: what the operators of these groups need for gradients is computed again."""
+        self.__dict__.update(groups=tuple(groups), _execution=self.execution(groups))
+
+    def execution(self, groups: Sequence[Group]) -> Execution:
+        return Execution(self.rewritten, groups)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The graph's weights, computed from the parameters."""
+        return self._live.values()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        runner = _TrainingInterpreter(self.rewritten, self._live.values())
-        output = runner.run(*leaves_of(args, kwargs), enable_io_processing=False)
+        output = self._execution(leaves_of(args, kwargs), self.weights())
         idle = [p for p in map(self.original.get_parameter, self._without_effect) if p.requires_grad]
         if idle and torch.is_grad_enabled():
             output = list(output)
@@ -81,31 +95,115 @@ class _ZeroGradients(torch.autograd.Function):
         return dy, *(torch.zeros_like(p) for p in ctx.saved_tensors)
 
 
-class _TrainingInterpreter(fx.Interpreter):
-    """Runs the graph with given weights; results of norms are computed again in the backward pass."""
+class Execution:
+    """One forward pass of the graph with given weights; what gradients need of the groups is computed again."""
 
-    def __init__(self, module: fx.GraphModule, values: dict[str, Tensor]):
-        super().__init__(module)
-        self.values = values
+    def __init__(self, module: fx.GraphModule, groups: Sequence[Group]):
+        self.module = module
+        self.nodes = list(module.graph.nodes)
+        position = {node: i for i, node in enumerate(self.nodes)}
+        # What is used for the last time, by position.
+        self.ends: dict[int, list[fx.Node]] = {}
+        for node, i in position.items():
+            self.ends.setdefault(max((position[user] for user in node.users), default=i), []).append(node)
+        self.groups = {group.first: again for group in groups if (again := inside(self.nodes, group)).results}
+        # Called before each operator, with its position.
+        self.watch: Callable[[int, dict[fx.Node, Any]], None] | None = None
+        self.hooks: Callable[[], AbstractContextManager[Any]] = _recomputing_results
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        from voxtune.kernels.gradients import recomputing_norms
+    def __call__(self, leaves: Sequence[Any], values: dict[str, Tensor]) -> Any:
+        given = iter(leaves)
+        known: dict[fx.Node, Any] = {}
+        training = torch.is_grad_enabled()
+        later: _GroupValues | None = None
+        with self.hooks() if training else nullcontext():
+            for i, node in enumerate(self.nodes):
+                if self.watch is not None:
+                    self.watch(i, known)
+                if training and i in self.groups:
+                    later = _GroupValues(self, self.groups[i], known, values)
+                known[node] = next(given) if node.op == "placeholder" else self.compute(node, known, values)
+                if later is not None and node in later.group.results:
+                    later.promise(node, known[node])
+                if node.op != "output":
+                    self.forget(i, known)
+        return known[self.nodes[-1]]
 
-        with recomputing_norms() if torch.is_grad_enabled() else nullcontext():
-            return super().run(*args, **kwargs)
+    def forget(self, i: int, known: dict[fx.Node, Any]) -> None:
+        for ended in self.ends.get(i, ()):
+            known.pop(ended, None)
 
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return self.values[target] if target in self.values else super().get_attr(target, args, kwargs)
+    def compute(self, node: fx.Node, known: dict[fx.Node, Any], values: dict[str, Tensor]) -> Any:
+        if node.op == "get_attr":
+            name = str(node.target)
+            return values[name] if name in values else self._constant(name)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+        if node.op == "output":
+            return args[0]
+        assert node.op == "call_function" and callable(node.target), node.format_node()
+        return _call(node.target, args, kwargs)
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        from voxtune.kernels.gradients import RecomputedNorm, recompute_later
+    def _constant(self, name: str) -> Any:
+        value: Any = self.module
+        for part in name.split("."):
+            value = getattr(value, part)
+        return value
 
-        if target is not torch.ops.voxtune.norm_act.default or not torch.is_grad_enabled():
-            return super().call_function(target, args, kwargs)
-        y, affine = torch.ops.voxtune.norm_act_kept(*args)
-        # Sources; activation, slope, slopes, residual.
-        recompute_later(y, RecomputedNorm(tuple(args[0]), affine, tuple(args[6:10])))
+
+class _GroupValues:
+    """The results of a group that gradients need, computed again when the first of them is asked for."""
+
+    def __init__(self, execution: Execution, group: Inside, known: dict[fx.Node, Any], weights: dict[str, Tensor]):
+        from voxtune.kernels.gradients import recipe_or_value
+
+        self.execution, self.group, self.weights = execution, group, weights
+        # Those that exist already; others are weights, or follow inside.
+        self.given = {node: recipe_or_value(known[node]) for node in group.inputs}
+        self.values: dict[fx.Node, Tensor] = {}
+
+    def promise(self, node: fx.Node, y: Tensor) -> None:
+        from voxtune.kernels.gradients import RecomputedInGroup, recompute_later
+
+        recompute_later(y, RecomputedInGroup(self, node))
+
+    def __call__(self, node: fx.Node) -> Tensor:
+        """Each value is asked for by one operator's gradient after the other, and kept until the group's are done."""
+        from voxtune.kernels.gradients import computed
+
+        if node not in self.values:
+            known = {n: computed(x) for n, x in self.given.items()}
+            with torch.no_grad():
+                for inner in self.group.nodes:
+                    known[inner] = self.execution.compute(inner, known, self.weights)
+                    if inner in self.group.results:
+                        self.values[inner] = known[inner]
+                    for ended in self.group.ends[inner]:
+                        known.pop(ended, None)
+        return self.values[node]
+
+
+def _recomputing_results() -> AbstractContextManager[None]:
+    from voxtune.kernels.gradients import recomputing_results
+
+    return recomputing_results()
+
+
+def _call(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The operator; of a norm and of an upsampling not the result is kept for gradients, but how to compute it again."""
+    from voxtune.kernels.gradients import RecomputedNorm, RecomputedUpsampling, recipe_or_value, recompute_later
+
+    own = torch.ops.voxtune
+    if not torch.is_grad_enabled() or target not in (own.norm_act.default, own.upsample.default):
+        return target(*args, **kwargs)
+    if target is own.upsample.default:
+        y = target(*args, **kwargs)
+        recompute_later(y, RecomputedUpsampling(recipe_or_value(args[0]), args[1]))
         return y
+    y, affine = own.norm_act_kept(*args)
+    # Sources; activation, slope, slopes, residual.
+    sources, after = tuple(map(recipe_or_value, args[0])), tuple(map(recipe_or_value, args[6:10]))
+    recompute_later(y, RecomputedNorm(sources, affine, after))
+    return y
 
 
 def training_network(
