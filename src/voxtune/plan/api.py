@@ -109,7 +109,7 @@ def optimize(
         if not any(isinstance(a, torch.Tensor) for a in (*inputs[0], *inputs[1].values())):
             raise InputError("example_inputs contain no tensor")
         if model.training:
-            raise InputError("the network is in training mode; plans are for inference: call .eval() first")
+            raise InputError("the network is in training mode: call .eval() first, or pass train=True to train it")
         on_cpu = PlanTarget(model, inputs).device.type == "cpu"
         request = Request(
             precision=precision,

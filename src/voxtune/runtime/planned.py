@@ -7,7 +7,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from voxtune.workloads import WORKLOADS, split, without_zeros
 if TYPE_CHECKING:
     from voxtune.plan import Optimized, Plan
     from voxtune.plan.api import RequestedPrecision
+    from voxtune.plan.optimized_training import OptimizedTraining
     from voxtune.plan.search import Search
     from voxtune.plan.tuner import TunerRung
 
@@ -100,17 +101,37 @@ def _noise(seed: int, indices: Sequence[int], shape: Sequence[int], device: torc
 def optimize(model: Model, example_inputs: None = None, plan: str | Path | Plan = "auto", **options: Any) -> Model: ...
 @overload
 def optimize(
-    model: nn.Module, example_inputs: Sequence[Any] | Tensor, plan: str | Path | Plan = "auto", **options: Any
+    model: nn.Module,
+    example_inputs: Sequence[Any] | Tensor,
+    plan: str | Path | Plan = "auto",
+    *,
+    train: Literal[False] = False,
+    **options: Any,
 ) -> Optimized: ...
+@overload
+def optimize(
+    model: nn.Module,
+    example_inputs: Sequence[Any] | Tensor,
+    plan: str | Path | Plan = "auto",
+    *,
+    train: Literal[True],
+    **options: Any,
+) -> OptimizedTraining: ...
 def optimize(
     model: Model | nn.Module,
     example_inputs: Sequence[Any] | Tensor | None = None,
     plan: str | Path | Plan = "auto",
+    *,
+    train: bool = False,
     **options: Any,
-) -> Model | Optimized:
+) -> Model | Optimized | OptimizedTraining:
     """A faster network with the same output, as checked by the gate; `voxtune.plan.optimize` describes plans and options.
 
     A Model needs no example inputs: its network is optimized for each shape when a volume of it is first sampled.
+
+    `train=True`: the result computes gradients, for the network's own parameters. The rewritten network competes with the
+    original in the time of a forward and a backward pass; its gate compares gradients, layer by layer. Options are `precision`:
+    "same" (that of autocast where this is called), "auto", "bf16" or "fp16"; `example_kwargs`; and `say`.
     """
     from voxtune.plan import Plan
     from voxtune.plan import optimize as optimize_network
@@ -118,6 +139,8 @@ def optimize(
     if not isinstance(plan, str | Path | Plan):
         raise InputError(f"plan: expected 'auto', 'baseline', a plan file or a Plan, got {type(plan).__name__}")
     if isinstance(model, Model):
+        if train:
+            raise InputError("train=True takes a network: pass model.network, or train with voxtune.train")
         return Model(model.config, Planned(model.network, plan, **options), _noise, weights=model.weights)
     if not isinstance(model, nn.Module):
         raise InputError(f"optimize requires a torch.nn.Module or a voxtune.Model, got {type(model).__name__}")
@@ -125,6 +148,10 @@ def optimize(
         raise InputError("missing example_inputs: pass the tensors that the network is called with")
     if not isinstance(example_inputs, Tensor | list | tuple):
         raise InputError(f"example_inputs: expected tensors, got {type(example_inputs).__name__}")
+    if train:
+        from voxtune.plan.optimized_training import optimize_training
+
+        return optimize_training(model, example_inputs, plan, **options)
     return optimize_network(model, example_inputs, plan, **options)
 
 

@@ -1,0 +1,275 @@
+"""`optimize(network, inputs, train=True)`: the same parameters, trained by a rewritten network that passed a gate."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from voxtune.errors import InputError
+from voxtune.files import one_line
+from voxtune.plan.api import to_stderr
+from voxtune.plan.build import PlanTarget
+from voxtune.plan.gate import Verdict, volumes_of
+from voxtune.plan.hazards import refuses_half
+from voxtune.plan.measure import Timing, measure
+from voxtune.plan.optimized import MAX_VARIANTS, precision_in_force, weights_type
+from voxtune.plan.passes import Precision
+from voxtune.plan.passes.base import HALF
+from voxtune.plan.plan import Plan
+from voxtune.plan.run import Inputs, Signature
+from voxtune.plan.training import TrainingNetwork, training_network, training_passes
+from voxtune.plan.training_gate import GateBatch, GradientGate
+from voxtune.plan.tuner import TuningRow, describe_row
+
+log = logging.getLogger("voxtune")
+# A plan must be faster than the original by more than the noise of a measurement.
+FASTER = 0.98
+# Of measuring each call, in so many parts.
+SECONDS, ROUNDS = 4.0, 2
+OWN = "own kernels"
+
+
+class OptimizedTraining(nn.Module):
+    """A network whose training steps run by a plan; its parameters, buffers and submodules are the original's.
+
+    The weights are read in every call. Inputs of other sizes are rewritten at their first call. Where a plan does not apply, such
+    as under another precision of autocast, the original runs, with one warning.
+    """
+
+    def __init__(self, original: nn.Module, plan: Plan, precision: Precision | None, rows: Sequence[TuningRow] = ()):
+        """`precision` None: that of the caller, who chose the plan."""
+        super().__init__()
+        # The same dictionaries: a replaced parameter or submodule is replaced in both.
+        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[shared] = original.__dict__[shared]
+        self.__dict__["original"] = original
+        self.training = original.training
+        self.plan, self.precision, self.rows = plan, precision, list(rows)
+        self._networks: OrderedDict[Signature, TrainingNetwork] = OrderedDict()
+        self._warned: set[str] = set()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        signature = Signature.of(args, kwargs)
+        reason = self._why_original(signature.device)
+        if reason is None:
+            try:
+                network = self._networks.get(signature) or self._new(signature, args, kwargs)
+            except InputError as error:
+                reason = one_line(error)
+            else:
+                # The plan's own types are those of its operators.
+                with torch.autocast(signature.device.type, enabled=False):
+                    return network(*args, **kwargs)
+        if reason and reason not in self._warned:
+            self._warned.add(reason)
+            log.warning("the plan is not used: %s; running the original network", reason)
+        return self.original(*args, **kwargs)
+
+    def _why_original(self, device: torch.device) -> str | None:
+        """None if the plan runs; an empty reason if the original was the fastest."""
+        if not self.plan.steps:
+            return ""
+        if self.precision is not None:
+            current = precision_in_force(weights_type(self.original), device)
+            if current != self.precision:
+                return f"it was made for {self.precision} and is called in {current}"
+        return None
+
+    def _new(self, signature: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> TrainingNetwork:
+        with torch.autocast(signature.device.type, enabled=False):
+            network = training_network(self.original, args, kwargs, self.plan)
+        return self.add(signature, network)
+
+    def add(self, signature: Signature, network: TrainingNetwork) -> TrainingNetwork:
+        while len(self._networks) >= MAX_VARIANTS:
+            self._networks.popitem(last=False)
+        self._networks[signature] = network
+        return network
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """What each pass did."""
+        return next((network.notes for network in self._networks.values()), {})
+
+    def report(self) -> str:
+        """What was tried, how long a step took, and what each pass did."""
+        title = f"plan: {' + '.join(self.plan.names) or 'the original network'}"
+        return "\n".join(
+            [*map(describe_row, self.rows), title, *(f"  {name}: {note}" for name, note in self.notes.items())]
+        )
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return self.original.load_state_dict(state_dict, *args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.original._load_from_state_dict(*args, **kwargs)  # as part of another module
+
+    def train(self, mode: bool = True) -> OptimizedTraining:
+        self.original.train(mode)
+        self.training = mode
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or "original" not in self.__dict__:
+                raise
+            return getattr(self.original, name)
+
+    # Copies hold the original and the plan; they are rewritten at their first call.
+
+    def __reduce__(self) -> Any:
+        return OptimizedTraining, (self.original, self.plan, self.precision, self.rows)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Forward and backward pass of a call, with a loss that gives every result a gradient."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    weights: list[Tensor]
+
+    def loss(self, output: Any) -> Tensor:
+        parts = [
+            (y * (w.double() if y.dtype == torch.float64 else w).to(y.device)).sum()
+            for y, w in zip(_results(output), self.weights, strict=True)
+        ]
+        return torch.stack(parts).sum()
+
+    def gradients(self, call: Callable[..., Any], parameters: Sequence[Tensor]) -> Callable[[], None]:
+        def step() -> None:
+            # Not into `.grad`, which belongs to the caller.
+            torch.autograd.grad(self.loss(call(*self.args, **self.kwargs)), parameters, allow_unused=True)
+
+        return step
+
+
+def _results(output: Any) -> list[Tensor]:
+    return [y for y in volumes_of(output) if y.requires_grad]
+
+
+def _step(call: Callable[..., Any], inputs: Inputs) -> _Step:
+    args, kwargs = inputs
+    output = _results(call(*args, **kwargs))
+    if not output:
+        raise InputError("no result of the network requires a gradient: its parameters are frozen")
+    random = torch.Generator().manual_seed(0)
+    weights = [torch.randn(y.shape, generator=random).to(y.device) / y[0].numel() ** 0.5 for y in output]
+    return _Step(tuple(args), dict(kwargs), weights)
+
+
+def optimize_training(
+    model: nn.Module,
+    example_inputs: Sequence[Any] | Tensor,
+    plan: str | Path | Plan = "auto",
+    *,
+    precision: str = "same",
+    example_kwargs: dict[str, Any] | None = None,
+    say: Callable[[str], None] | None = None,
+) -> OptimizedTraining:
+    """The faster of the original and of its rewritten form, which must pass the gate; a given `plan` must pass, and is used."""
+    args = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
+    inputs: Inputs = (args, example_kwargs or {})
+    device = PlanTarget(model, inputs).device
+    given = {"auto": None, "baseline": Plan(())}.get(str(plan), plan) if not isinstance(plan, Plan) else plan
+    chosen = Plan.load(Path(given)) if isinstance(given, str | Path) else given
+    return _chosen(model, inputs, chosen, precision, device, say or (to_stderr if device.type == "cpu" else log.info))
+
+
+def _chosen(
+    model: nn.Module,
+    inputs: Inputs,
+    plan: Plan | None,
+    precision: str,
+    device: torch.device,
+    say: Callable[[str], None],
+) -> OptimizedTraining:
+    current = precision_in_force(weights_type(model), device)
+    chosen = _precision(precision, current, device)
+    follows = current if precision == "same" else None
+    if plan is not None and not plan.steps:
+        return OptimizedTraining(model, plan, None)
+    if plan is None and device.type != "cuda":
+        say("plans for training need a GPU, where their kernels run: the original network runs")
+        return OptimizedTraining(model, Plan(()), None)
+    # The plan and the references of its gate have types of their own.
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        rows, network = _tried(model, inputs, plan or Plan.of(*training_passes(chosen)), chosen, device, bool(plan))
+    for row in rows:
+        say(describe_row(row))
+    fast = OptimizedTraining(model, Plan(()) if network is None else Plan.of(*rows[-1].passes), follows, rows)
+    if network is not None:
+        fast.add(Signature.of(*inputs), network)
+    return fast
+
+
+def _tried(
+    model: nn.Module, inputs: Inputs, plan: Plan, precision: Precision, device: torch.device, given: bool
+) -> tuple[list[TuningRow], TrainingNetwork | None]:
+    """The original and the plan; the rewritten network if it is to be used. A `given` plan is used, or refused by an error."""
+    half = HALF.get(precision)
+
+    def as_called(*args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if half is None else torch.autocast(device.type, half):
+            return model(*args, **kwargs)
+
+    original, row = TuningRow("original", (), kept=True), TuningRow(OWN, plan.names)
+    step = _step(as_called, inputs)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    network: TrainingNetwork | None = None
+    try:
+        network = training_network(model, *inputs, plan)
+        row.verdict = _judge(model, inputs, step, plan, precision)
+        row.why = "" if row.verdict.passed else f"refused by the gate: {row.verdict.reason}"
+    except (InputError, RuntimeError) as error:
+        row.why = one_line(error)
+    if given and row.why:
+        raise InputError(f"the plan cannot train this network: {row.why}")
+    if network is None or row.why:
+        return [original, row], None
+    original.timing, row.timing = _timed(
+        [step.gradients(as_called, parameters), step.gradients(network, parameters)], device
+    )
+    row.kept = given or row.timing.p50_ms < FASTER * original.timing.p50_ms
+    row.why = "" if row.kept else "not faster than the original"
+    original.kept = not row.kept
+    return [original, row], network if row.kept else None
+
+
+def _timed(calls: Sequence[Callable[[], None]], device: torch.device) -> list[Timing]:
+    """Each call twice, in turns: what slows the machine for a while slows all of them."""
+    rounds = [[measure(call, device, seconds=SECONDS / ROUNDS) for call in calls] for _ in range(ROUNDS)]
+    return [min(timings, key=lambda timing: timing.p50_ms) for timings in zip(*rounds, strict=True)]
+
+
+def _precision(requested: str, current: Precision, device: torch.device) -> Precision:
+    if requested == "same":
+        return current
+    if requested == "auto":
+        return "bf16" if device.type == "cuda" and refuses_half(device) is None else current
+    if requested in HALF:
+        return requested  # type: ignore[return-value]
+    raise InputError(
+        f"precision {requested!r} in training: choose same, auto, bf16 or fp16; float32 and TF32 follow PyTorch's own flags"
+    )
+
+
+def _judge(model: nn.Module, inputs: Inputs, step: _Step, plan: Plan, precision: Precision) -> Verdict:
+    def rewritten(copied: nn.Module) -> Callable[..., Any]:
+        return training_network(copied, *inputs, plan)
+
+    name = "default" if precision == "tf32" else precision
+    return GradientGate(model, [GateBatch(step.args, step.loss, step.kwargs)], name).judge(rewritten)
