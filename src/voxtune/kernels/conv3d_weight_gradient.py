@@ -63,7 +63,7 @@ class GradientTile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Division:
     """The division of the steps."""
 
     tiles: int  # of the result
@@ -80,12 +80,12 @@ class Work:
         return self.programs + self.tiles - 1
 
     @staticmethod
-    def of(dy_NDHWK: Tensor, C: int, tile: GradientTile, programs: int) -> Work:
+    def of(dy_NDHWK: Tensor, C: int, tile: GradientTile, programs: int) -> Division:
         N, D, H, W, K = dy_NDHWK.shape
         chunks = triton.cdiv(C, tile.c)
         tiles = tile.groups * chunks * triton.cdiv(K, tile.k)
         steps = N * D * triton.cdiv(H, tile.h) * triton.cdiv(W, tile.w)
-        return Work(tiles=tiles, steps=steps, programs=min(programs, tiles * steps), chunks=chunks)
+        return Division(tiles=tiles, steps=steps, programs=min(programs, tiles * steps), chunks=chunks)
 
 
 def weight_gradient_reference(
@@ -222,8 +222,8 @@ def why_not(  # noqa: PLR0911
         return "a plane of 2^31 values or more"
     tile = default_tile(dy, hopper=hopper)
     for source in sources:
-        work = Work.of(channels_inside(dy), source.shape[1], tile, programs_of(dy.device, tile))
-        if (work.programs + 1) * work.units >= 2**31:
+        division = Division.of(channels_inside(dy), source.shape[1], tile, programs_of(dy.device, tile))
+        if (division.programs + 1) * division.units >= 2**31:
             return "too many steps"
     if hopper and not Device.of(dy.device).halo:
         return "not a Hopper device, or Gluon cannot be loaded"
@@ -268,17 +268,17 @@ def weight_gradient(
     column = 0
     for source in sources:
         C = source.shape[1]
-        work = Work.of(dy_NDHWK, C, tile, programs)
+        division = Division.of(dy_NDHWK, C, tile, programs)
         taps = 27 // tile.groups
-        partial = torch.empty((work.parts, taps, tile.k, tile.c), dtype=torch.float32, device=dy.device)
+        partial = torch.empty((division.parts, taps, tile.k, tile.c), dtype=torch.float32, device=dy.device)
         if tile.hopper:
             from voxtune.kernels import conv3d_weight_gradient_hopper as kernel
 
-            kernel.launch(dy_NDHWK, channels_inside(source), partial, tile, work, padding[::2])
+            kernel.launch(dy_NDHWK, channels_inside(source), partial, tile, division, padding[::2])
         else:
-            _launch(dy_NDHWK, channels_inside(source), partial, tile, work, padding[::2], bulk)
-        ready(voxtune_weight_gradient_join)[(work.tiles * taps, tile.k // ROWS)](
-            *(partial, dw, work.units, work.steps, work.programs, work.chunks, C, K, width, column),
+            _launch(dy_NDHWK, channels_inside(source), partial, tile, division, padding[::2], bulk)
+        ready(voxtune_weight_gradient_join)[(division.tiles * taps, tile.k // ROWS)](
+            *(partial, dw, division.units, division.steps, division.programs, division.chunks, C, K, width, column),
             TAPS=taps,
             TK=tile.k,
             TC=tile.c,
@@ -295,17 +295,17 @@ def _launch(
     x_NDHWC: Tensor,
     partial: Tensor,
     tile: GradientTile,
-    work: Work,
+    division: Division,
     before: tuple[int, ...],
     bulk: bool | None,
 ) -> None:
     bulk = has_copy_engine(dy_NDHWK.device) if bulk is None else bulk
     box = [1, 1, tile.h, tile.w]
-    ready(voxtune_weight_gradient)[(work.programs,)](
+    ready(voxtune_weight_gradient)[(division.programs,)](
         TensorDescriptor.from_tensor(x_NDHWC, [*box, tile.c]) if bulk else x_NDHWC,
         TensorDescriptor.from_tensor(dy_NDHWK, [*box, tile.k]) if bulk else dy_NDHWK,
-        *(partial, work.units, work.steps, *dy_NDHWK.shape[1:4], *x_NDHWC.shape[1:4]),
-        *(x_NDHWC.shape[4] // 8, dy_NDHWK.shape[4] // 8, work.chunks, *before),
+        *(partial, division.units, division.steps, *dy_NDHWK.shape[1:4], *x_NDHWC.shape[1:4]),
+        *(x_NDHWC.shape[4] // 8, dy_NDHWK.shape[4] // 8, division.chunks, *before),
         **constants(tile),
         BULK=bulk,
         num_warps=tile.warps,

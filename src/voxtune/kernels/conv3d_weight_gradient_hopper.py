@@ -43,7 +43,7 @@ from voxtune.kernels.conv3d_halo import NEWER, barrier, layout, to_shared, view
 from voxtune.kernels.precompile import ready
 
 if TYPE_CHECKING:
-    from voxtune.kernels.conv3d_weight_gradient import GradientTile, Work
+    from voxtune.kernels.conv3d_weight_gradient import Division, GradientTile
 
 BYTES: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 # Planes of x in shared memory beyond the steps: see above.
@@ -355,17 +355,17 @@ def shared_memory(tile: GradientTile) -> int:
 
 
 def launch(
-    dy_NDHWK: Tensor, x_NDHWC: Tensor, partial: Tensor, tile: GradientTile, work: Work, before: tuple[int, ...]
+    dy_NDHWK: Tensor, x_NDHWC: Tensor, partial: Tensor, tile: GradientTile, division: Division, before: tuple[int, ...]
 ) -> None:
-    """Fills the parts that the steps of `work` touch."""
+    """Fills the parts that the steps of `division` touch."""
     D, H, W = dy_NDHWK.shape[1:4]
     assert tile.stages <= D, "a column of fewer steps than are in flight"
     box, of_x = [1, 1, tile.h, tile.w], layout(5, tile.c)
-    ready(voxtune_weight_gradient_hopper)[(work.programs,)](
+    ready(voxtune_weight_gradient_hopper)[(division.programs,)](
         TensorDescriptor.from_tensor(x_NDHWC, [*box, tile.c], of_x),
         TensorDescriptor.from_tensor(x_NDHWC, [1, 1, 2, tile.w, tile.c], of_x),
         TensorDescriptor.from_tensor(dy_NDHWK, [*box, tile.k], layout(5, tile.k)),
-        *(partial, work.units, work.steps, D, H, W, work.chunks, *before),
+        *(partial, division.units, division.steps, D, H, W, division.chunks, *before),
         **constants(tile),
         num_warps=tile.warps,
     )
