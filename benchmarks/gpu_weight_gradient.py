@@ -30,22 +30,24 @@ from voxtune.kernels import conv3d_weight_gradient as wg
 from voxtune.kernels.conv3d_weight_gradient import GradientTile
 
 
-def _hopper(h: int, w: int, stages: int, registers: bool = True, warps: int = 4) -> GradientTile:
-    return GradientTile(h=h, w=w, stages=stages, registers=registers, warps=warps, hopper=True)
+def _hopper(h: int, w: int, stages: int, **more: Any) -> GradientTile:
+    return GradientTile(h=h, w=w, stages=stages, hopper=True, **more)
 
 
 DEVICE = "cuda"
+# In an order in which the first few decide, should the time not suffice for all.
 METHODS: dict[str, GradientTile | None] = {
     "hopper 8x8": _hopper(8, 8, 4),
     "cudnn": None,
     "hopper 8x16, 8 warps": _hopper(8, 16, 3, warps=8),
     "triton 4x16": GradientTile(h=4, w=16, stages=3),
     "hopper 8x16": _hopper(8, 16, 3),
+    "hopper 8x16, turns": _hopper(8, 16, 3, turns=True),
+    "hopper 8x8, turns": _hopper(8, 8, 4, turns=True),
+    "hopper 8x16, shared, ahead": _hopper(8, 16, 3, registers=False, ahead=True),
     "hopper 16x8": _hopper(16, 8, 3),
-    "hopper 8x8, 6 stages": _hopper(8, 8, 6),
     "hopper 8x8, shared": _hopper(8, 8, 4, registers=False),
-    "hopper 8x16, shared": _hopper(8, 16, 3, registers=False),
-    "hopper 8x16, 8 warps, shared": _hopper(8, 16, 3, registers=False, warps=8),
+    "hopper 8x8, 6 stages": _hopper(8, 8, 6),
     "triton 8x16": GradientTile(h=8, w=16, stages=2),
 }
 # (batch, channels of each source, output channels, voxels, padding): ragged, batch 2, two sources, several blocks of channels.

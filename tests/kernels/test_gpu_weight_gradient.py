@@ -65,13 +65,25 @@ def test_any_division_of_the_steps_gives_the_same(hopper, programs):
     assert torch.equal(wg.weight_gradient(*given, hopper=hopper, programs=programs).double(), truth)
 
 
-@pytest.mark.parametrize("registers", [True, False])
-@pytest.mark.parametrize("warps", [4, 8])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"registers": False},
+        {"registers": False, "ahead": True},
+        {"turns": True},
+        {"w": 16, "stages": 3},
+        {"h": 16, "stages": 3},
+        {"stages": 2},
+        {"warps": 8},
+        {"warps": 8, "registers": False},
+    ],
+    ids=str,
+)
 @pytest.mark.skipif(len(methods()) < 2, reason="needs a Hopper device")
-def test_forms_of_the_hopper_kernel(registers, warps):
+def test_forms_of_the_hopper_kernel(form):
     sources = [integers(2, 64, 10, 20, 28, dtype=torch.bfloat16, seed=1)]
     dy = integers(2, 128, 10, 20, 28, dtype=torch.bfloat16, seed=2)
-    tile = replace(wg.default_tile(dy, hopper=True), registers=registers, warps=warps)
+    tile = replace(wg.default_tile(dy, hopper=True), **form)
     truth = wg.weight_gradient_reference(dy.double(), [s.double() for s in sources], cv.AROUND)
     dw = wg.weight_gradient(dy, sources, cv.AROUND, torch.float32, tile=tile)
     assert torch.equal(dw.double(), truth)

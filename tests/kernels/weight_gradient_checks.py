@@ -149,7 +149,8 @@ def compile_hopper(extent):
     tile = wg.default_tile(torch.empty(1, 64, 1, 1, 1), hopper=True)
     tiles = [tile, replace(tile, registers=False)]
     if extent == "all":
-        tiles += [replace(tile, stages=6), replace(tile, warps=8, registers=False)]
+        tiles += [replace(tile, stages=6), replace(tile, registers=False, ahead=True)]
+        tiles += [replace(tile, warps=8, registers=False)]
     found = []
     for tile in tiles:
         arguments = hopper.arguments(tile, dtype="bf16")

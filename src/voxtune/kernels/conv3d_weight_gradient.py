@@ -55,6 +55,9 @@ class GradientTile:
     warps: int = 4
     hopper: bool = False
     registers: bool = True  # hopper only: dy is an operand in registers, not in shared memory
+    # hopper only, with 4 warps: how the products of the three groups follow each other without gaps.
+    turns: bool = False  # with dy in registers: a group starts its products when the group before has started its own
+    ahead: bool = False  # with dy in shared memory: a group starts its next products while its own run
 
     @property
     def groups(self) -> int:

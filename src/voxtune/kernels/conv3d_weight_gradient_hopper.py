@@ -11,8 +11,10 @@ take 128 bytes a clock, all that the memory delivers, and a load of the tile of 
    the loads into registers 21 and the copies 16 (tiles of 8 x 8 voxels).
 3. three groups of four warps compute one offset along h each: three accumulators of 64 x 64, 96 registers a thread. A fourth
    group, one warp, starts the copies. A group waits for its products at the end of each step, while those of the other two run.
+   So that the groups do not all wait at once, they can take turns in starting their products (TURNS), or, with dy in shared
+   memory, start those of the next step before (AHEAD).
 
-With 8 warps (an alternative without groups) all warps compute nine taps, half of the input channels each four warps, and start
+With 8 warps (a form without groups) all warps compute nine taps, half of the input channels each four warps, and start
 the copies of a later step at the end of each step.
 
 Barriers. Step s of a program uses slot s % STAGES of dy, and planes f(s), f(s) + 1 and f(s) + 2 of x, counted in the order of
@@ -22,8 +24,11 @@ their copies, in a ring too: f grows by 1 from step to step, and by 3 where a co
 - Copies of step s start after step s - STAGES is released. Steps in use then begin at s - STAGES + 1, and f(s) - f(s - STAGES +
   1) <= STAGES - 1 + 2, because at most one of these steps begins a column if D >= STAGES. The planes from there to f(s) + 2 are
   STAGES + 4: MORE_PLANES. tests/kernels/test_weight_gradient.py replays it.
-- Every wait is for an older step, so that no wait is circular. It is by parity, and no barrier advances twice meanwhile: the
-  next use of `full[slot]` requires a release by every group, that of `empty[slot]` copies that start after the wait.
+- `turns[g]`: one arrival a step, when group g - 1 has started its products; the first group waits for the third one's step
+  before.
+- Every wait is for an older step, or a group before in the same step, so that no wait is circular. It is by parity, and no
+  barrier advances twice meanwhile: the next use of `full[slot]` requires a release by every group, that of `empty[slot]` copies
+  that start after the wait, that of `turns[g]` products that group g starts after it.
 
 Written in Gluon: see conv3d_halo.py. Legend: as in conv3d_weight_gradient.py.
 """
@@ -87,7 +92,7 @@ def _copy_step(
     SLOT: gl.constexpr,
 ):
     """Starts the copies of a step, if `keep`; `plane` counts the planes of x before it. Returns that count after it."""
-    x_ring, dy_ring, full, _ = shared
+    x_ring, dy_ring, full, _, _ = shared
     _, begin, _, steps, D = walk
     H, W, chunks, before_d, before_h, before_w = volume
     TH: gl.constexpr = dy_desc.block_shape[2]
@@ -127,17 +132,17 @@ def _products(
     below,
     same,
     above,
+    FIRST: gl.constexpr,
     TH: gl.constexpr,
     SLOT: gl.constexpr,
-    DH: gl.constexpr,
 ):
-    """A step's products for the three taps along d at one offset along h; dy is (K, voxels)."""
+    """Products of TH rows of dy, (K, voxels), with those from FIRST of three planes of x: the three taps along d."""
     TW: gl.constexpr = x_ring.shape[1]
     TC: gl.constexpr = x_ring.shape[2]
     PLANES: gl.constexpr = x_ring.shape[0] // SLOT
-    x0 = view(rows(x_ring, plane % PLANES, SLOT, DH, TH), x_ring.dtype, [TH * TW, TC], x_ring.layout)
-    x1 = view(rows(x_ring, (plane + 1) % PLANES, SLOT, DH, TH), x_ring.dtype, [TH * TW, TC], x_ring.layout)
-    x2 = view(rows(x_ring, (plane + 2) % PLANES, SLOT, DH, TH), x_ring.dtype, [TH * TW, TC], x_ring.layout)
+    x0 = view(rows(x_ring, plane % PLANES, SLOT, FIRST, TH), x_ring.dtype, [TH * TW, TC], x_ring.layout)
+    x1 = view(rows(x_ring, (plane + 1) % PLANES, SLOT, FIRST, TH), x_ring.dtype, [TH * TW, TC], x_ring.layout)
+    x2 = view(rows(x_ring, (plane + 2) % PLANES, SLOT, FIRST, TH), x_ring.dtype, [TH * TW, TC], x_ring.layout)
     below = warpgroup_mma(dy, x0, below, is_async=True)
     same = warpgroup_mma(dy, x1, same, is_async=True)
     above = warpgroup_mma(dy, x2, above, is_async=True)
@@ -160,7 +165,7 @@ def _store(partial_ptr, number, below, same, above, mma: gl.constexpr, DH: gl.co
 @gluon.jit
 def _copy(x_desc, edge_desc, dy_desc, shared, walk, volume, STAGES: gl.constexpr, SLOT: gl.constexpr):
     """One warp: starts the copies of every step."""
-    _, _, _, empty = shared
+    _, _, _, empty, _ = shared
     _, begin, end, _, _ = walk
     plane = 0
     for unit in range(begin, end):
@@ -168,6 +173,13 @@ def _copy(x_desc, edge_desc, dy_desc, shared, walk, volume, STAGES: gl.constexpr
         # The parity of the use before: the first use of a slot waits for nothing.
         mbarrier.wait(empty.index(step % STAGES), (step // STAGES & 1) ^ 1)
         plane = _copy_step(x_desc, edge_desc, dy_desc, shared, walk, volume, unit, plane, unit < end, STAGES, SLOT)
+
+
+@gluon.jit
+def _release(empty, slot, pred):
+    # One thread arrives for the group: the products of its other warps must be complete too.
+    barrier()
+    mbarrier.arrive(empty.index(slot), count=1, pred=pred)
 
 
 @gluon.jit
@@ -179,10 +191,12 @@ def _multiply(
     STAGES: gl.constexpr,
     SLOT: gl.constexpr,
     REGISTERS: gl.constexpr,
+    AHEAD: gl.constexpr,
+    TURNS: gl.constexpr,
     DH: gl.constexpr,
 ):
     """Four warps: the three taps along d at one offset along h."""
-    x_ring, dy_ring, full, empty = shared
+    x_ring, dy_ring, full, empty, turns = shared
     program, begin, end, steps, D = walk
     TC: gl.constexpr = x_ring.shape[2]
     TK: gl.constexpr = dy_ring.shape[2]
@@ -193,22 +207,38 @@ def _multiply(
         below = gl.zeros((TK, TC), gl.float32, layout=mma)
         same = gl.zeros((TK, TC), gl.float32, layout=mma)
         above = gl.zeros((TK, TC), gl.float32, layout=mma)
-        for unit in range(gl.maximum(begin, tile * steps), gl.minimum(end, (tile + 1) * steps)):
-            step = unit - begin
-            slot = step % STAGES
-            mbarrier.wait(full.index(slot), step // STAGES & 1)
-            dy = dy_ring.index(slot).permute((1, 0))
-            if REGISTERS:
-                held = dy.load(operand)
-                below, same, above = _products(held, x_ring, plane, below, same, above, TH, SLOT, DH)
-                below, same, above, held = warpgroup_mma_wait(num_outstanding=0, deps=(below, same, above, held))
-            else:
-                below, same, above = _products(dy, x_ring, plane, below, same, above, TH, SLOT, DH)
-                below, same, above = warpgroup_mma_wait(num_outstanding=0, deps=(below, same, above))
-            # One thread arrives for the group: the products of its other warps must be complete too.
-            barrier()
-            mbarrier.arrive(empty.index(slot), count=1)
-            plane += gl.where((unit + 1) % D == 0, 3, 1)
+        start, stop = gl.maximum(begin, tile * steps), gl.minimum(end, (tile + 1) * steps)
+        if AHEAD:
+            for unit in range(start, stop):
+                step = unit - begin
+                slot = step % STAGES
+                mbarrier.wait(full.index(slot), step // STAGES & 1)
+                dy = dy_ring.index(slot).permute((1, 0))
+                below, same, above = _products(dy, x_ring, plane, below, same, above, DH, TH, SLOT)
+                below, same, above = warpgroup_mma_wait(num_outstanding=3, deps=(below, same, above))
+                _release(empty, (step + STAGES - 1) % STAGES, unit > start)
+                plane += gl.where((unit + 1) % D == 0, 3, 1)
+            below, same, above = warpgroup_mma_wait(num_outstanding=0, deps=(below, same, above))
+            _release(empty, (stop - 1 - begin) % STAGES, stop > start)
+        else:
+            for unit in range(start, stop):
+                step = unit - begin
+                slot = step % STAGES
+                mbarrier.wait(full.index(slot), step // STAGES & 1)
+                dy = dy_ring.index(slot).permute((1, 0))
+                if REGISTERS:
+                    held = dy.load(operand)
+                    if TURNS:
+                        mbarrier.wait(turns.index(DH), step & 1 if DH > 0 else (step & 1) ^ 1)
+                    below, same, above = _products(held, x_ring, plane, below, same, above, DH, TH, SLOT)
+                    if TURNS:
+                        mbarrier.arrive(turns.index((DH + 1) % 3), count=1)
+                    below, same, above, held = warpgroup_mma_wait(num_outstanding=0, deps=(below, same, above, held))
+                else:
+                    below, same, above = _products(dy, x_ring, plane, below, same, above, DH, TH, SLOT)
+                    below, same, above = warpgroup_mma_wait(num_outstanding=0, deps=(below, same, above))
+                _release(empty, slot, stop > start)
+                plane += gl.where((unit + 1) % D == 0, 3, 1)
         _store(partial_ptr, program + tile, below, same, above, mma, DH)
 
 
@@ -226,7 +256,7 @@ def _all_in_one(
     REGISTERS: gl.constexpr,
 ):
     """Eight warps, half of the input channels each four: nine taps, and the copies."""
-    x_ring, dy_ring, full, _ = shared
+    x_ring, dy_ring, full, _, _ = shared
     program, begin, end, steps, D = walk
     TH: gl.constexpr = dy_desc.block_shape[2]
     TC: gl.constexpr = x_ring.shape[2]
@@ -256,16 +286,16 @@ def _all_in_one(
             dy = dy_ring.index(slot).permute((1, 0))
             if REGISTERS:
                 held = dy.load(operand)
-                a0, a1, a2 = _products(held, x_ring, plane, a0, a1, a2, TH, SLOT, 0)
-                b0, b1, b2 = _products(held, x_ring, plane, b0, b1, b2, TH, SLOT, 1)
-                c0, c1, c2 = _products(held, x_ring, plane, c0, c1, c2, TH, SLOT, 2)
+                a0, a1, a2 = _products(held, x_ring, plane, a0, a1, a2, 0, TH, SLOT)
+                b0, b1, b2 = _products(held, x_ring, plane, b0, b1, b2, 1, TH, SLOT)
+                c0, c1, c2 = _products(held, x_ring, plane, c0, c1, c2, 2, TH, SLOT)
                 a0, a1, a2, b0, b1, b2, c0, c1, c2, held = warpgroup_mma_wait(
                     num_outstanding=0, deps=(a0, a1, a2, b0, b1, b2, c0, c1, c2, held)
                 )
             else:
-                a0, a1, a2 = _products(dy, x_ring, plane, a0, a1, a2, TH, SLOT, 0)
-                b0, b1, b2 = _products(dy, x_ring, plane, b0, b1, b2, TH, SLOT, 1)
-                c0, c1, c2 = _products(dy, x_ring, plane, c0, c1, c2, TH, SLOT, 2)
+                a0, a1, a2 = _products(dy, x_ring, plane, a0, a1, a2, 0, TH, SLOT)
+                b0, b1, b2 = _products(dy, x_ring, plane, b0, b1, b2, 1, TH, SLOT)
+                c0, c1, c2 = _products(dy, x_ring, plane, c0, c1, c2, 2, TH, SLOT)
                 a0, a1, a2, b0, b1, b2, c0, c1, c2 = warpgroup_mma_wait(
                     num_outstanding=9, deps=(a0, a1, a2, b0, b1, b2, c0, c1, c2)
                 )
@@ -303,6 +333,8 @@ def voxtune_weight_gradient_hopper(
     PLANES: gl.constexpr,
     SLOT: gl.constexpr,
     REGISTERS: gl.constexpr,
+    AHEAD: gl.constexpr,
+    TURNS: gl.constexpr,
     num_warps: gl.constexpr,  # 4: groups of warps with parts of their own; 8: all warps do the same
 ):
     dtype: gl.constexpr = x_desc.dtype
@@ -318,10 +350,13 @@ def voxtune_weight_gradient_hopper(
     dy_ring = gl.allocate_shared_memory(dtype, [STAGES, TH * TW, TK], of_dy)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(3):
+        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=3)
-    shared = (x_ring, dy_ring, full, empty)
+    shared = (x_ring, dy_ring, full, empty, turns)
     walk = (program, begin, end, steps, D)
     volume = (H, W, chunks, before_d, before_h, before_w)
     if num_warps == 8:
@@ -329,9 +364,9 @@ def voxtune_weight_gradient_hopper(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (partial_ptr, shared, walk, TH, STAGES, SLOT, REGISTERS, 0)),
-                (_multiply, (partial_ptr, shared, walk, TH, STAGES, SLOT, REGISTERS, 1)),
-                (_multiply, (partial_ptr, shared, walk, TH, STAGES, SLOT, REGISTERS, 2)),
+                (_multiply, (partial_ptr, shared, walk, TH, STAGES, SLOT, REGISTERS, AHEAD, TURNS, 0)),
+                (_multiply, (partial_ptr, shared, walk, TH, STAGES, SLOT, REGISTERS, AHEAD, TURNS, 1)),
+                (_multiply, (partial_ptr, shared, walk, TH, STAGES, SLOT, REGISTERS, AHEAD, TURNS, 2)),
                 (_copy, (x_desc, edge_desc, dy_desc, shared, walk, volume, STAGES, SLOT)),
             ],
             [4, 4, 1],
@@ -345,6 +380,8 @@ def constants(tile: GradientTile) -> dict[str, int | bool]:
         "PLANES": tile.stages + MORE_PLANES,
         "SLOT": rows_of_slot(tile.h),
         "REGISTERS": tile.registers,
+        "AHEAD": tile.ahead,
+        "TURNS": tile.turns,
     }
 
 
