@@ -46,7 +46,7 @@ def test_compiles(arch):
     assert len(rows) == (4 if arch >= 90 else 3)
     for row in rows:
         assert row["products"] and (row["bulk"] or row["wide"]) and not row["serialised"], row
-        assert row["spills"] <= 32 and row["shared"] <= row["limit"], row
+        assert row["spills"] <= (32 if arch <= 90 else 128) and row["shared"] <= row["limit"], row
 
 
 @pytest.mark.parametrize("extent", ["quick", pytest.param("all", marks=pytest.mark.slow)])
