@@ -230,7 +230,8 @@ class Process:
         except OSError as failure:
             print(f"FAILED {self.name}: {failure}", flush=True)
         self.end()
-        print(f"{self.name}: {len(rows)} shapes in {time.monotonic() - start:.1f} s", flush=True)
+        largest = f", the first at {rows[0]['tflop_s']} TFLOP/s" if rows else ""
+        print(f"{self.name}: {len(rows)} shapes in {time.monotonic() - start:.1f} s{largest}", flush=True)
         return rows
 
     def end(self) -> None:
@@ -252,18 +253,19 @@ def compare(arguments: argparse.Namespace, counts: dict[Shape, int]) -> None:
                 print(f"FAILED {process.name}: no time left", flush=True)
                 continue
             rows += process.run(arguments.seconds)
+            save(rows, counts, arguments)
     finally:
         for process in processes:
             process.end()
-    times = {(*s.channels, *s[1:5]): count for s, count in counts.items()}
-    write(
-        arguments.out,
-        [{**r, "times_in_network": times[tuple(r["shape"])]} for r in rows],
-        network=arguments.network,
-        dtype=arguments.dtype,
-    )
     show(rows, counts, [p.name for p in ready])
     print(f"{time.monotonic() - start:.0f} s")
+
+
+def save(rows: list[dict[str, Any]], counts: dict[Shape, int], arguments: argparse.Namespace) -> None:
+    """After every method: a run that is stopped keeps what it measured."""
+    times = {(*s.channels, *s[1:5]): count for s, count in counts.items()}
+    named = [{**r, "times_in_network": times[tuple(r["shape"])]} for r in rows]
+    write(arguments.out, named, network=arguments.network, dtype=arguments.dtype)
 
 
 def show(rows: list[dict[str, Any]], counts: dict[Shape, int], names: list[str]) -> None:
