@@ -49,6 +49,7 @@ POINTWISE, UPSAMPLE = ("test_pointwise::test_compiles",), ("test_upsample::test_
 CONV3D = ("test_conv3d::test_compiles_for_hopper", "test_conv3d::test_compiles_for_other_devices")
 PARITY = ("test_parity_conv::test_compiles_for_hopper", "test_parity_conv::test_compiles_for_other_devices")
 CONVOLVED = "test_conv3d_is_exact_on_integers_and_its_statistics_are_right"
+WEIGHT_GRADIENT = "tests/kernels/test_gpu_weight_gradient.py"
 SMALL = ("test_small_images::test_compiled_instructions",)
 SMALL_GPU = ("tests/plan/test_gpu_small_images.py::test_kernels_against_float64",)
 KERNELS = {
@@ -109,6 +110,34 @@ KERNELS = {
         compiled=("test_conv3d::test_join_compiles",),
         gpu=(CONVOLVED,),
         timed=("conv3d", "voxtune"),
+    ),
+    "voxtune_weight_gradient": Kernel(
+        computes="weight gradient of a 3x3x3 convolution",
+        passes="training, not used by default",
+        types=HALVES,
+        compiled=("test_weight_gradient::test_compiles",),
+        gpu=(f"{WEIGHT_GRADIENT}::test_exact_on_integers",),
+        timed=("weight_gradient", "triton"),
+    ),
+    "voxtune_weight_gradient_join": Kernel(
+        computes="sum of its parts",
+        passes="training, not used by default",
+        types=HALVES,
+        compiled=("test_weight_gradient::test_compiles",),
+        gpu=(f"{WEIGHT_GRADIENT}::test_exact_on_integers",),
+        timed=("weight_gradient", "hopper|triton"),
+    ),
+    "voxtune_weight_gradient_hopper": Kernel(
+        computes="the same gradient on Hopper",
+        passes="training, not used by default",
+        types=HALVES,
+        compiled=("test_weight_gradient::test_compiles_for_hopper",),
+        gpu=(
+            f"{WEIGHT_GRADIENT}::test_exact_on_integers",
+            f"{WEIGHT_GRADIENT}::test_any_division_of_the_steps_gives_the_same",
+            f"{WEIGHT_GRADIENT}::test_forms_of_the_hopper_kernel",
+        ),
+        timed=("weight_gradient", "hopper"),
     ),
     "voxtune_doubling_conv": Kernel(
         computes="transposed convolutions; nearest x2 and its convolution",

@@ -72,6 +72,7 @@ def reasons(dtype):
     from voxtune.kernels import (
         conv2d,
         conv3d,
+        conv3d_weight_gradient,
         depthwise2d,
         doubling_conv,
         elementwise,
@@ -98,6 +99,7 @@ def reasons(dtype):
         "norm": group_norm.why_not((x,), 4),
         "rms_norm": rms_norm.why_not(x),
         "conv3d": conv3d.why_not((x,), conv3d.pack(weight(8, 16, 3))),
+        "weight_gradient": conv3d_weight_gradient.why_not(x, (x,), cube, conv3d.AROUND),
         "doubling_conv": doubling_conv.why_not((x,), doubling_conv.pack_transposed(weight(16, 8, 2)), two, two),
         "strided_conv": strided_conv.why_not(x, strided_conv.pack_strided(weight(8, 16, 3)), cube, two),
         "pointwise": pointwise.why_not((x,), weight(8, 16, 1).flatten(1)),
@@ -117,7 +119,8 @@ def reasons(dtype):
     norm = found.pop("norm")
     gradient = ("norm_sums", "norm_combine", "norm_gradient")
     found |= dict.fromkeys(("moments", "finalize", "normalize", *gradient), norm)
-    conv = found["conv3d"]
+    conv, weight_gradient = found["conv3d"], found["weight_gradient"]
+    found |= dict.fromkeys(("weight_gradient_join", "weight_gradient_hopper"), weight_gradient)
     return found | {"conv3d_halo": conv, "conv3d_join": conv}
 
 
@@ -140,5 +143,5 @@ def test_statements_of_the_page():
     assert {arch for arch, size in SHARED_MEMORY.items() if size == 99 << 10} == {86, 89, 120}
     assert "on 8.6, 8.9 and 12.0 with 99 KiB" in text
     assert archs("test_conv3d::test_compiles_for_other_devices") == {80, 86, 89, 100, 120}
-    gluon = [f.name for f in SOURCE.rglob("*.py") if "@gluon.jit" in f.read_text()]
-    assert gluon == ["conv3d_halo.py"]
+    gluon = {f.name for f in SOURCE.rglob("*.py") if "@gluon.jit" in f.read_text()}
+    assert gluon == {"conv3d_halo.py", "conv3d_weight_gradient_hopper.py"}

@@ -4,8 +4,8 @@
 they run kernels of this project and cuDNN, elsewhere PyTorch's operators.
 
 A convolution's data gradient is the same convolution with the weight flipped and its channels exchanged; the gradient of its
-weight is cuDNN's, for each source, without a concatenation. They do not keep what a norm or an upsampling
-returned: in `recomputing_results` they keep how to compute it again from its source.
+weight is cuDNN's or that of conv3d_weight_gradient.py, for each source, without a concatenation. They do not keep what a norm
+or an upsampling returned: in `recomputing_results` they keep how to compute it again from its source.
 
 Statistics of a result for the next norm are no function of their own: the norm's gradient contains their part.
 """
@@ -23,6 +23,7 @@ from torch import Tensor, library
 from torch.nn import functional as F
 
 from voxtune.kernels import conv3d as _conv3d
+from voxtune.kernels import conv3d_weight_gradient as _own
 from voxtune.kernels import doubling_conv as _doubling
 from voxtune.kernels import group_norm as _norm
 from voxtune.kernels import group_norm_backward as _norm_backward
@@ -142,14 +143,13 @@ def _conv3d_gradient(ctx: Context, dy: Tensor, _statistics: None) -> tuple[Any, 
     # Each tap's matrix, with its channels exchanged, at the opposite tap.
     flipped = packed.flip(0).transpose(1, 2)
     around = tuple(k - 1 - p for k, pair in zip(kernel, _pairs(padding), strict=True) for p in pair)
-    data, weights, first = [], [], 0
+    data, first = [], 0
     for source in sources:
         C = source.shape[1]
         part = flipped[:, first : first + C].contiguous()
         data.append(_plain_conv3d(dy, part, kernel, around))
-        weights.append(_weight_gradient(dy, _padded(source, padding), (packed.shape[1], C, *kernel)))
         first += C
-    dpacked = torch.cat([_conv3d.pack(w) for w in weights], dim=2).to(packed.dtype)
+    dpacked = _packed_gradient(dy, sources, packed, kernel, padding)
     return data, dpacked, _shift_gradient(dy, shift), dy if has_residual else None, None, None, None
 
 
@@ -174,6 +174,20 @@ def _padded(x: Tensor, padding: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]
     if all(before == after for before, after in pairs):
         return x, tuple(before for before, _ in pairs)
     return F.pad(x, [p for pair in pairs[::-1] for p in pair]), (0,) * len(pairs)
+
+
+def _packed_gradient(
+    dy: Tensor, sources: list[Tensor], packed: Tensor, kernel: tuple[int, ...], padding: tuple[int, ...]
+) -> Tensor:
+    """Of a packed weight, each source's columns from that source."""
+    lasting, method = [_lasting(s) for s in sources], _own.METHOD
+    if method != "cudnn":
+        reason = _own.why_not(dy, lasting, kernel, padding, hopper=method == "hopper")
+        if _runs_kernel(dy, reason, "the weight gradient of conv3d"):
+            return _own.weight_gradient(dy, lasting, padding, packed.dtype, hopper=method == "hopper")
+    shapes = [(packed.shape[1], s.shape[1], *kernel) for s in sources]
+    weights = [_weight_gradient(dy, _padded(s, padding), shape) for s, shape in zip(sources, shapes, strict=True)]
+    return torch.cat([_conv3d.pack(w) for w in weights], dim=2).to(packed.dtype)
 
 
 def _weight_gradient(
