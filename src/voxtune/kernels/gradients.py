@@ -27,6 +27,7 @@ from voxtune.kernels import doubling_conv as _doubling
 from voxtune.kernels import group_norm as _norm
 from voxtune.kernels import group_norm_backward as _norm_backward
 from voxtune.kernels import strided_conv as _strided
+from voxtune.kernels import upsample_backward as _upsample_backward
 from voxtune.kernels.ops import _LIBRARY, _lasting, _runs_kernel, operator, shapes_of
 
 aten = torch.ops.aten
@@ -231,27 +232,15 @@ def _add_gradient(ctx: Context, dy: Tensor) -> tuple[Any, ...]:
     return dy, dy, _shift_gradient(dy, ctx.shift)
 
 
-def _by_reference(reference: Callable[..., Any], ctx: Context, dy: Tensor) -> list[Tensor | None]:
-    """Gradients of the tensors that were kept, by PyTorch's own differentiation of an operator's reference."""
-    with torch.enable_grad():
-        leaves = [None if x is None else x.detach().requires_grad_() for x in ctx.saved_tensors]
-        y = reference(*leaves)
-        values = iter(torch.autograd.grad(y, [x for x in leaves if x is not None], dy.to(y.dtype)))
-    return [None if x is None else next(values) for x in leaves]
-
-
 def _keep_upsample(ctx: Context, inputs: Sequence[Any], output: Tensor) -> None:
-    x, mode = inputs
-    # Linear: the gradient needs the shape alone.
-    ctx.save_for_backward(x.new_empty(1).expand(x.shape))
-    ctx.mode = mode
+    ctx.mode = inputs[1]
 
 
 def _upsample_gradient(ctx: Context, dy: Tensor) -> tuple[Any, ...]:
-    from voxtune.kernels.upsample import upsample_reference
-
-    (dx,) = _by_reference(lambda x: upsample_reference(x, ctx.mode), ctx, dy)
-    return dx, None
+    dy = _lasting(dy)
+    if _runs_kernel(dy, _upsample_backward.why_not(dy, ctx.mode), "the gradient of upsample"):
+        return _upsample_backward.upsample_backward(dy, ctx.mode, checked=True), None
+    return _lasting(_upsample_backward.upsample_backward_reference(dy, ctx.mode)), None
 
 
 def _keep_resampling(ctx: Context, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:

@@ -1,0 +1,39 @@
+"""The kernels of the backward pass on the CPU: interpreted against float64, and compiled for real GPUs without one."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from tests.factories.triton_checks import COMPILED, INTERPRETER_ERRORS, run_checks
+
+run = partial(run_checks, "kernels/gradient_kernel_checks.py")
+
+
+@pytest.mark.parametrize(
+    ("what", "count"), [pytest.param("linear", 54, marks=pytest.mark.slow), pytest.param("nearest", 54)]
+)
+def test_against_float64(what, count):
+    rows = run("numerics", what, "random", interpret=True)
+    assert len(rows) >= count
+    for row in rows:
+        assert row["error"] < INTERPRETER_ERRORS[row["type"]], row
+        assert row["written"] and row["last"], row
+
+
+@pytest.mark.parametrize("what", ["linear", "nearest"])
+def test_whole_numbers_are_exact(what):
+    for row in run("numerics", what, "whole", interpret=True):
+        # The weights of a linear doubling are multiples of 1/64: half precision rounds.
+        assert row["exact"] or (what == "linear" and "float16" in row["type"]), row
+        assert row["error"] < INTERPRETER_ERRORS[row["type"]], row
+
+
+@pytest.mark.parametrize(("arch", "kinds"), COMPILED)
+def test_upsampling_compiles(arch, kinds):
+    for kernel in run("compile", "upsample", arch, kinds, interpret=False):
+        assert kernel["spills"] == 0, kernel
+        # Two programs of 8 warps on a multiprocessor of Hopper.
+        assert kernel["registers"] <= (128 if arch == 90 and "bf16" in kernel["name"] else 192), kernel
+        assert kernel["wide"] >= 5, kernel
