@@ -9,7 +9,8 @@ from unittest.mock import patch
 import torch
 
 from tests.kernels.small_kernels_checks import ALL_TYPES, KINDS, Draw, build, channels_last, finding, typed
-from voxtune.kernels import upsample, upsample_backward
+from voxtune.kernels import channel_sums, group_norm, upsample, upsample_backward
+from voxtune.kernels import pointwise as pointwise_kernels
 
 # (batch, channels, voxels of the source)
 UPSAMPLE = [
@@ -37,6 +38,104 @@ def of_upsample(draw, mode):
         yield finding((*case, mode, "reference"), channels_last(expected), truth)
 
 
+def of_sums(draw):
+    for batch, channels, voxels in UPSAMPLE:
+        x = channels_last(draw(batch, channels, *(3 * side for side in voxels)))
+        sums = channel_sums.channel_sums(x)
+        truth = x.double().flatten(2).sum(2)
+        assert torch.equal(sums, channel_sums.channel_sums(x)), "two runs differ"
+        size = x.double().flatten(2).abs().sum(2).norm()
+        error = float((sums.sum(1).double() - truth).norm() / size)
+        yield finding((batch, channels, voxels), sums.sum(1), truth) | {"error": error, "last": True}
+        reference = channel_sums.channel_sums_reference(x.double())
+        assert reference.shape == (batch, 1, channels) and torch.allclose(reference[:, 0], truth, atol=1e-9)
+
+
+def compile_sums(arch, kinds):
+    for kind in kinds:
+        constants = {"UNIT": 1, "BLOCK_C": 64, "BLOCK_V": channel_sums.TILE // (64 * KINDS[kind].itemsize)}
+        pointers = typed("x_ptr", kind) | typed("sums_ptr", "fp32")
+        yield build(channel_sums.voxtune_channel_sums, arch, pointers, constants, num_warps=8)
+
+
+def remembered():
+    """How often sums are computed for the shifts of operators, whose gradients come from norms, sums and other operators."""
+    from voxtune.kernels import gradients
+
+    gradients.register_gradients()
+    generator = torch.Generator().manual_seed(0)
+    counted = []
+    counting = channel_sums.channel_sums
+
+    def counted_sums(x):
+        counted.append(tuple(x.shape))
+        return counting(x)
+
+    def draw(*shape):
+        x = torch.randn(*shape, generator=generator)
+        return (channels_last(x) if len(shape) > 2 else x).requires_grad_()
+
+    ops = torch.ops.voxtune
+    N, C, voxels = 2, 16, (3, 4, 5)
+    a, b, skip = (draw(N, C, *voxels) for _ in range(3))
+    one, each, weight, bias, matrix = draw(1, C), draw(N, C), draw(C), draw(C), draw(C, C)
+    target = draw(N, C, *voxels).detach()
+
+    def norm(x):
+        return ops.norm_act_kept([x], weight, bias, 4, 1e-5, None, "silu", 0.0, None, None, [])[0]
+
+    def norm_reference(x):
+        return group_norm.norm_act_reference((x,), weight.double(), bias.double(), 4, 1e-5, None, "silu")
+
+    def once(add, norm, pointwise):
+        return norm(add(a, b, one))
+
+    def of_the_batch(add, norm, pointwise):
+        return norm(add(a, b, each))
+
+    def twice(add, norm, pointwise):
+        y = add(a, b, one)
+        return norm(y) + norm(y * 1.0)
+
+    def handed_on(add, norm, pointwise):
+        # The residual receives the gradient that the product receives.
+        return pointwise(a, matrix, one, pointwise(skip, matrix, each, None))
+
+    def plain_add(x, y, shift):
+        return pointwise_kernels.add_reference(x.double(), y.double(), shift.double())
+
+    def plain_pointwise(x, matrix, shift, residual):
+        residual = None if residual is None else residual.double()
+        return pointwise_kernels.pointwise_reference((x.double(),), matrix.double(), shift.double(), residual)
+
+    def own_pointwise(x, matrix, shift, residual):
+        return ops.pointwise([x], matrix, shift, residual)
+
+    rows = []
+    for case in (once, of_the_batch, twice, handed_on):
+        shifts = {once: [one], of_the_batch: [each], twice: [one], handed_on: [one, each]}[case]
+        with patch.object(channel_sums, "channel_sums", counted_sums):
+            counted.clear()
+            y = case(ops.add, norm, own_pointwise)
+            own = torch.autograd.grad((y * target).sum(), shifts)
+        z = case(plain_add, norm_reference, plain_pointwise)
+        true = torch.autograd.grad((z * target.double()).sum(), shifts)
+        rows.append(
+            {
+                "case": case.__name__,
+                "sums": len(counted),
+                "error": max(float((p.double() - q).norm() / q.norm()) for p, q in zip(own, true, strict=True)),
+                "apart": len({g.untyped_storage().data_ptr() for g in own}) == len(own),
+            }
+        )
+    x = torch.randn(1, 2, 3, 4, 5)
+    channel_sums.remember_sums(x, x.new_zeros(1, 1, 2))
+    held = channel_sums.remembered_sums(x) is not None
+    x.add_(1.0)
+    rows.append({"case": "written to", "held": held, "holds": channel_sums.remembered_sums(x) is not None})
+    return rows
+
+
 def compile_upsample(arch, kinds):
     for kind in kinds:
         constants = {"VOLUME": True, "BLOCK_C": 64}
@@ -56,15 +155,18 @@ def numerics(what, whole):
     cases = {
         "linear": [(lambda draw: of_upsample(draw, "linear"), t) for t in ALL_TYPES],
         "nearest": [(lambda draw: of_upsample(draw, "nearest"), t) for t in ALL_TYPES],
+        "sums": [(of_sums, t) for t in ALL_TYPES],
     }[what]
     return [{"type": str(t), **row} for function, t in cases for row in function(Draw(t, whole))]
 
 
 if __name__ == "__main__":
-    job, what, option, *kinds = sys.argv[1:]
-    if job == "numerics":
+    job, what, option, *kinds = [*sys.argv[1:], "", ""]
+    if job == "remembered":
+        result = remembered()
+    elif job == "numerics":
         result = numerics(what, option == "whole")
     else:
-        kernels = {"upsample": compile_upsample}
+        kernels = {"upsample": compile_upsample, "sums": compile_sums}
         result = list(kernels[what](int(option), kinds[0].split(",")))
     print(json.dumps(result))

@@ -12,7 +12,7 @@ run = partial(run_checks, "kernels/gradient_kernel_checks.py")
 
 
 @pytest.mark.parametrize(
-    ("what", "count"), [pytest.param("linear", 54, marks=pytest.mark.slow), pytest.param("nearest", 54)]
+    ("what", "count"), [pytest.param("linear", 54, marks=pytest.mark.slow), ("nearest", 54), ("sums", 27)]
 )
 def test_against_float64(what, count):
     rows = run("numerics", what, "random", interpret=True)
@@ -37,3 +37,25 @@ def test_upsampling_compiles(arch, kinds):
         # Two programs of 8 warps on a multiprocessor of Hopper.
         assert kernel["registers"] <= (128 if arch == 90 and "bf16" in kernel["name"] else 192), kernel
         assert kernel["wide"] >= 5, kernel
+
+
+@pytest.mark.parametrize(("arch", "kinds"), COMPILED)
+def test_sums_compile(arch, kinds):
+    for kernel in run("compile", "sums", arch, kinds, interpret=False):
+        assert kernel["spills"] == 0, kernel
+        assert kernel["registers"] <= 128, kernel
+        assert kernel["wide"] >= 4, kernel
+
+
+def test_sums_are_computed_where_they_are_not_known():
+    rows = {row.pop("case"): row for row in run("remembered", interpret=True)}
+    assert {name: row["sums"] for name, row in rows.items() if "sums" in row} == {
+        "once": 0,
+        "of_the_batch": 0,
+        "twice": 1,
+        "handed_on": 1,
+    }
+    for name, row in rows.items():
+        if "error" in row:
+            assert row["error"] < 1e-5 and row["apart"], (name, row)
+    assert rows["written to"] == {"held": True, "holds": False}

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, library
 from torch.nn import functional as F
 
+from voxtune.kernels import channel_sums as _sums
 from voxtune.kernels import conv3d as _conv3d
 from voxtune.kernels import doubling_conv as _doubling
 from voxtune.kernels import group_norm as _norm
@@ -109,6 +110,8 @@ def _norm_gradient(ctx: Context, dy: Tensor, _affine: None) -> tuple[Any, ...]:
         gradients = _norm_backward.norm_act_backward(
             dy, given, affine, weight, groups, shift, activation, slope, slopes, added
         )
+        for dx, sums_NPC in zip(gradients.sources, gradients.sums_NPC, strict=True):
+            _sums.remember_sums(dx, sums_NPC)
     else:
         gradients = _norm_backward.norm_act_backward_reference(
             dy, given, weight, bias, groups, eps, shift, activation, slope, slopes, added
@@ -188,13 +191,22 @@ def _weight_gradient(
     )[1]
 
 
-def _shift_gradient(dy: Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype | None = None) -> Tensor | None:
+def _shift_gradient(dy: Tensor, shape: tuple[int, ...] | None) -> Tensor | None:
     """Of a shift (N or 1, K): the sum over the voxels, in float32 or wider."""
     if shape is None:
         return None
-    wide = torch.promote_types(dy.dtype, torch.float32)
-    total = dy.movedim(1, -1).flatten(1, -2).sum(1, dtype=wide)
-    return total.sum(0, keepdim=True) if shape[0] == 1 else total
+    sums_NPK = _channel_sums(dy)
+    return sums_NPK.sum(1) if shape[0] == dy.shape[0] else sums_NPK.sum((0, 1)).unsqueeze(0)
+
+
+def _channel_sums(dy: Tensor) -> Tensor:
+    """Known from the norm that computed this gradient, or from another operator that received it; else computed here."""
+    sums_NPK = _sums.remembered_sums(dy)
+    if sums_NPK is None:
+        kernel = _runs_kernel(dy, _sums.why_not(dy), "the sum over voxels")
+        sums_NPK = _sums.channel_sums(dy) if kernel else _sums.channel_sums_reference(dy)
+        _sums.remember_sums(dy, sums_NPK)
+    return sums_NPK
 
 
 def _keep_pointwise(ctx: Context, inputs: Sequence[Any], output: Tensor) -> None:

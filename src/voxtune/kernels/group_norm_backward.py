@@ -51,6 +51,8 @@ class NormGradients:
     shift_NC: Tensor | None = None
     slopes: Tensor | None = None
     residual: Tensor | None = None
+    # (N, 1, C_i) float32: each source's gradient summed over the voxels. Only the kernels give them.
+    sums_NPC: tuple[Tensor, ...] = ()
 
 
 def norm_act_backward_reference(
@@ -398,6 +400,7 @@ def norm_act_backward(
         _like(dshift, shift_NC),
         None if slopes is None else (dslope.sum() if slopes.numel() == 1 else dslope.sum(0)).view_as(slopes),
         dresidual,
+        totals[:, 2:3].split([view.shape[2] for view in views], dim=2),
     )
 
 
