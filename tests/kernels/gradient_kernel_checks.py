@@ -8,8 +8,17 @@ from unittest.mock import patch
 
 import torch
 
-from tests.kernels.small_kernels_checks import ALL_TYPES, KINDS, Draw, build, channels_last, finding, typed
-from voxtune.kernels import channel_sums, group_norm, upsample, upsample_backward
+from tests.kernels.small_kernels_checks import (
+    ALL_TYPES,
+    KINDS,
+    PRODUCT_TYPES,
+    Draw,
+    build,
+    channels_last,
+    finding,
+    typed,
+)
+from voxtune.kernels import channel_sums, edge_gradients, group_norm, upsample, upsample_backward
 from voxtune.kernels import pointwise as pointwise_kernels
 
 # (batch, channels, voxels of the source)
@@ -56,6 +65,57 @@ def compile_sums(arch, kinds):
         constants = {"UNIT": 1, "BLOCK_C": 64, "BLOCK_V": channel_sums.TILE // (64 * KINDS[kind].itemsize)}
         pointers = typed("x_ptr", kind) | typed("sums_ptr", "fp32")
         yield build(channel_sums.voxtune_channel_sums, arch, pointers, constants, num_warps=8)
+
+
+# (batch, channels of the narrow tensor, channels-last, of the wide tensor, voxels, whether taps are ahead)
+EDGES = [
+    (1, 1, False, 64, (3, 4, 5), True),
+    (2, 3, True, 64, (2, 3, 6), True),
+    (2, 1, False, 64, (3, 2, 33), False),
+    (1, 4, True, 40, (4, 3, 17), False),
+    (1, 8, False, 72, (2, 2, 3), True),
+    (1, 1, True, 128, (1, 1, 1), False),
+    (2, 3, True, 16, (7, 5), True),
+    (1, 4, False, 32, (3, 130), False),
+    (1, 2, False, 7, (2, 3, 5), False),
+]
+
+
+def of_edges(draw):
+    for case in EDGES:
+        batch, few, last, many, voxels, ahead = case
+        # The narrow tensor is float32 whatever the wide one is: the kernel casts it.
+        narrow = draw(batch, few, *voxels, dtype=torch.float32)
+        narrow, wide = channels_last(narrow) if last else narrow, channels_last(draw(batch, many, *voxels))
+        cast = narrow.to(draw.dtype).double().requires_grad_(False)
+        convolution = torch.nn.functional.conv3d if len(voxels) == 3 else torch.nn.functional.conv2d
+        x, y = (cast, wide.double()) if ahead else (wide.double(), cast)
+        weight = torch.zeros(y.shape[1], x.shape[1], *[3] * len(voxels), dtype=torch.float64, requires_grad=True)
+        (dw,) = torch.autograd.grad(convolution(x, weight, padding=1), weight, y)
+        truth = dw.flatten(2).permute(2, 1, 0) if ahead else dw.flatten(2).permute(2, 0, 1)
+        columns = wide.double().transpose(0, 1).flatten(1)
+        # Sums of random signs: relative to those of the absolute values.
+        y_sums, size = columns.sum(1), columns.abs().sum(1).norm()
+        for sums, ones in (
+            edge_gradients.tap_sums(narrow, wide, ahead=ahead),
+            edge_gradients.tap_sums_reference(narrow.to(draw.dtype).double(), wide.double(), ahead=ahead),
+        ):
+            yield finding(case, ones[None], y_sums[None]) | {
+                "last": True,
+                "error": float((ones - y_sums).norm() / size),
+            }
+            yield finding(case, sums, truth) | {"last": True}
+        again = edge_gradients.tap_sums(narrow, wide, ahead=ahead)
+        assert all(map(torch.equal, again, edge_gradients.tap_sums(narrow, wide, ahead=ahead))), "two runs differ"
+
+
+def compile_edges(arch, kinds):
+    for kind in kinds:
+        for F, C, ahead in ((1, 64, False), (3, 64, True), (4, 64, True), (8, 64, True)):
+            tile = edge_gradients.tile_of(F, 27, C, 128, KINDS[kind])
+            constants = {"F": F, "TAPS": 27, "AHEAD": ahead, "PRECISION": "ieee", "s_w": 1}
+            pointers = typed("wide_ptr", kind) | typed("narrow_ptr sums_ptr", "fp32")
+            yield build(edge_gradients.voxtune_tap_sums, arch, pointers, constants, **tile)
 
 
 def remembered():
@@ -136,6 +196,25 @@ def remembered():
     return rows
 
 
+def trained():
+    """Whether stem and head follow a weight that an optimizer writes to: the error of each before and after."""
+    from voxtune.kernels import ops
+
+    rows = []
+    generator = torch.Generator().manual_seed(0)
+    x, y = (channels_last(torch.randn(1, c, 2, 3, 4, generator=generator)) for c in (2, 16))
+    stem, head = (torch.randn(k, c, 3, 3, 3, generator=generator) for k, c in ((16, 2), (2, 16)))
+    for step in range(3):
+        for name, z, source, weight in (
+            ("stem", ops.stem([x], stem, None), x, stem),
+            ("head", ops.head(y, head, None), y, head),
+        ):
+            truth = torch.nn.functional.conv3d(source, weight, padding=1)
+            rows.append({"name": name, "step": step, "error": float((z - truth).norm() / truth.norm())})
+            weight.mul_(-0.5)
+    return rows
+
+
 def compile_upsample(arch, kinds):
     for kind in kinds:
         constants = {"VOLUME": True, "BLOCK_C": 64}
@@ -156,17 +235,18 @@ def numerics(what, whole):
         "linear": [(lambda draw: of_upsample(draw, "linear"), t) for t in ALL_TYPES],
         "nearest": [(lambda draw: of_upsample(draw, "nearest"), t) for t in ALL_TYPES],
         "sums": [(of_sums, t) for t in ALL_TYPES],
+        "edges": [(of_edges, t) for t in PRODUCT_TYPES],
     }[what]
     return [{"type": str(t), **row} for function, t in cases for row in function(Draw(t, whole))]
 
 
 if __name__ == "__main__":
     job, what, option, *kinds = [*sys.argv[1:], "", ""]
-    if job == "remembered":
-        result = remembered()
+    if job in ("remembered", "trained"):
+        result = {"remembered": remembered, "trained": trained}[job]()
     elif job == "numerics":
         result = numerics(what, option == "whole")
     else:
-        kernels = {"upsample": compile_upsample, "sums": compile_sums}
+        kernels = {"upsample": compile_upsample, "sums": compile_sums, "edges": compile_edges}
         result = list(kernels[what](int(option), kinds[0].split(",")))
     print(json.dumps(result))

@@ -29,7 +29,8 @@ _SUMS = "_voxtune_channel_sums"
 
 def channel_sums_reference(x: Tensor) -> Tensor:
     """(N, 1, C) by PyTorch, in float32 or wider."""
-    return x.movedim(1, -1).flatten(1, -2).sum(1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    voxels = tuple(range(2, x.dim()))
+    return x.sum(voxels, dtype=torch.promote_types(x.dtype, torch.float32)).unsqueeze(1)
 
 
 @triton.jit

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from voxtune.kernels import channel_sums as _sums
 from voxtune.kernels import conv3d as _conv3d
 from voxtune.kernels import doubling_conv as _doubling
+from voxtune.kernels import edge_gradients as _edges
 from voxtune.kernels import group_norm as _norm
 from voxtune.kernels import group_norm_backward as _norm_backward
 from voxtune.kernels import strided_conv as _strided
@@ -296,30 +297,49 @@ def _doubling_gradient(ctx: Context, dy: Tensor, _statistics: None) -> tuple[Any
     return data, dpacked, _shift_gradient(dy, shift), None, None, None
 
 
-def _keep_edge(ctx: Context, inputs: Sequence[Any], output: Tensor) -> None:
-    sources, weight, shift = inputs[:3]
-    listed = isinstance(sources, list | tuple)
-    ctx.save_for_backward(*(sources if listed else [sources]), weight)
-    ctx.options = listed, None if shift is None else tuple(shift.shape)
+def _keep_stem(ctx: Context, inputs: Sequence[Any], output: Tensor) -> None:
+    sources, weight, shift = inputs
+    ctx.save_for_backward(*sources, weight)
+    ctx.options = None if shift is None else tuple(shift.shape)
 
 
-def _edge_gradient(ctx: Context, dy: Tensor) -> tuple[Any, ...]:
-    """Of the stem (sources, weight, shift (1, K)) and of the head (x, weight, bias (K,), dtype)."""
-    listed, shift = ctx.options
+def _stem_gradient(ctx: Context, dy: Tensor) -> tuple[Any, ...]:
     *sources, weight = ctx.saved_tensors
-    dy = dy.to(weight.dtype)
+    dy, shift = _lasting(dy.to(weight.dtype)), ctx.options
+    data: list[Tensor | None] = [None] * len(sources)
     # An image that the network was given needs no gradient: only its weight does.
-    x = torch.cat([s.to(weight.dtype) for s in sources], dim=1)
-    needed = not listed or any(ctx.needs_input_grad[0])
-    axes = weight.dim() - 2
-    dx, dw, _ = aten.convolution_backward(
-        *(dy, x, weight, None, [1] * axes, [1] * axes, [1] * axes, False, [0] * axes, 1), [needed, True, False]
-    )
-    if listed:
-        data = list(dx.split([s.shape[1] for s in sources], dim=1)) if needed else [None] * len(sources)
-        return data, dw, _shift_gradient(dy, shift)
-    total = _shift_gradient(dy, (1, dy.shape[1])) if shift is not None else None
-    return _lasting(dx), dw, None if total is None else total[0], None
+    if any(ctx.needs_input_grad[0]):
+        dx = torch.ops.voxtune.head(dy, _opposite(weight), None)
+        data = list(dx.split([s.shape[1] for s in sources], dim=1))
+    parts = [_tap_sums(source, dy, ahead=True) for source in sources]
+    dw = torch.cat([sums for sums, _ in parts], dim=1) if len(parts) > 1 else parts[0][0]
+    dshift = parts[0][1].unsqueeze(0) if shift is not None and shift[0] == 1 else _shift_gradient(dy, shift)
+    return data, dw.permute(2, 1, 0).reshape(weight.shape), dshift
+
+
+def _keep_head(ctx: Context, inputs: Sequence[Any], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.biased = inputs[2] is not None
+
+
+def _head_gradient(ctx: Context, dy: Tensor) -> tuple[Any, ...]:
+    x, weight = ctx.saved_tensors
+    x, M = _lasting(x), weight.shape[0]
+    dx = torch.ops.voxtune.stem([dy], _opposite(weight), None) if ctx.needs_input_grad[0] else None
+    sums, _ = _tap_sums(dy, x, ahead=False)
+    total = _shift_gradient(dy, (1, M)) if ctx.biased else None
+    return dx, sums.permute(1, 2, 0).reshape(weight.shape), None if total is None else total[0], None
+
+
+def _opposite(weight: Tensor) -> Tensor:
+    """The weight of the convolution that computes the data gradient: each tap at the opposite place, channels exchanged."""
+    return weight.flatten(2).flip(2).transpose(0, 1).unflatten(2, weight.shape[2:])
+
+
+def _tap_sums(narrow: Tensor, wide: Tensor, *, ahead: bool) -> tuple[Tensor, Tensor]:
+    if _runs_kernel(wide, _edges.why_not(narrow, wide), "the gradient of a stem's or head's weight"):
+        return _edges.tap_sums(narrow, wide, ahead=ahead)
+    return _edges.tap_sums_reference(narrow, wide, ahead=ahead)
 
 
 _GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -330,8 +350,8 @@ _GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "upsample": (_keep_upsample, _upsample_gradient),
     "strided_conv": (_keep_resampling, _strided_gradient),
     "doubling_conv": (_keep_resampling, _doubling_gradient),
-    "stem": (_keep_edge, _edge_gradient),
-    "head": (_keep_edge, _edge_gradient),
+    "stem": (_keep_stem, _stem_gradient),
+    "head": (_keep_head, _head_gradient),
 }
 
 
