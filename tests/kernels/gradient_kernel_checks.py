@@ -18,7 +18,7 @@ from tests.kernels.small_kernels_checks import (
     finding,
     typed,
 )
-from voxtune.kernels import channel_sums, edge_gradients, group_norm, upsample, upsample_backward
+from voxtune.kernels import channel_sums, conv3d, edge_gradients, group_norm, packing, upsample, upsample_backward
 from voxtune.kernels import pointwise as pointwise_kernels
 
 # (batch, channels, voxels of the source)
@@ -116,6 +116,42 @@ def compile_edges(arch, kinds):
             constants = {"F": F, "TAPS": 27, "AHEAD": ahead, "PRECISION": "ieee", "s_w": 1}
             pointers = typed("wide_ptr", kind) | typed("narrow_ptr sums_ptr", "fp32")
             yield build(edge_gradients.voxtune_tap_sums, arch, pointers, constants, **tile)
+
+
+# (channels out, channels in, taps along each axis)
+PACKED = [(64, 64, (3, 3, 3)), (48, 20, (3, 3, 3)), (7, 130, (1, 3, 3)), (70, 9, (3, 1, 1)), (1, 1, (1, 1, 1))]
+
+
+def packing_is_exact():
+    """Whether weights are moved as PyTorch moves them, bit by bit, for each pair of types."""
+    rows = []
+    for K, C, taps in PACKED:
+        for own in ALL_TYPES:
+            weight = torch.randn(K, C, *taps, dtype=own)
+            for dtype in ALL_TYPES:
+                packed, expected = packing.pack_taps(weight, dtype), conv3d.pack(weight).to(dtype)
+                back = packing.unpack_taps(packed, weight.shape, own)
+                first = C // 3
+                opposite = packing.opposite_taps(packed, first, C - first)
+                # The interpreter truncates where a GPU rounds to nearest.
+                step = 2**-7 if dtype == torch.bfloat16 else 0.0
+                rows.append(
+                    {
+                        "case": [K, C, *taps, str(own), str(dtype)],
+                        "packed": bool(torch.allclose(packed.float(), expected.float(), rtol=step, atol=0.0)),
+                        "back": bool(torch.equal(back, conv3d.unpack(packed.to(own), taps))) or own == torch.bfloat16,
+                        "opposite": bool(torch.equal(opposite, packing.opposite_reference(packed, first, C - first))),
+                    }
+                )
+    return rows
+
+
+def compile_packing(arch, _kinds):
+    tile = packing._taps_tile(64 * 64, 27)[1] | {"T": 27}
+    yield build(packing.voxtune_pack_taps, arch, {"weight_ptr": "*fp32", "packed_ptr": "*bf16"}, {}, **tile)
+    yield build(packing.voxtune_unpack_taps, arch, {"weight_ptr": "*fp32", "packed_ptr": "*bf16"}, {}, **tile)
+    tile = {"BLOCK_K": 64, "BLOCK_C": 64}
+    yield build(packing.voxtune_opposite_taps, arch, typed("packed_ptr opposite_ptr", "bf16"), {}, **tile)
 
 
 def remembered():
@@ -242,11 +278,16 @@ def numerics(what, whole):
 
 if __name__ == "__main__":
     job, what, option, *kinds = [*sys.argv[1:], "", ""]
-    if job in ("remembered", "trained"):
-        result = {"remembered": remembered, "trained": trained}[job]()
+    if job in ("remembered", "trained", "packing"):
+        result = {"remembered": remembered, "trained": trained, "packing": packing_is_exact}[job]()
     elif job == "numerics":
         result = numerics(what, option == "whole")
     else:
-        kernels = {"upsample": compile_upsample, "sums": compile_sums, "edges": compile_edges}
+        kernels = {
+            "upsample": compile_upsample,
+            "sums": compile_sums,
+            "edges": compile_edges,
+            "packing": compile_packing,
+        }
         result = list(kernels[what](int(option), kinds[0].split(",")))
     print(json.dumps(result))

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tests.factories.triton_checks import COMPILED, INTERPRETER_ERRORS, run_checks
+from tests.factories.triton_checks import ARCHS, COMPILED, INTERPRETER_ERRORS, run_checks
 
 run = partial(run_checks, "kernels/gradient_kernel_checks.py")
 
@@ -75,3 +75,15 @@ def test_sums_are_computed_where_they_are_not_known():
 def test_stem_and_head_follow_a_weight_that_is_trained():
     for row in run("trained", interpret=True):
         assert row["error"] < 1e-5, row
+
+
+def test_packing_moves_weights_as_pytorch_does():
+    for row in run("packing", interpret=True):
+        assert row["packed"] and row["back"] and row["opposite"], row
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_packing_compiles(arch):
+    for kernel in run("compile", "packing", arch, "bf16", interpret=False):
+        assert kernel["spills"] == 0 and kernel["registers"] <= 128, kernel
+        assert kernel["wide"] >= 1, kernel  # the side that is contiguous over channels

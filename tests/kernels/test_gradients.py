@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from voxtune.kernels import conv3d as cv
 from voxtune.kernels import doubling_conv as doubling
+from voxtune.kernels import packing
 from voxtune.kernels import strided_conv as strided
 from voxtune.kernels.gradients import RecomputedNorm, recompute_later, recomputing_norms, register_gradients
 from voxtune.kernels.group_norm import norm_act_reference
@@ -186,6 +187,17 @@ def test_half_precision_errs_like_autocast():
         (x, weight),
         tolerance=1e-2,
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_packing_and_its_gradient(dtype):
+    weight = draw(6, 5, 3, 1, 3).detach().to(dtype).requires_grad_()
+    half = torch.float64 if dtype == torch.float64 else torch.bfloat16
+    packed, expected = packing.pack_as(weight, half), cv.pack(weight).to(half)
+    assert torch.equal(packed, expected)
+    gradient = torch.randn(packed.shape, dtype=torch.float64).to(half)
+    (own,), (true,) = (torch.autograd.grad(p, weight, gradient) for p in (packed, expected))
+    assert torch.equal(own, true) and own.dtype == dtype and own.is_contiguous()
 
 
 def test_a_norms_result_is_computed_again():

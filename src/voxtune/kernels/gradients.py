@@ -28,6 +28,7 @@ from voxtune.kernels import doubling_conv as _doubling
 from voxtune.kernels import edge_gradients as _edges
 from voxtune.kernels import group_norm as _norm
 from voxtune.kernels import group_norm_backward as _norm_backward
+from voxtune.kernels import packing as _packing
 from voxtune.kernels import strided_conv as _strided
 from voxtune.kernels import upsample_backward as _upsample_backward
 from voxtune.kernels.ops import _LIBRARY, _lasting, _runs_kernel, operator, shapes_of
@@ -144,18 +145,21 @@ def _conv3d_gradient(ctx: Context, dy: Tensor, _statistics: None) -> tuple[Any, 
     shift, has_residual, kernel, padding = ctx.options
     *sources, packed = ctx.saved_tensors
     dy = _lasting(dy)
-    # Each tap's matrix, with its channels exchanged, at the opposite tap.
-    flipped = packed.flip(0).transpose(1, 2)
     around = tuple(k - 1 - p for k, pair in zip(kernel, _pairs(padding), strict=True) for p in pair)
     data, weights, first = [], [], 0
     for source in sources:
         C = source.shape[1]
-        part = flipped[:, first : first + C].contiguous()
-        data.append(_plain_conv3d(dy, part, kernel, around))
+        # Each tap's matrix, with its channels exchanged, at the opposite tap.
+        data.append(_plain_conv3d(dy, _packing.opposite(packed, first, C), kernel, around))
         weights.append(_weight_gradient(dy, _padded(source, padding), (packed.shape[1], C, *kernel)))
         first += C
-    dpacked = torch.cat([_conv3d.pack(w) for w in weights], dim=2).to(packed.dtype)
+    dpacked = _joined([_conv3d.pack(w) for w in weights], 2).to(packed.dtype)
     return data, dpacked, _shift_gradient(dy, shift), dy if has_residual else None, None, None, None
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    """The concatenation, without a copy of a single part."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _pairs(padding: Sequence[int]) -> list[tuple[int, int]]:
@@ -234,7 +238,7 @@ def _pointwise_gradient(ctx: Context, dy: Tensor) -> tuple[Any, ...]:
         parts.append(rows.t() @ _lasting(source).movedim(1, -1).flatten(0, -2))
         first += C
     added = None if residual is None else dy.to(residual)
-    return data, torch.cat(parts, dim=1), _shift_gradient(dy, shift), added, None
+    return data, _joined(parts, 1), _shift_gradient(dy, shift), added, None
 
 
 def _keep_add(ctx: Context, inputs: Sequence[Any], output: Tensor) -> None:
@@ -293,7 +297,7 @@ def _doubling_gradient(ctx: Context, dy: Tensor, _statistics: None) -> tuple[Any
         data.append(_lasting(dx))
         weights.append(dw)
         first += C
-    dpacked = _doubling.pack_transposed(torch.cat(weights)).to(packed.dtype)
+    dpacked = _doubling.pack_transposed(_joined(weights, 0)).to(packed.dtype)
     return data, dpacked, _shift_gradient(dy, shift), None, None, None
 
 
@@ -312,7 +316,7 @@ def _stem_gradient(ctx: Context, dy: Tensor) -> tuple[Any, ...]:
         dx = torch.ops.voxtune.head(dy, _opposite(weight), None)
         data = list(dx.split([s.shape[1] for s in sources], dim=1))
     parts = [_tap_sums(source, dy, ahead=True) for source in sources]
-    dw = torch.cat([sums for sums, _ in parts], dim=1) if len(parts) > 1 else parts[0][0]
+    dw = _joined([sums for sums, _ in parts], 1)
     dshift = parts[0][1].unsqueeze(0) if shift is not None and shift[0] == 1 else _shift_gradient(dy, shift)
     return data, dw.permute(2, 1, 0).reshape(weight.shape), dshift
 

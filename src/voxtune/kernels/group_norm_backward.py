@@ -395,8 +395,8 @@ def norm_act_backward(
     dbias, dweight, dshift, dslope = totals.unbind(1)
     return NormGradients(
         tuple(gradients),
-        dweight.sum(0),
-        dbias.sum(0),
+        dweight[0] if N == 1 else dweight.sum(0),
+        dbias[0] if N == 1 else dbias.sum(0),
         _like(dshift, shift_NC),
         None if slopes is None else (dslope.sum() if slopes.numel() == 1 else dslope.sum(0)).view_as(slopes),
         dresidual,
@@ -408,8 +408,9 @@ def _like(gradient: Tensor, shift_NC: Tensor | None) -> Tensor | None:
     """The gradient of a shift that may serve the whole batch."""
     if shift_NC is None:
         return None
-    total = gradient.sum(0, keepdim=True) if shift_NC.shape[0] == 1 else gradient
-    return total.to(shift_NC.dtype)
+    total = gradient.sum(0, keepdim=True) if shift_NC.shape[0] < gradient.shape[0] else gradient
+    # A copy: the sums belong to the source's gradient too, and this may become a parameter's.
+    return total.to(shift_NC.dtype, copy=total is gradient)
 
 
 def affine_reference(

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 
 from voxtune.errors import InputError
 from voxtune.plan.build import PlanTarget, rewrite
-from voxtune.plan.derivation import LiveWeights
+from voxtune.plan.derivation import Derivation, LiveWeights, Ref
 from voxtune.plan.graph import Captured
 from voxtune.plan.passes import Context
 from voxtune.plan.plan import Plan
@@ -80,6 +80,20 @@ class _TrainingInterpreter(fx.Interpreter):
         return y
 
 
+def _pack_in_one_step(captured: Captured) -> None:
+    """Weights of convolutions are packed and cast by one kernel, and so are their gradients on the way back."""
+    from voxtune.kernels import conv3d
+    from voxtune.kernels.packing import pack_as
+
+    derivations = captured.derived.derivations
+    for name, derivation in list(derivations.items()):
+        part = derivation.args[0] if derivation.args else None
+        inner = derivations.get(part.name) if isinstance(part, Ref) else part
+        functions = derivation.function, inner.function if isinstance(inner, Derivation) else None
+        if inner is not None and functions == (torch.ops.aten.to.dtype, conv3d.pack):
+            derivations[name] = Derivation(pack_as, (inner.args[0], derivation.args[1]), {})
+
+
 def training_network(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None, plan: Plan
 ) -> TrainingNetwork:
@@ -100,4 +114,5 @@ def training_network(
     for node in captured.graph.nodes:
         if node.op == "call_function" and not differentiable(node.target):
             raise InputError(f"{node.target} has no gradient")
+    _pack_in_one_step(captured)
     return TrainingNetwork(model, captured, notes)
