@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -21,10 +23,13 @@ ops = torch.ops.voxtune
 
 
 @pytest.fixture(autouse=True)
-def _operators(caplog):
+def _operators(caplog, monkeypatch):
+    from voxtune.kernels import ops
     from voxtune.kernels.gradients import register_gradients
 
     register_gradients()
+    monkeypatch.setattr(ops, "_logged", set())  # each reason is logged once
+    caplog.set_level(logging.INFO, logger="voxtune")
     yield
     assert "falls back" not in caplog.text
 
