@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -102,6 +102,15 @@ def _keep_norm(ctx: Context, inputs: Sequence[Any], output: tuple[Tensor, Tensor
 
 
 def _norm_gradient(ctx: Context, dy: Tensor, _affine: None) -> tuple[Any, ...]:
+    gradients, dweight, dbias = _norm_gradients(ctx, dy, ())
+    shift, slopes, residual = gradients.shift_NC, gradients.slopes, gradients.residual
+    return list(gradients.sources), dweight, dbias, None, None, shift, None, None, slopes, residual, None
+
+
+def _norm_gradients(
+    ctx: Context, dy: Tensor, addends: Sequence[Tensor | None]
+) -> tuple[_norm_backward.NormGradients, Tensor, Tensor]:
+    """All gradients, with those of weight and bias in their types. `addends` are added to the gradients of the sources."""
     groups, eps, activation, slope = ctx.options
     *sources, weight, bias, shift, slopes, residual, affine = ctx.saved_tensors
     given = tuple(_lasting(s) for s in sources)
@@ -109,8 +118,9 @@ def _norm_gradient(ctx: Context, dy: Tensor, _affine: None) -> tuple[Any, ...]:
     dy = _lasting(dy)
     reason = _norm.why_not(given, groups, activation, slopes, added)
     if _runs_kernel(given[0], reason, "the gradient of norm_act"):
+        lasting = [None if a is None else _lasting(a) for a in addends]
         gradients = _norm_backward.norm_act_backward(
-            dy, given, affine, weight, groups, shift, activation, slope, slopes, added
+            dy, given, affine, weight, groups, shift, activation, slope, slopes, added, lasting
         )
         for dx, sums_NPC in zip(gradients.sources, gradients.sums_NPC, strict=True):
             _sums.remember_sums(dx, sums_NPC)
@@ -118,19 +128,53 @@ def _norm_gradient(ctx: Context, dy: Tensor, _affine: None) -> tuple[Any, ...]:
         gradients = _norm_backward.norm_act_backward_reference(
             dy, given, weight, bias, groups, eps, shift, activation, slope, slopes, added
         )
-    parts = (gradients.weight.to(weight.dtype), gradients.bias.to(bias.dtype))
-    return (
-        list(gradients.sources),
-        *parts,
-        None,
-        None,
-        gradients.shift_NC,
-        None,
-        None,
-        gradients.slopes,
-        gradients.residual,
-        None,
-    )
+        pairs = zip(gradients.sources, addends or [None] * len(given), strict=True)
+        gradients = replace(gradients, sources=tuple(dx if a is None else dx + a for dx, a in pairs))
+    return gradients, gradients.weight.to(weight.dtype), gradients.bias.to(bias.dtype)
+
+
+class _NormBefore(torch.autograd.Function):
+    """`norm_act_kept`, which returns its sources too, for those that read them later: see `norm_before`."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, handed_on: Sequence[bool], arguments: tuple[Any, ...], *tensors: Tensor
+    ) -> tuple[Any, ...]:
+        weight, bias, shift, slopes, residual, *sources = tensors
+        groups, eps, activation, slope, statistics = arguments
+        y, affine = torch.ops.voxtune.norm_act_kept(
+            sources, weight, bias, groups, eps, shift, activation, slope, slopes, residual, statistics
+        )
+        ctx.mark_non_differentiable(affine)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*sources, weight, bias, shift, slopes, residual, affine)
+        ctx.options, ctx.handed_on = (groups, eps, activation, slope), handed_on
+        return y, affine, *(s.view_as(s) for s, on in zip(sources, handed_on, strict=True) if on)
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: Any) -> tuple[Any, ...]:
+        dy, _, *rest = gradients
+        others = iter(rest)
+        addends = [next(others) if on else None for on in ctx.handed_on]
+        if dy is None:
+            return *([None] * 7), *addends
+        own, dweight, dbias = _norm_gradients(ctx, dy, addends)
+        return None, None, dweight, dbias, own.shift_NC, own.slopes, own.residual, *own.sources
+
+
+def norm_before(handed_on: Sequence[bool], *arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """`norm_act_kept` with its arguments; and, of the sources for which `handed_on` says so, the same values once more.
+
+    Operators that read these instead of the sources give their gradients to the norm's own, which adds them in the pass in
+    which it writes the source's gradient. PyTorch would add them in a pass of its own.
+    """
+    sources, weight, bias, groups, eps, shift, activation, slope, slopes, residual, statistics = arguments
+    given = (groups, eps, activation, slope, statistics)
+    y, affine, *again = _NormBefore.apply(tuple(handed_on), given, weight, bias, shift, slopes, residual, *sources)
+    for source, same in zip((s for s, on in zip(sources, handed_on, strict=True) if on), again, strict=True):
+        if hasattr(source, _RECIPE):
+            recompute_later(same, getattr(source, _RECIPE))
+    return y, affine, again
 
 
 def _keep_conv3d(ctx: Context, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:

@@ -59,6 +59,7 @@ class _TrainingInterpreter(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, values: dict[str, Tensor]):
         super().__init__(module)
         self.values = values
+        self.read_after = _read_after(module.graph)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         from voxtune.kernels.gradients import recomputing_norms
@@ -69,15 +70,30 @@ class _TrainingInterpreter(fx.Interpreter):
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self.values[target] if target in self.values else super().get_attr(target, args, kwargs)
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        from voxtune.kernels.gradients import RecomputedNorm, recompute_later
+    def run_node(self, n: fx.Node) -> Any:
+        from voxtune.kernels.gradients import RecomputedNorm, norm_before, recompute_later
 
-        if target is not torch.ops.voxtune.norm_act.default or not torch.is_grad_enabled():
-            return super().call_function(target, args, kwargs)
-        y, affine = torch.ops.voxtune.norm_act_kept(*args)
+        if n.target is not torch.ops.voxtune.norm_act.default or not torch.is_grad_enabled():
+            return super().run_node(n)
+        args, _ = self.fetch_args_kwargs_from_env(n)
+        nodes: list[fx.Node] = n.args[0]  # type: ignore[assignment]
+        # A source that occurs twice would be handed on twice: only the last one would be read.
+        handed_on = [
+            value.requires_grad and node in self.read_after[n] and nodes.count(node) == 1
+            for node, value in zip(nodes, args[0], strict=True)
+        ]
+        y, affine, again = norm_before(handed_on, *args)
         # Sources; activation, slope, slopes, residual.
         recompute_later(y, RecomputedNorm(tuple(args[0]), affine, tuple(args[6:10])))
+        self.env.update(zip((node for node, on in zip(nodes, handed_on, strict=True) if on), again, strict=True))
         return y
+
+
+def _read_after(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
+    """For each norm, those of its sources that other nodes read after it."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    norms = graph.find_nodes(op="call_function", target=torch.ops.voxtune.norm_act.default)
+    return {n: {s for s in n.all_input_nodes if any(order[u] > order[n] for u in s.users)} for n in norms}
 
 
 def _pack_in_one_step(captured: Captured) -> None:
