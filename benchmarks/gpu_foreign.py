@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import faulthandler
 import functools
 import gc
 import itertools
@@ -219,12 +220,15 @@ def _last(x: Any) -> Any:
     return x.contiguous(memory_format=formats[x.dim()]) if isinstance(x, Tensor) and x.dim() in formats else x
 
 
-def fp32(net: nn.Module, args: tuple, kwargs: dict) -> Callable[[], Any]:
-    def step() -> Any:
-        with tf32_allowed(False):
-            return net(*args, **kwargs)
+def plain(*, tf32: bool) -> Callable[..., Callable[[], Any]]:
+    def make(net: nn.Module, args: tuple, kwargs: dict) -> Callable[[], Any]:
+        def step() -> Any:
+            with tf32_allowed(tf32):
+                return net(*args, **kwargs)
 
-    return step
+        return step
+
+    return make
 
 
 def autocast(net: nn.Module, args: tuple, kwargs: dict) -> Callable[[], Any]:
@@ -260,7 +264,8 @@ def optimized(**options: Any) -> Callable[..., Callable[[], Any]]:
 
 
 WAYS = {
-    "fp32": fp32,
+    "fp32": plain(tf32=False),
+    "tf32": plain(tf32=True),
     "autocast": autocast,
     "compile": compiled("default"),
     "compile_reduce_overhead": compiled("reduce-overhead"),
@@ -469,8 +474,10 @@ def main() -> None:
     if given.first_only:
         return first_only(names[0], ways[0])
     if given.here:
+        # Where a way hangs, if it does.
+        faulthandler.dump_traceback_later(90, repeat=True)
         return measure_here(names, ways, given.runs, given.out, profiles=given.profile)
-    slow = ("max_autotune", "fp32", "autocast")
+    slow = ("max_autotune", "fp32", "tf32", "autocast")
     if given.prepare:
         prepare(names, [w for w in ways if not w.endswith(slow)], given.prepare)
     if given.prepare_only:

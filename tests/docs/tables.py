@@ -21,7 +21,8 @@ WAYS = {
     "compile_max_autotune": "torch.compile, max-autotune",
     "voxtune": "Voxtune, BF16",
     "fp32": "FP32 without TF32",
-    "voxtune_same": "Voxtune, same",
+    "tf32": "TF32",
+    "voxtune_same": "Voxtune, same (TF32 in convolutions, PyTorch's default)",
 }
 
 

@@ -14,7 +14,7 @@ from voxtune.kernels.gradients import (
     RecomputedNorm,
     norm_before,
     recompute_later,
-    recomputing_norms,
+    recomputing_results,
     register_gradients,
 )
 from voxtune.kernels.group_norm import norm_act_reference
@@ -243,7 +243,7 @@ def test_a_norms_result_is_computed_again():
         y, affine = ops.norm_act_kept([x], weight, bias, 4, 1e-5, None, *arguments, [])
         if hidden:
             recompute_later(y, Counted((x,), affine, arguments))
-        with recomputing_norms():
+        with recomputing_results():
             z = ops.conv3d([y], cv.pack(matrix), None, None, False)[0]
         del y
         return torch.autograd.grad(z.square().sum(), [x, weight, bias, matrix])

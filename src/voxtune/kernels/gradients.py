@@ -4,8 +4,8 @@
 they run kernels of this project and cuDNN, elsewhere PyTorch's operators.
 
 A convolution's data gradient is the same convolution with the weight flipped and its channels exchanged; the gradient of its
-weight is cuDNN's, for each source, without a concatenation. They do not keep what a norm returned: in `recomputing_norms` they
-keep how to compute it again from its source.
+weight is cuDNN's, for each source, without a concatenation. They do not keep what a norm or an upsampling
+returned: in `recomputing_results` they keep how to compute it again from its source.
 
 Statistics of a result for the next norm are no function of their own: the norm's gradient contains their part.
 """
@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, library
@@ -172,8 +172,8 @@ def norm_before(handed_on: Sequence[bool], *arguments: Any) -> tuple[Tensor, Ten
     given = (groups, eps, activation, slope, statistics)
     y, affine, *again = _NormBefore.apply(tuple(handed_on), given, weight, bias, shift, slopes, residual, *sources)
     for source, same in zip((s for s, on in zip(sources, handed_on, strict=True) if on), again, strict=True):
-        if hasattr(source, _RECIPE):
-            recompute_later(same, getattr(source, _RECIPE))
+        if (recipe := recipe_of(source)) is not None:
+            recompute_later(same, recipe)
     return y, affine, again
 
 
@@ -431,34 +431,98 @@ def _matching(needed: Any, gradient: Any) -> Any:
     return [None] * len(needed) if isinstance(needed, list) and gradient is None else gradient
 
 
+class Recipe(Protocol):
+    """How to compute a result again; `kept` is what that needs."""
+
+    @property
+    def kept(self) -> tuple[Any, ...]: ...
+
+    def __call__(self) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class RecomputedNorm:
     """A norm's result, computed again; `arguments` are those of `recompute_norm` after the affine."""
 
-    sources: tuple[Tensor, ...]
+    sources: tuple[Tensor | Recipe, ...]
     affine: Tensor
     arguments: tuple[Any, ...]
 
+    @property
+    def kept(self) -> tuple[Any, ...]:
+        return self.sources, self.affine, self.arguments
+
     def __call__(self) -> Tensor:
         with torch.no_grad():
-            return recompute_norm(self.sources, self.affine, *self.arguments)
+            activation, slope, slopes, residual = self.arguments
+            sources = tuple(map(computed, self.sources))
+            return recompute_norm(sources, self.affine, activation, slope, slopes, computed(residual))
+
+
+@dataclass(frozen=True)
+class RecomputedUpsampling:
+    """A doubled volume, computed again from its source, which is an eighth of it."""
+
+    x: Tensor | Recipe
+    mode: str
+
+    @property
+    def kept(self) -> tuple[Any, ...]:
+        return (self.x,)
+
+    def __call__(self) -> Tensor:
+        with torch.no_grad():
+            y: Tensor = torch.ops.voxtune.upsample(computed(self.x), self.mode)
+            return y
+
+
+@dataclass(frozen=True)
+class RecomputedInGroup:
+    """A result of a group of operators that is computed again as a whole."""
+
+    values: Callable[[Any], Tensor]
+    node: Any
+
+    @property
+    def kept(self) -> tuple[Any, ...]:
+        return ()
+
+    def __call__(self) -> Tensor:
+        return self.values(self.node)
+
+
+RECIPES = (RecomputedNorm, RecomputedUpsampling, RecomputedInGroup)
+
+
+def computed(x: Any) -> Any:
+    return x() if isinstance(x, RECIPES) else x
+
+
+def recipe_or_value(x: Any) -> Any:
+    """What to keep of a result."""
+    return (recipe_of(x) or x) if isinstance(x, Tensor) else x
 
 
 _RECIPE = "_voxtune_recomputed"
 
 
-def recompute_later(y: Tensor, norm: RecomputedNorm) -> None:
-    """Inside `recomputing_norms`, operators that need this result for their gradients keep how to compute it again."""
-    setattr(y, _RECIPE, norm)
+def recompute_later(y: Tensor, recipe: Recipe) -> None:
+    """Inside `recomputing_results`, operators that need this result for their gradients keep how to compute it again."""
+    setattr(y, _RECIPE, recipe)
+
+
+def recipe_of(y: Tensor) -> Recipe | None:
+    return getattr(y, _RECIPE, None)
 
 
 @contextmanager
-def recomputing_norms() -> Iterator[None]:
-    def pack(x: Tensor) -> Tensor | RecomputedNorm:
-        return getattr(x, _RECIPE, x)
+def recomputing_results() -> Iterator[None]:
+    def pack(x: Tensor) -> Tensor | Recipe:
+        return recipe_of(x) or x
 
-    def unpack(kept: Tensor | RecomputedNorm) -> Tensor:
-        return kept() if isinstance(kept, RecomputedNorm) else kept
+    def unpack(kept: Tensor | Recipe) -> Tensor:
+        y: Tensor = computed(kept)
+        return y
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

@@ -143,6 +143,16 @@ class LiveWeights:
         names = [name for name, _ in named_weights(self.module) if name in own or name in self.derived.derivations]
         return {name: self._value(Ref(name), known, results) for name in names}
 
+    def drop_values(self) -> None:
+        """Frees the graph's weights for a caller that always asks for `values`; constants of the network's code stay."""
+        own = {name for name, _ in named_weights(self.original)}
+        for name, tensor in list(named_weights(self.module)):
+            if name in own or name in self.derived.derivations:
+                path, _, attribute = name.rpartition(".")
+                owner = self.module.get_submodule(path)
+                delattr(owner, attribute)
+                owner.register_buffer(attribute, torch.empty_like(tensor, device="meta"))
+
     def _value(self, part: Any, own: Mapping[str, Tensor], results: dict[Any, Any]) -> Any:
         """A reference or a derivation evaluated; other values as they are."""
         derivations = self.derived.derivations

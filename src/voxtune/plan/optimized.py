@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from voxtune.errors import InputError
 from voxtune.files import one_line
 from voxtune.plan.derivation import StaleError
 from voxtune.plan.passes.base import HALF, Precision
 from voxtune.plan.plan import Plan
-from voxtune.plan.run import GraphPool, Inputs, Runner, Signature
+from voxtune.plan.run import GraphPool, Inputs, Runner, Signature, leaves_of
 
 log = logging.getLogger("voxtune")
 # Input sizes that one network keeps graphs for.
@@ -167,9 +166,7 @@ class Optimized(nn.Module):
     def _why_original(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
         if self.training:
             return "it is in training mode"
-        if torch.is_grad_enabled() and any(
-            x.requires_grad for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
-        ):
+        if torch.is_grad_enabled() and any(x.requires_grad for x in leaves_of(args, kwargs) if isinstance(x, Tensor)):
             return "an input requires gradients"
         return None
 

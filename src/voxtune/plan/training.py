@@ -9,8 +9,8 @@ are computed again from these.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from voxtune.plan.derivation import Derivation, LiveWeights, Ref
 from voxtune.plan.graph import Captured
 from voxtune.plan.passes import Context
 from voxtune.plan.plan import Plan
+from voxtune.plan.recompute import Group, Inside, inside
+from voxtune.plan.run import leaves_of
 
 # Their results depend on the batch, or on chance, in training mode: an inference graph computes something else.
 _DIFFERS = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd, nn.AlphaDropout)
@@ -37,63 +39,194 @@ class TrainingNetwork(nn.Module):
     original: nn.Module
     rewritten: fx.GraphModule
     notes: dict[str, str]
+    groups: tuple[Group, ...]
     _live: LiveWeights
+    _without_effect: tuple[str, ...]
+    _execution: Execution
 
-    def __init__(self, original: nn.Module, captured: Captured, notes: dict[str, str]):
+    def __init__(
+        self, original: nn.Module, captured: Captured, notes: dict[str, str], without_effect: Sequence[str] = ()
+    ):
+        """`without_effect` are parameters whose gradient is zero, which the rewritten graph does not contain."""
         super().__init__()
         for shared in ("_parameters", "_buffers", "_modules"):
             self.__dict__[shared] = original.__dict__[shared]
         # Not as submodules: their parameters are not this network's.
         live = LiveWeights(original, captured.module, captured.derived)
-        self.__dict__.update(original=original, rewritten=captured.module, notes=notes, _live=live)
+        live.drop_values()
+        names = tuple(without_effect)
+        self.__dict__.update(
+            original=original, rewritten=captured.module, notes=notes, _live=live, _without_effect=names
+        )
+        self.recompute(())
+
+    def recompute(self, groups: Sequence[Group]) -> None:
+        """From the next step on: what the operators of these groups need for gradients is computed again."""
+        self.__dict__.update(groups=tuple(groups), _execution=self.execution(groups))
+
+    def execution(self, groups: Sequence[Group]) -> Execution:
+        return Execution(self.rewritten, groups)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The graph's weights, computed from the parameters."""
+        return self._live.values()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = tree_flatten((args, kwargs))[0]
-        runner = _TrainingInterpreter(self.rewritten, self._live.values())
-        return self.rewritten.graph.process_outputs(runner.run(*leaves, enable_io_processing=False))
+        output = self._execution(leaves_of(args, kwargs), self.weights())
+        idle = [p for p in map(self.original.get_parameter, self._without_effect) if p.requires_grad]
+        if idle and torch.is_grad_enabled():
+            output = list(output)
+            at = next((i for i, y in enumerate(output) if isinstance(y, Tensor) and y.requires_grad), None)
+            if at is not None:
+                output[at] = _ZeroGradients.apply(output[at], *idle)
+        return self.rewritten.graph.process_outputs(output)
 
 
-class _TrainingInterpreter(fx.Interpreter):
-    """Runs the graph with given weights; results of norms are computed again in the backward pass."""
+class _ZeroGradients(torch.autograd.Function):
+    """Its first argument, and gradients of zero for the others: an optimizer treats a missing gradient differently."""
 
-    def __init__(self, module: fx.GraphModule, values: dict[str, Tensor]):
-        super().__init__(module)
-        self.values = values
-        self.read_after = _read_after(module.graph)
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return y.view_as(y)
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        from voxtune.kernels.gradients import recomputing_norms
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+        return dy, *(torch.zeros_like(p) for p in ctx.saved_tensors)
 
-        with recomputing_norms() if torch.is_grad_enabled() else nullcontext():
-            return super().run(*args, **kwargs)
 
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return self.values[target] if target in self.values else super().get_attr(target, args, kwargs)
+class Execution:
+    """One forward pass of the graph with given weights; what gradients need of the groups is computed again."""
 
-    def run_node(self, n: fx.Node) -> Any:
-        from voxtune.kernels.gradients import RecomputedNorm, norm_before, recompute_later
+    def __init__(self, module: fx.GraphModule, groups: Sequence[Group]):
+        self.module = module
+        self.nodes = list(module.graph.nodes)
+        position = {node: i for i, node in enumerate(self.nodes)}
+        # What is used for the last time, by position.
+        self.ends: dict[int, list[fx.Node]] = {}
+        for node, i in position.items():
+            self.ends.setdefault(max((position[user] for user in node.users), default=i), []).append(node)
+        # Of each norm the sources that are read again after it.
+        self.read_later = {
+            norm: {s for s in norm.all_input_nodes if any(position[user] > position[norm] for user in s.users)}
+            for norm in module.graph.find_nodes(op="call_function", target=torch.ops.voxtune.norm_act.default)
+        }
+        self.groups = {group.first: again for group in groups if (again := inside(self.nodes, group)).results}
+        # Called before each operator, with its position.
+        self.watch: Callable[[int, dict[fx.Node, Any]], None] | None = None
+        self.hooks: Callable[[], AbstractContextManager[Any]] = _recomputing_results
 
-        if n.target is not torch.ops.voxtune.norm_act.default or not torch.is_grad_enabled():
-            return super().run_node(n)
-        args, _ = self.fetch_args_kwargs_from_env(n)
-        nodes: list[fx.Node] = n.args[0]  # type: ignore[assignment]
-        # A source that occurs twice would be handed on twice: only the last one would be read.
+    def __call__(self, leaves: Sequence[Any], values: dict[str, Tensor]) -> Any:
+        given = iter(leaves)
+        known: dict[fx.Node, Any] = {}
+        training = torch.is_grad_enabled()
+        later: _GroupValues | None = None
+        with self.hooks() if training else nullcontext():
+            for i, node in enumerate(self.nodes):
+                if self.watch is not None:
+                    self.watch(i, known)
+                if training and i in self.groups:
+                    later = _GroupValues(self, self.groups[i], known, values)
+                if node.op == "placeholder":
+                    known[node] = next(given)
+                elif training and node in self.read_later:
+                    known[node] = self.normalize(node, known)
+                else:
+                    known[node] = self.compute(node, known, values)
+                if later is not None and node in later.group.results:
+                    later.promise(node, known[node])
+                if node.op != "output":
+                    self.forget(i, known)
+        return known[self.nodes[-1]]
+
+    def forget(self, i: int, known: dict[fx.Node, Any]) -> None:
+        for ended in self.ends.get(i, ()):
+            known.pop(ended, None)
+
+    def compute(self, node: fx.Node, known: dict[fx.Node, Any], values: dict[str, Tensor]) -> Any:
+        if node.op == "get_attr":
+            name = str(node.target)
+            return values[name] if name in values else self._constant(name)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+        if node.op == "output":
+            return args[0]
+        assert node.op == "call_function" and callable(node.target), node.format_node()
+        return _call(node.target, args, kwargs)
+
+    def normalize(self, node: fx.Node, known: dict[fx.Node, Any]) -> Tensor:
+        """A norm's result. Operators that read a source later read it from the norm, whose gradient adds theirs.
+
+        Not the result is kept for gradients, but how to compute it again.
+        """
+        from voxtune.kernels.gradients import RecomputedNorm, norm_before, recipe_or_value, recompute_later
+
+        args: Any = fx.map_arg(node.args, known.__getitem__)
+        nodes: list[fx.Node] = node.args[0]  # type: ignore[assignment]
+        # A source that occurs twice could be handed on only once.
         handed_on = [
-            value.requires_grad and node in self.read_after[n] and nodes.count(node) == 1
-            for node, value in zip(nodes, args[0], strict=True)
+            value.requires_grad and source in self.read_later[node] and nodes.count(source) == 1
+            for source, value in zip(nodes, args[0], strict=True)
         ]
         y, affine, again = norm_before(handed_on, *args)
         # Sources; activation, slope, slopes, residual.
-        recompute_later(y, RecomputedNorm(tuple(args[0]), affine, tuple(args[6:10])))
-        self.env.update(zip((node for node, on in zip(nodes, handed_on, strict=True) if on), again, strict=True))
+        sources, after = tuple(map(recipe_or_value, args[0])), tuple(map(recipe_or_value, args[6:10]))
+        recompute_later(y, RecomputedNorm(sources, affine, after))
+        known.update(zip((source for source, on in zip(nodes, handed_on, strict=True) if on), again, strict=True))
         return y
 
+    def _constant(self, name: str) -> Any:
+        value: Any = self.module
+        for part in name.split("."):
+            value = getattr(value, part)
+        return value
 
-def _read_after(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
-    """For each norm, those of its sources that other nodes read after it."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    norms = graph.find_nodes(op="call_function", target=torch.ops.voxtune.norm_act.default)
-    return {n: {s for s in n.all_input_nodes if any(order[u] > order[n] for u in s.users)} for n in norms}
+
+class _GroupValues:
+    """The results of a group that gradients need, computed again when the first of them is asked for."""
+
+    def __init__(self, execution: Execution, group: Inside, known: dict[fx.Node, Any], weights: dict[str, Tensor]):
+        from voxtune.kernels.gradients import recipe_or_value
+
+        self.execution, self.group, self.weights = execution, group, weights
+        # Those that exist already; others are weights, or follow inside.
+        self.given = {node: recipe_or_value(known[node]) for node in group.inputs}
+        self.values: dict[fx.Node, Tensor] = {}
+
+    def promise(self, node: fx.Node, y: Tensor) -> None:
+        from voxtune.kernels.gradients import RecomputedInGroup, recompute_later
+
+        recompute_later(y, RecomputedInGroup(self, node))
+
+    def __call__(self, node: fx.Node) -> Tensor:
+        """Each value is asked for by one operator's gradient after the other, and kept until the group's are done."""
+        from voxtune.kernels.gradients import computed
+
+        if node not in self.values:
+            known = {n: computed(x) for n, x in self.given.items()}
+            with torch.no_grad():
+                for inner in self.group.nodes:
+                    known[inner] = self.execution.compute(inner, known, self.weights)
+                    if inner in self.group.results:
+                        self.values[inner] = known[inner]
+                    for ended in self.group.ends[inner]:
+                        known.pop(ended, None)
+        return self.values[node]
+
+
+def _recomputing_results() -> AbstractContextManager[None]:
+    from voxtune.kernels.gradients import recomputing_results
+
+    return recomputing_results()
+
+
+def _call(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The operator; of an upsampling not the result is kept for gradients, but how to compute it again."""
+    from voxtune.kernels.gradients import RecomputedUpsampling, recipe_or_value, recompute_later
+
+    y = target(*args, **kwargs)
+    if torch.is_grad_enabled() and target is torch.ops.voxtune.upsample.default:
+        recompute_later(y, RecomputedUpsampling(recipe_or_value(args[0]), args[1]))
+    return y
 
 
 def _pack_in_one_step(captured: Captured) -> None:
@@ -126,9 +259,27 @@ def training_network(
     from voxtune.kernels.gradients import differentiable, register_gradients
 
     register_gradients()
+    captured.graph.eliminate_dead_code()
+    parameters = {name for name, _ in model.named_parameters()}
+    before = _used(captured) & parameters
     notes = rewrite(captured, plan, Context(target.device, plan.names, twin=target.device.type != "cuda"))
     for node in captured.graph.nodes:
         if node.op == "call_function" and not differentiable(node.target):
             raise InputError(f"{node.target} has no gradient")
     _pack_in_one_step(captured)
-    return TrainingNetwork(model, captured, notes)
+    return TrainingNetwork(model, captured, notes, sorted(before - _used(captured)))
+
+
+def _used(captured: Captured) -> set[str]:
+    """Weights of the network that its graph refers to, also through those that are computed from them."""
+    waiting: list[Any] = [Ref(str(node.target)) for node in captured.graph.find_nodes(op="get_attr")]
+    used: set[str] = set()
+    while waiting:
+        part = waiting.pop()
+        derivation = captured.derived.derivations.get(part.name) if isinstance(part, Ref) else part
+        if isinstance(derivation, Derivation):
+            leaves = tree_flatten((derivation.args, derivation.kwargs))[0]
+            waiting += [x for x in leaves if isinstance(x, Ref | Derivation)]
+        elif part.name in captured.own:
+            used.add(part.name)
+    return used
