@@ -27,7 +27,7 @@ from voxtune.kernels import stem_conv as stem
 
 aten = torch.ops.aten
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TRIAL_LIMIT_S = 30
+TRIAL_LIMIT_S = 40
 
 
 def lasting(x: Tensor) -> Tensor:
@@ -64,6 +64,7 @@ class Cases:
         for C, divisor in ((64, 1), (128, 4)):
             yield self.sums(C, self.side // divisor)
         yield self.norm((64,), self.side)
+        yield self.norm((64,), self.side, addend=True)
         yield self.norm((64, 64), self.side)
         yield self.norm((128,), self.side // 4)
         K, C = (256, 512) if self.side >= 64 else (48, 40)
@@ -146,31 +147,35 @@ class Cases:
             dy.nbytes,
         )
 
-    def norm(self, channels: tuple[int, ...], side: int) -> Case:
-        """GroupNorm and SiLU."""
+    def norm(self, channels: tuple[int, ...], side: int, *, addend: bool = False) -> Case:
+        """GroupNorm and SiLU; `addend`: the gradient of another operator that read the source is added."""
         C = sum(channels)
         sources = tuple(self.random(1, c, side, side, side) + 1 for c in channels)
         dy, weight, bias = self.random(1, C, side, side, side), *(self.random(C, dtype=torch.float32) for _ in "wb")
         affine = group_norm.norm_act_and_affine(sources, weight, bias, 32, 1e-5, None, "silu")[1]
+        more = tuple(torch.randn_like(s) for s in sources) if addend else ()
         x = torch.cat(sources, 1).contiguous()
         half = weight.to(x.dtype), bias.to(x.dtype)
         z, mean, rstd = aten.native_group_norm(x, *half, 1, C, side**3, 32, 1e-5)
 
         def plain() -> Tensor:
             dz = aten.silu_backward(dy, z).contiguous()
-            return aten.native_group_norm_backward(dz, x, mean, rstd, half[0], 1, C, side**3, 32, [True] * 3)[0]
+            dx = aten.native_group_norm_backward(dz, x, mean, rstd, half[0], 1, C, side**3, 32, [True] * 3)[0]
+            return dx + torch.cat(more, 1) if more else dx
 
         def truth() -> Tensor:
             wide = tuple(s.double() for s in sources)
             both = norms.norm_act_backward_reference(
                 *(dy.double(), wide, weight.double(), bias.double(), 32, 1e-5, None, "silu")
             )
-            return torch.cat(both.sources, 1)
+            dx = torch.cat(both.sources, 1)
+            return dx + torch.cat(more, 1).double() if more else dx
 
         def own() -> tuple[Tensor, ...]:
-            return norms.norm_act_backward(dy, sources, affine, weight, 32, None, "silu").sources
+            return norms.norm_act_backward(dy, sources, affine, weight, 32, None, "silu", addends=more).sources
 
-        return Case("norm", (*channels, side), own, plain, truth, 3 * dy.nbytes)
+        name = "norm and an addend" if addend else "norm"
+        return Case(name, (*channels, side), own, plain, truth, (4 if addend else 3) * dy.nbytes)
 
     def packing(self, K: int, C: int) -> Iterator[Case]:
         weight = self.random(K, C, 3, 3, 3, dtype=torch.float32).contiguous()
@@ -245,9 +250,13 @@ def trials(cases: Cases) -> None:
     plans: list[tuple[Case, Any, str, list[Any]]] = [
         (cases.upsampling(64, side // 2), upsample_backward, "TILE", [2048, 4096, 8192]),
         (cases.upsampling(64, side // 2), upsample_backward, "LONGEST_WALK", [4, 16, 32]),
-        (cases.sums(64, side), channel_sums, "TILE", [8192, 16384, 32768]),
-        (cases.norm((64,), side), norms, "SUMS_TILE", [1024, 2048, 4096, 8192]),
-        (cases.norm((64,), side), norms, "GRADIENT_TILE", [1024, 2048, 4096, 8192]),
+        (cases.sums(64, side), channel_sums, "TILE", [4096, 8192, 16384]),
+        (cases.sums(64, side), channel_sums, "STAGES", [1, 2, 6]),
+        (cases.norm((64,), side), norms, "SUMS_STAGES", [1, 2, 3, 4]),
+        (cases.norm((64,), side), norms, "SUMS_TILE", [1024, 2048, 4096]),
+        (cases.norm((64,), side), norms, "GRADIENT_TILE", [1024, 2048, 4096]),
+        (cases.norm((64,), side, addend=True), norms, "GRADIENT_TILE", [1024, 2048, 4096]),
+        (cases.norm((64,), side, addend=True), norms, "LONGEST_WALK", [1, 4, 16]),
         (cases.head_weight(), edge_gradients, "LONGEST_RUN", [32, 64, 128]),
         (cases.stem_weight(2), edge_gradients, "GATHER", [2048, 4096, 8192]),
     ]

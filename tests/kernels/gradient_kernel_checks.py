@@ -63,6 +63,7 @@ def of_sums(draw):
 def compile_sums(arch, kinds):
     for kind in kinds:
         constants = {"UNIT": 1, "BLOCK_C": 64, "BLOCK_V": channel_sums.TILE // (64 * KINDS[kind].itemsize)}
+        constants |= {"STAGES": channel_sums.STAGES}
         pointers = typed("x_ptr", kind) | typed("sums_ptr", "fp32")
         yield build(channel_sums.voxtune_channel_sums, arch, pointers, constants, num_warps=8)
 

@@ -94,7 +94,7 @@ def compile_all(arch):
     }
     sizes = dict.fromkeys(("V", "CS", "C", "first", "slopes_stride", "stretch"), "i32") | {"slope": "fp32"}
     own = {
-        gb.voxtune_norm_sums: ({"sums_ptr": "*fp32"}, flags | {"BLOCK_V": 32}),
+        gb.voxtune_norm_sums: ({"sums_ptr": "*fp32"}, flags | {"BLOCK_V": 32, "STAGES": gb.SUMS_STAGES}),
         gb.voxtune_norm_gradient: (
             {
                 "linear_ptr": "*fp32",

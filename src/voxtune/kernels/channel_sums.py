@@ -22,8 +22,9 @@ from voxtune.kernels.group_norm import channel_block, stretches, unit_of, voxels
 from voxtune.kernels.pointwise import TYPES
 from voxtune.kernels.precompile import ready
 
-# Bytes of a tile: with 8 warps, four 16-byte vectors per lane are in flight.
-TILE = 16384
+# Bytes of a tile: with 8 warps, two 16-byte vectors per lane; and tiles in flight.
+TILE = 8192
+STAGES = 4
 _SUMS = "_voxtune_channel_sums"
 
 
@@ -43,6 +44,7 @@ def voxtune_channel_sums(
     UNIT: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,  # tiles in flight
 ):
     C *= UNIT
     p, cb, n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -53,7 +55,7 @@ def voxtune_channel_sums(
     end = tl.minimum(start + stretch, V)
     # One sum a lane, reduced over voxels once at the end.
     total = tl.zeros((BLOCK_V, BLOCK_C), tl.float32)
-    for v0 in range(start, end, BLOCK_V):
+    for v0 in tl.range(start, end, BLOCK_V, num_stages=STAGES):
         v = v0 + tl.arange(0, BLOCK_V)
         keep = (v < end)[:, None] & inside[None, :]
         total += tl.load(base + v[:, None].to(tl.int64) * C + c[None, :], mask=keep, other=0.0).to(tl.float32)
@@ -79,7 +81,12 @@ def channel_sums(x: Tensor) -> Tensor:
     block_c, unit = channel_block(C), unit_of(C)
     block_v = TILE // (block_c * x.element_size())
     ready(voxtune_channel_sums)[(P, triton.cdiv(C, block_c), N)](
-        view, sums, V, C // unit, stretch, UNIT=unit, BLOCK_V=block_v, BLOCK_C=block_c, num_warps=8
+        *(view, sums, V, C // unit, stretch),
+        UNIT=unit,
+        BLOCK_V=block_v,
+        BLOCK_C=block_c,
+        STAGES=STAGES,
+        num_warps=8,
     )
     return sums
 

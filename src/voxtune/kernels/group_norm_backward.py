@@ -44,6 +44,7 @@ from voxtune.kernels.precompile import ready
 # Elements of a tile of step 1 and of step 3: with 8 warps, one 16-byte vector of 16-bit values per lane and operand.
 SUMS_TILE = 2048
 GRADIENT_TILE = 2048
+SUMS_STAGES = 3
 # A program of step 3 takes more tiles only while there are at least this many programs.
 ENOUGH = 2048
 LONGEST_WALK = 16
@@ -167,6 +168,7 @@ def voxtune_norm_sums(
     UNIT: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,  # tiles in flight
 ):
     CS *= UNIT
     C *= UNIT
@@ -183,7 +185,7 @@ def voxtune_norm_sums(
     of_product = tl.zeros((BLOCK_V, BLOCK_C), tl.float32)
     of_xhat = tl.zeros((BLOCK_V, BLOCK_C), tl.float32)
     of_negative = tl.zeros((BLOCK_V, BLOCK_C), tl.float32)
-    for v0 in range(start, end, BLOCK_V):
+    for v0 in tl.range(start, end, BLOCK_V, num_stages=STAGES):
         v = v0 + tl.arange(0, BLOCK_V)
         keep = (v < end)[:, None] & inside[None, :]
         x, z, dy, dz = _tile(
@@ -392,6 +394,7 @@ def norm_act_backward(
             UNIT=unit,
             BLOCK_V=SUMS_TILE // block_c,
             BLOCK_C=block_c,
+            STAGES=SUMS_STAGES,
             **options,
         )
     group = C // groups
