@@ -163,7 +163,7 @@ class _NormBefore(torch.autograd.Function):
 
 
 def norm_before(handed_on: Sequence[bool], *arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """`norm_act_kept` with its arguments; and, of the sources for which `handed_on` says so, the same values once more.
+    """`norm_act_kept` with its arguments; and the values of the sources that `handed_on` marks, once more.
 
     Operators that read these instead of the sources give their gradients to the norm's own, which adds them in the pass in
     which it writes the source's gradient. PyTorch would add them in a pass of its own.
