@@ -94,7 +94,10 @@ def compile_all(arch):
     }
     sizes = dict.fromkeys(("V", "CS", "C", "first", "slopes_stride", "stretch"), "i32") | {"slope": "fp32"}
     own = {
-        gb.voxtune_norm_sums: ({"sums_ptr": "*fp32"}, flags | {"BLOCK_V": 32, "STAGES": gb.SUMS_STAGES}),
+        gb.voxtune_norm_sums: (
+            {"sums_ptr": "*fp32"},
+            flags | {"BLOCK_V": gb.SUMS_TILE // 64, "STAGES": gb.SUMS_STAGES},
+        ),
         gb.voxtune_norm_gradient: (
             {
                 "linear_ptr": "*fp32",

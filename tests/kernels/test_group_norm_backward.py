@@ -36,4 +36,5 @@ def test_against_float64(dtype, extent, count):
 def test_compiles_without_spills(arch):
     for kernel in run("compile", str(arch), interpret=False):
         assert kernel["spills"] == 0, kernel
-        assert kernel["registers"] <= 128, kernel
+        # Of the sums all programs run at once: four of 8 warps on a multiprocessor.
+        assert kernel["registers"] <= (64 if kernel["name"] == "voxtune_norm_sums" else 128), kernel

@@ -41,10 +41,11 @@ from voxtune.kernels.group_norm import (
 )
 from voxtune.kernels.precompile import ready
 
-# Elements of a tile of step 1 and of step 3: with 8 warps, one 16-byte vector of 16-bit values per lane and operand.
-SUMS_TILE = 2048
-GRADIENT_TILE = 2048
+# Elements of a tile of step 1, and tiles in flight: so few that group_norm.WAVES programs fit on a multiprocessor at once.
+SUMS_TILE = 1024
 SUMS_STAGES = 3
+# Elements of a tile of step 3: with 8 warps, one 16-byte vector of 16-bit values per lane and operand.
+GRADIENT_TILE = 2048
 # A program of step 3 takes more tiles only while there are at least this many programs.
 ENOUGH = 2048
 LONGEST_WALK = 16
