@@ -57,6 +57,7 @@ bench-gpu: $(STAMP) ## Measure denoising steps, volumes, the ladder and single k
 	$(BIN)/python benchmarks/gpu_small_kernels.py
 	$(BIN)/python benchmarks/gpu_doubling_conv.py
 	$(BIN)/python benchmarks/gpu_elementwise.py
+	$(BIN)/python benchmarks/gpu_gradients.py
 
 wheel: $(STAMP) ## Build the wheel into dist/
 	$(BIN)/python -m build --wheel --no-isolation

@@ -170,7 +170,7 @@ def measure(name: str, way: str, size: Sequence[int], runs: int, expected: Tenso
         run = step.recorded() if graph else step
         times = timed(run, runs, warm=3)
     peak = torch.cuda.max_memory_reserved() / 2**30
-    label = way if name == "med_ddpm" else f"{name}:{way}"
+    label = way if name == "med-ddpm" else f"{name}:{way}"
     return row(label, list(size), times, peak, error) | {"error_against": kind}
 
 
@@ -195,7 +195,7 @@ def profile(name: str, way: str, size: Sequence[int]) -> None:
 def apart(name: str, way: str, size: Sequence[int], runs: int, limit: float, truth: Path) -> dict[str, Any]:
     command = [sys.executable, __file__, "--here", "--network", name, "--ways", way, "--runs", str(runs)]
     command += ["--size", ",".join(map(str, size)), "--truth", str(truth)]
-    label = way if name == "med_ddpm" else f"{name}:{way}"
+    label = way if name == "med-ddpm" else f"{name}:{way}"
     try:
         done = subprocess.run(command, timeout=limit, check=False, stdout=subprocess.PIPE, text=True)
         result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -208,7 +208,7 @@ def apart(name: str, way: str, size: Sequence[int], runs: int, limit: float, tru
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--network", default="med_ddpm")
+    parser.add_argument("--network", default="med-ddpm")
     parser.add_argument("--size", default="128", help="one number, or three: 144,192,192")
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--runs", type=int, default=15)

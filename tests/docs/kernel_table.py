@@ -52,6 +52,8 @@ CONVOLVED = "test_conv3d_is_exact_on_integers_and_its_statistics_are_right"
 WEIGHT_GRADIENT = "tests/kernels/test_gpu_weight_gradient.py"
 SMALL = ("test_small_images::test_compiled_instructions",)
 SMALL_GPU = ("tests/plan/test_gpu_small_images.py::test_kernels_against_float64",)
+GRADIENTS = "tests/kernels/test_gpu_gradients.py"
+PACKING, PACKED = ("test_gradient_kernels::test_packing_compiles",), (f"{GRADIENTS}::test_packing_is_exact",)
 KERNELS = {
     "voxtune_moments": Kernel(
         computes="statistics of a norm",
@@ -74,12 +76,62 @@ KERNELS = {
         gpu=NORMED,
         timed=("group_norm", "voxtune"),
     ),
-    "voxtune_norm_sums": Kernel(computes="sums for the gradients of a norm", passes="training", compiled=NORM_GRADIENT),
+    "voxtune_norm_sums": Kernel(
+        computes="sums for the gradients of a norm",
+        passes="training",
+        compiled=NORM_GRADIENT,
+        gpu=(f"{GRADIENTS}::test_norm",),
+        timed=("gradients", "voxtune norm"),
+    ),
     "voxtune_norm_combine": Kernel(
-        computes="gradients of its weights, and coefficients of its source's", passes="training", compiled=NORM_GRADIENT
+        computes="gradients of its weights, and coefficients of its source's",
+        passes="training",
+        compiled=NORM_GRADIENT,
+        gpu=(f"{GRADIENTS}::test_norm",),
+        timed=("gradients", "voxtune norm"),
     ),
     "voxtune_norm_gradient": Kernel(
-        computes="gradients of its source and residual", passes="training", compiled=NORM_GRADIENT
+        computes="gradients of its source and residual",
+        passes="training",
+        compiled=NORM_GRADIENT,
+        gpu=(f"{GRADIENTS}::test_norm",),
+        timed=("gradients", "voxtune norm"),
+    ),
+    "voxtune_channel_sums": Kernel(
+        computes="sums over voxels, gradients of biases",
+        passes="training",
+        compiled=("test_gradient_kernels::test_sums_compile",),
+        gpu=(f"{GRADIENTS}::test_sums_over_voxels",),
+        timed=("gradients", "voxtune sum"),
+    ),
+    "voxtune_tap_sums": Kernel(
+        computes="gradients of the weights of stem and head",
+        passes="training",
+        compiled=("test_gradient_kernels::test_sums_of_taps_compile",),
+        gpu=(f"{GRADIENTS}::test_stem", f"{GRADIENTS}::test_head"),
+        timed=("gradients", "voxtune stem weight"),
+    ),
+    "voxtune_upsample_linear_backward": Kernel(
+        computes="gradient of trilinear and bilinear x2",
+        passes="training",
+        compiled=("test_gradient_kernels::test_upsampling_compiles",),
+        gpu=(f"{GRADIENTS}::test_upsample",),
+        timed=("gradients", "voxtune upsampling"),
+    ),
+    "voxtune_upsample_nearest_backward": Kernel(
+        computes="gradient of nearest x2",
+        passes="training",
+        compiled=("test_gradient_kernels::test_upsampling_compiles",),
+        gpu=(f"{GRADIENTS}::test_upsample",),
+    ),
+    "voxtune_pack_taps": Kernel(
+        computes="weights in the layout of the kernels", passes="training", compiled=PACKING, gpu=PACKED
+    ),
+    "voxtune_unpack_taps": Kernel(
+        computes="gradients of weights in the layout of the network", passes="training", compiled=PACKING, gpu=PACKED
+    ),
+    "voxtune_opposite_taps": Kernel(
+        computes="weights of data gradients", passes="training", compiled=PACKING, gpu=PACKED
     ),
     "voxtune_rms_norm": Kernel(
         computes="RMS norm over channels, activation",

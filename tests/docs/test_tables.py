@@ -70,23 +70,27 @@ def test_passes_named_with_kernels_exist():
 def reasons(dtype):
     """Why each operator's kernel does not take volumes of this type, or None."""
     from voxtune.kernels import (
+        channel_sums,
         conv2d,
         conv3d,
         conv3d_weight_gradient,
         depthwise2d,
         doubling_conv,
+        edge_gradients,
         elementwise,
         embedding,
         gate2d,
         group_norm,
         head_conv,
         head_lines,
+        packing,
         pointwise,
         rms_norm,
         stem2d,
         stem_conv,
         strided_conv,
         upsample,
+        upsample_backward,
     )
 
     x = torch.zeros(1, 16, 4, 4, 4, dtype=dtype).contiguous(memory_format=torch.channels_last_3d)
@@ -106,6 +110,10 @@ def reasons(dtype):
         "add": pointwise.why_not_add(x, x),
         "upsample_linear": upsample.why_not(x, "linear"),
         "upsample_nearest": upsample.why_not(x, "nearest"),
+        "upsample_linear_backward": upsample_backward.why_not(x, "linear"),
+        "upsample_nearest_backward": upsample_backward.why_not(x, "nearest"),
+        "channel_sums": channel_sums.why_not(x),
+        "tap_sums": edge_gradients.why_not(x[:, :1], x),
         "stem": stem_conv.why_not_stem((x[:, :1],), stem_conv.pack_stem(weight(16, 1, 3), (1,), dtype)),
         "head": head_conv.why_not_head(x, packed_head),
         "head_lines": head_lines.why_not_lines(x, 2),
@@ -119,6 +127,7 @@ def reasons(dtype):
     norm = found.pop("norm")
     gradient = ("norm_sums", "norm_combine", "norm_gradient")
     found |= dict.fromkeys(("moments", "finalize", "normalize", *gradient), norm)
+    found |= dict.fromkeys(("pack_taps", "unpack_taps", "opposite_taps"), packing.why_not(weight(8, 16, 3), dtype))
     conv, weight_gradient = found["conv3d"], found["weight_gradient"]
     found |= dict.fromkeys(("weight_gradient_join", "weight_gradient_hopper"), weight_gradient)
     return found | {"conv3d_halo": conv, "conv3d_join": conv}

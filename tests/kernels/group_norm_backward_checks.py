@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from unittest.mock import patch
 
 import torch
 
@@ -54,6 +55,19 @@ def case(dtype, batch, channels, voxels, groups, shift, activation, residual, de
         # A shift has no effect on a norm of one channel a group, where its gradient is zero.
         size = max(float(right.norm()), 1e-3 * scale)
         errors[name] = float((value.double() - right).norm()) / size
+    addends = [channels_last(draw(*s.shape).to(dtype)) if i == 0 else None for i, s in enumerate(sources)]
+    with patch.object(gb, "ENOUGH", 3):  # several tiles a program, also for small volumes
+        more = gb.norm_act_backward(
+            dy, sources, affine, weight, groups, shift_NC, activation, 0.2, slopes, added, addends
+        )
+    for i, (dx, own, addend) in enumerate(zip(more.sources, truth.sources, addends, strict=True)):
+        right = own if addend is None else own + addend.double()
+        errors[f"source {i} and an addend"] = float((dx.double() - right).norm()) / max(float(right.norm()), scale)
+        # Before rounding to the type of dx.
+        sums, size = right.flatten(2).sum(2), right.flatten(2).abs().sum(2)
+        errors[f"sums {i}"] = float(
+            (more.sums_NPC[i].sum(1).double() - sums).norm() / size.norm().clamp_min(1e-3 * scale)
+        )
     return {
         "case": [batch, list(channels), list(voxels), groups, activation],
         "errors": errors,
@@ -80,10 +94,19 @@ def compile_all(arch):
     }
     sizes = dict.fromkeys(("V", "CS", "C", "first", "slopes_stride", "stretch"), "i32") | {"slope": "fp32"}
     own = {
-        gb.voxtune_norm_sums: ({"sums_ptr": "*fp32"}, flags | {"BLOCK_V": 32}),
+        gb.voxtune_norm_sums: (
+            {"sums_ptr": "*fp32"},
+            flags | {"BLOCK_V": gb.SUMS_TILE // 64, "STAGES": gb.SUMS_STAGES},
+        ),
         gb.voxtune_norm_gradient: (
-            {"linear_ptr": "*fp32", "dx_ptr": "*bf16", "dresidual_ptr": "*bf16"},
-            flags | {"BLOCK_V": 32},
+            {
+                "linear_ptr": "*fp32",
+                "dx_ptr": "*bf16",
+                "dresidual_ptr": "*bf16",
+                "addend_ptr": "*bf16",
+                "sums_ptr": "*fp32",
+            },
+            flags | {"BLOCK_V": 32, "HAS_ADDEND": True, "STEPS": 16},
         ),
     }
     totals = dict.fromkeys(("sums_ptr", "affine_ptr", "weight_ptr", "totals_ptr", "linear_ptr"), "*fp32") | {"P": "i32"}

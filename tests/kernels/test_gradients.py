@@ -8,8 +8,15 @@ from torch.nn import functional as F
 
 from voxtune.kernels import conv3d as cv
 from voxtune.kernels import doubling_conv as doubling
+from voxtune.kernels import packing
 from voxtune.kernels import strided_conv as strided
-from voxtune.kernels.gradients import RecomputedNorm, recompute_later, recomputing_results, register_gradients
+from voxtune.kernels.gradients import (
+    RecomputedNorm,
+    norm_before,
+    recompute_later,
+    recomputing_results,
+    register_gradients,
+)
 from voxtune.kernels.group_norm import norm_act_reference
 
 ops = torch.ops.voxtune
@@ -186,6 +193,39 @@ def test_half_precision_errs_like_autocast():
         (x, weight),
         tolerance=1e-2,
     )
+
+
+@pytest.mark.parametrize("handed_on", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("reads_result", [True, False])
+def test_sources_that_a_norm_hands_on(handed_on, reads_result):
+    """Operators after the norm read its sources from it; the gradients are the same."""
+    x = [draw(2, c, 3, 4, 5, seed=c) for c in (8, 4)]
+    weight, bias, shift = draw(12, seed=1), draw(12, seed=2), draw(2, 12, seed=3)
+    residual = draw(2, 12, 3, 4, 5, seed=4)
+
+    def total(y, sources):
+        value = sum((i + 1) * s.square().sum() for i, s in enumerate(sources))
+        return value + y.square().sum() if reads_result else value
+
+    y, _affine, again = norm_before(handed_on, x, weight, bias, 3, 1e-5, shift, "silu", 0.0, None, residual, [])
+    assert len(again) == sum(handed_on)
+    given = iter(again)
+    own = total(y, [next(given) if on else s for s, on in zip(x, handed_on, strict=True)])
+    z = norm_act_reference(tuple(x), weight, bias, 3, 1e-5, shift, "silu", residual=residual)
+    inputs = [*x, *([weight, bias, shift, residual] if reads_result else [])]
+    for a, b in zip(*(torch.autograd.grad(loss, inputs) for loss in (own, total(z, x))), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_packing_and_its_gradient(dtype):
+    weight = draw(6, 5, 3, 1, 3).detach().to(dtype).requires_grad_()
+    half = torch.float64 if dtype == torch.float64 else torch.bfloat16
+    packed, expected = packing.pack_as(weight, half), cv.pack(weight).to(half)
+    assert torch.equal(packed, expected)
+    gradient = torch.randn(packed.shape, dtype=torch.float64).to(half)
+    (own,), (true,) = (torch.autograd.grad(p, weight, gradient) for p in (packed, expected))
+    assert torch.equal(own, true) and own.dtype == dtype and own.is_contiguous()
 
 
 def test_a_norms_result_is_computed_again():

@@ -26,7 +26,7 @@ def test_against_float64(dtype, extent, count):
         assert row["affine"] < 2e-6, row
         for name, error in row["errors"].items():
             # A group of two values has nearly opposite normalised values, whatever the source: its gradient cancels.
-            cancels = row["case"][2] == [1, 1, 1] and name.startswith("source")
+            cancels = row["case"][2] == [1, 1, 1] and name.startswith(("source", "sums"))
             # A shift per channel has no effect on an InstanceNorm: its gradient is rounding.
             vanishes = name == "shift_NC" and row["case"][1] == [row["case"][3]]
             assert error < (1e-2 if cancels or vanishes else {"float32": 1e-6, "float16": 3e-3}[dtype]), (name, row)
@@ -36,4 +36,5 @@ def test_against_float64(dtype, extent, count):
 def test_compiles_without_spills(arch):
     for kernel in run("compile", str(arch), interpret=False):
         assert kernel["spills"] == 0, kernel
-        assert kernel["registers"] <= 128, kernel
+        # Of the sums all programs run at once: four of 8 warps on a multiprocessor.
+        assert kernel["registers"] <= (64 if kernel["name"] == "voxtune_norm_sums" else 128), kernel

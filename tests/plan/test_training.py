@@ -107,3 +107,35 @@ def test_networks_that_differ_in_training_mode_are_refused(layer):
     net = nn.Sequential(nn.Conv3d(8, 8, 3, padding=1), layer)
     with pytest.raises(InputError, match="training mode"):
         training_network(net.eval(), (torch.randn(1, 8, 4, 4, 4),), None, Plan.of(*PLAN))
+
+
+def test_weights_are_packed_in_one_step():
+    from voxtune.kernels.packing import pack_as
+
+    torch.manual_seed(0)
+    net, args = make("med_ddpm")
+    fast = training_network(net.eval(), args, None, Plan.of("bf16", *PLAN))
+    derivations = fast._live.derived.derivations
+    of_graph = [derivations.get(node.target) for node in fast.rewritten.graph.find_nodes(op="get_attr")]
+    packed = [d for d in of_graph if d is not None and d.function is pack_as]
+    convolutions = fast.rewritten.graph.find_nodes(op="call_function", target=torch.ops.voxtune.conv3d.default)
+    assert len(packed) == len(convolutions) > 0
+
+
+def test_later_operators_read_sources_from_the_norm(monkeypatch):
+    """So that gradients of several operators are added in the norm's own pass."""
+    from voxtune.kernels import gradients as kernels
+
+    handed, plain = [], kernels.norm_before
+    monkeypatch.setattr(kernels, "norm_before", lambda on, *args: handed.append(on) or plain(on, *args))
+    torch.manual_seed(0)
+    net, args = make("med_ddpm")
+    fast = training_network(net.eval(), args, None, Plan.of(*PLAN))
+    fast(*args)
+    norms = fast.rewritten.graph.find_nodes(op="call_function", target=torch.ops.voxtune.norm_act.default)
+    assert len(handed) == len(norms)
+    assert sum(any(on) for on in handed) > len(norms) // 3
+    handed.clear()
+    with torch.no_grad():
+        fast(*args)
+    assert not handed

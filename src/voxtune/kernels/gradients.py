@@ -15,19 +15,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, library
 from torch.nn import functional as F
 
+from voxtune.kernels import channel_sums as _sums
 from voxtune.kernels import conv3d as _conv3d
 from voxtune.kernels import conv3d_weight_gradient as _own
 from voxtune.kernels import doubling_conv as _doubling
+from voxtune.kernels import edge_gradients as _edges
 from voxtune.kernels import group_norm as _norm
 from voxtune.kernels import group_norm_backward as _norm_backward
+from voxtune.kernels import packing as _packing
 from voxtune.kernels import strided_conv as _strided
+from voxtune.kernels import upsample_backward as _upsample_backward
 from voxtune.kernels.ops import _LIBRARY, _lasting, _runs_kernel, operator, shapes_of
 
 aten = torch.ops.aten
@@ -99,6 +103,15 @@ def _keep_norm(ctx: Context, inputs: Sequence[Any], output: tuple[Tensor, Tensor
 
 
 def _norm_gradient(ctx: Context, dy: Tensor, _affine: None) -> tuple[Any, ...]:
+    gradients, dweight, dbias = _norm_gradients(ctx, dy, ())
+    shift, slopes, residual = gradients.shift_NC, gradients.slopes, gradients.residual
+    return list(gradients.sources), dweight, dbias, None, None, shift, None, None, slopes, residual, None
+
+
+def _norm_gradients(
+    ctx: Context, dy: Tensor, addends: Sequence[Tensor | None]
+) -> tuple[_norm_backward.NormGradients, Tensor, Tensor]:
+    """All gradients, with those of weight and bias in their types. `addends` are added to the gradients of the sources."""
     groups, eps, activation, slope = ctx.options
     *sources, weight, bias, shift, slopes, residual, affine = ctx.saved_tensors
     given = tuple(_lasting(s) for s in sources)
@@ -106,26 +119,63 @@ def _norm_gradient(ctx: Context, dy: Tensor, _affine: None) -> tuple[Any, ...]:
     dy = _lasting(dy)
     reason = _norm.why_not(given, groups, activation, slopes, added)
     if _runs_kernel(given[0], reason, "the gradient of norm_act"):
+        lasting = [None if a is None else _lasting(a) for a in addends]
         gradients = _norm_backward.norm_act_backward(
-            dy, given, affine, weight, groups, shift, activation, slope, slopes, added
+            dy, given, affine, weight, groups, shift, activation, slope, slopes, added, lasting
         )
+        for dx, sums_NPC in zip(gradients.sources, gradients.sums_NPC, strict=True):
+            _sums.remember_sums(dx, sums_NPC)
     else:
         gradients = _norm_backward.norm_act_backward_reference(
             dy, given, weight, bias, groups, eps, shift, activation, slope, slopes, added
         )
-    parts = (gradients.weight.to(weight.dtype), gradients.bias.to(bias.dtype))
-    return (
-        list(gradients.sources),
-        *parts,
-        None,
-        None,
-        gradients.shift_NC,
-        None,
-        None,
-        gradients.slopes,
-        gradients.residual,
-        None,
-    )
+        pairs = zip(gradients.sources, addends or [None] * len(given), strict=True)
+        gradients = replace(gradients, sources=tuple(dx if a is None else dx + a for dx, a in pairs))
+    return gradients, gradients.weight.to(weight.dtype), gradients.bias.to(bias.dtype)
+
+
+class _NormBefore(torch.autograd.Function):
+    """`norm_act_kept`, which returns its sources too, for those that read them later: see `norm_before`."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, handed_on: Sequence[bool], arguments: tuple[Any, ...], *tensors: Tensor
+    ) -> tuple[Any, ...]:
+        weight, bias, shift, slopes, residual, *sources = tensors
+        groups, eps, activation, slope, statistics = arguments
+        y, affine = torch.ops.voxtune.norm_act_kept(
+            sources, weight, bias, groups, eps, shift, activation, slope, slopes, residual, statistics
+        )
+        ctx.mark_non_differentiable(affine)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*sources, weight, bias, shift, slopes, residual, affine)
+        ctx.options, ctx.handed_on = (groups, eps, activation, slope), handed_on
+        return y, affine, *(s.view_as(s) for s, on in zip(sources, handed_on, strict=True) if on)
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: Any) -> tuple[Any, ...]:
+        dy, _, *rest = gradients
+        others = iter(rest)
+        addends = [next(others) if on else None for on in ctx.handed_on]
+        if dy is None:
+            return *([None] * 7), *addends
+        own, dweight, dbias = _norm_gradients(ctx, dy, addends)
+        return None, None, dweight, dbias, own.shift_NC, own.slopes, own.residual, *own.sources
+
+
+def norm_before(handed_on: Sequence[bool], *arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """`norm_act_kept` with its arguments; and the values of the sources that `handed_on` marks, once more.
+
+    Operators that read these instead of the sources give their gradients to the norm's own, which adds them in the pass in
+    which it writes the source's gradient. PyTorch would add them in a pass of its own.
+    """
+    sources, weight, bias, groups, eps, shift, activation, slope, slopes, residual, statistics = arguments
+    given = (groups, eps, activation, slope, statistics)
+    y, affine, *again = _NormBefore.apply(tuple(handed_on), given, weight, bias, shift, slopes, residual, *sources)
+    for source, same in zip((s for s, on in zip(sources, handed_on, strict=True) if on), again, strict=True):
+        if (recipe := recipe_of(source)) is not None:
+            recompute_later(same, recipe)
+    return y, affine, again
 
 
 def _keep_conv3d(ctx: Context, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
@@ -140,17 +190,20 @@ def _conv3d_gradient(ctx: Context, dy: Tensor, _statistics: None) -> tuple[Any, 
     shift, has_residual, kernel, padding = ctx.options
     *sources, packed = ctx.saved_tensors
     dy = _lasting(dy)
-    # Each tap's matrix, with its channels exchanged, at the opposite tap.
-    flipped = packed.flip(0).transpose(1, 2)
     around = tuple(k - 1 - p for k, pair in zip(kernel, _pairs(padding), strict=True) for p in pair)
     data, first = [], 0
     for source in sources:
         C = source.shape[1]
-        part = flipped[:, first : first + C].contiguous()
-        data.append(_plain_conv3d(dy, part, kernel, around))
+        # Each tap's matrix, with its channels exchanged, at the opposite tap.
+        data.append(_plain_conv3d(dy, _packing.opposite(packed, first, C), kernel, around))
         first += C
     dpacked = _packed_gradient(dy, sources, packed, kernel, padding)
     return data, dpacked, _shift_gradient(dy, shift), dy if has_residual else None, None, None, None
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    """The concatenation, without a copy of a single part."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _pairs(padding: Sequence[int]) -> list[tuple[int, int]]:
@@ -187,7 +240,7 @@ def _packed_gradient(
             return _own.weight_gradient(dy, lasting, padding, packed.dtype, hopper=method == "hopper")
     shapes = [(packed.shape[1], s.shape[1], *kernel) for s in sources]
     weights = [_weight_gradient(dy, _padded(s, padding), shape) for s, shape in zip(sources, shapes, strict=True)]
-    return torch.cat([_conv3d.pack(w) for w in weights], dim=2).to(packed.dtype)
+    return _joined([_conv3d.pack(w) for w in weights], 2).to(packed.dtype)
 
 
 def _weight_gradient(
@@ -201,13 +254,22 @@ def _weight_gradient(
     )[1]
 
 
-def _shift_gradient(dy: Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype | None = None) -> Tensor | None:
+def _shift_gradient(dy: Tensor, shape: tuple[int, ...] | None) -> Tensor | None:
     """Of a shift (N or 1, K): the sum over the voxels, in float32 or wider."""
     if shape is None:
         return None
-    wide = torch.promote_types(dy.dtype, torch.float32)
-    total = dy.movedim(1, -1).flatten(1, -2).sum(1, dtype=wide)
-    return total.sum(0, keepdim=True) if shape[0] == 1 else total
+    sums_NPK = _channel_sums(dy)
+    return sums_NPK.sum(1) if shape[0] == dy.shape[0] else sums_NPK.sum((0, 1)).unsqueeze(0)
+
+
+def _channel_sums(dy: Tensor) -> Tensor:
+    """Known from the norm that computed this gradient, or from another operator that received it; else computed here."""
+    sums_NPK = _sums.remembered_sums(dy)
+    if sums_NPK is None:
+        kernel = _runs_kernel(dy, _sums.why_not(dy), "the sum over voxels")
+        sums_NPK = _sums.channel_sums(dy) if kernel else _sums.channel_sums_reference(dy)
+        _sums.remember_sums(dy, sums_NPK)
+    return sums_NPK
 
 
 def _keep_pointwise(ctx: Context, inputs: Sequence[Any], output: Tensor) -> None:
@@ -234,7 +296,7 @@ def _pointwise_gradient(ctx: Context, dy: Tensor) -> tuple[Any, ...]:
         parts.append(rows.t() @ _lasting(source).movedim(1, -1).flatten(0, -2))
         first += C
     added = None if residual is None else dy.to(residual)
-    return data, torch.cat(parts, dim=1), _shift_gradient(dy, shift), added, None
+    return data, _joined(parts, 1), _shift_gradient(dy, shift), added, None
 
 
 def _keep_add(ctx: Context, inputs: Sequence[Any], output: Tensor) -> None:
@@ -245,27 +307,15 @@ def _add_gradient(ctx: Context, dy: Tensor) -> tuple[Any, ...]:
     return dy, dy, _shift_gradient(dy, ctx.shift)
 
 
-def _by_reference(reference: Callable[..., Any], ctx: Context, dy: Tensor) -> list[Tensor | None]:
-    """Gradients of the tensors that were kept, by PyTorch's own differentiation of an operator's reference."""
-    with torch.enable_grad():
-        leaves = [None if x is None else x.detach().requires_grad_() for x in ctx.saved_tensors]
-        y = reference(*leaves)
-        values = iter(torch.autograd.grad(y, [x for x in leaves if x is not None], dy.to(y.dtype)))
-    return [None if x is None else next(values) for x in leaves]
-
-
 def _keep_upsample(ctx: Context, inputs: Sequence[Any], output: Tensor) -> None:
-    x, mode = inputs
-    # Linear: the gradient needs the shape alone.
-    ctx.save_for_backward(x.new_empty(1).expand(x.shape))
-    ctx.mode = mode
+    ctx.mode = inputs[1]
 
 
 def _upsample_gradient(ctx: Context, dy: Tensor) -> tuple[Any, ...]:
-    from voxtune.kernels.upsample import upsample_reference
-
-    (dx,) = _by_reference(lambda x: upsample_reference(x, ctx.mode), ctx, dy)
-    return dx, None
+    dy = _lasting(dy)
+    if _runs_kernel(dy, _upsample_backward.why_not(dy, ctx.mode), "the gradient of upsample"):
+        return _upsample_backward.upsample_backward(dy, ctx.mode, checked=True), None
+    return _lasting(_upsample_backward.upsample_backward_reference(dy, ctx.mode)), None
 
 
 def _keep_resampling(ctx: Context, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
@@ -305,34 +355,53 @@ def _doubling_gradient(ctx: Context, dy: Tensor, _statistics: None) -> tuple[Any
         data.append(_lasting(dx))
         weights.append(dw)
         first += C
-    dpacked = _doubling.pack_transposed(torch.cat(weights)).to(packed.dtype)
+    dpacked = _doubling.pack_transposed(_joined(weights, 0)).to(packed.dtype)
     return data, dpacked, _shift_gradient(dy, shift), None, None, None
 
 
-def _keep_edge(ctx: Context, inputs: Sequence[Any], output: Tensor) -> None:
-    sources, weight, shift = inputs[:3]
-    listed = isinstance(sources, list | tuple)
-    ctx.save_for_backward(*(sources if listed else [sources]), weight)
-    ctx.options = listed, None if shift is None else tuple(shift.shape)
+def _keep_stem(ctx: Context, inputs: Sequence[Any], output: Tensor) -> None:
+    sources, weight, shift = inputs
+    ctx.save_for_backward(*sources, weight)
+    ctx.options = None if shift is None else tuple(shift.shape)
 
 
-def _edge_gradient(ctx: Context, dy: Tensor) -> tuple[Any, ...]:
-    """Of the stem (sources, weight, shift (1, K)) and of the head (x, weight, bias (K,), dtype)."""
-    listed, shift = ctx.options
+def _stem_gradient(ctx: Context, dy: Tensor) -> tuple[Any, ...]:
     *sources, weight = ctx.saved_tensors
-    dy = dy.to(weight.dtype)
+    dy, shift = _lasting(dy.to(weight.dtype)), ctx.options
+    data: list[Tensor | None] = [None] * len(sources)
     # An image that the network was given needs no gradient: only its weight does.
-    x = torch.cat([s.to(weight.dtype) for s in sources], dim=1)
-    needed = not listed or any(ctx.needs_input_grad[0])
-    axes = weight.dim() - 2
-    dx, dw, _ = aten.convolution_backward(
-        *(dy, x, weight, None, [1] * axes, [1] * axes, [1] * axes, False, [0] * axes, 1), [needed, True, False]
-    )
-    if listed:
-        data = list(dx.split([s.shape[1] for s in sources], dim=1)) if needed else [None] * len(sources)
-        return data, dw, _shift_gradient(dy, shift)
-    total = _shift_gradient(dy, (1, dy.shape[1])) if shift is not None else None
-    return _lasting(dx), dw, None if total is None else total[0], None
+    if any(ctx.needs_input_grad[0]):
+        dx = torch.ops.voxtune.head(dy, _opposite(weight), None)
+        data = list(dx.split([s.shape[1] for s in sources], dim=1))
+    parts = [_tap_sums(source, dy, ahead=True) for source in sources]
+    dw = _joined([sums for sums, _ in parts], 1)
+    dshift = parts[0][1].unsqueeze(0) if shift is not None and shift[0] == 1 else _shift_gradient(dy, shift)
+    return data, dw.permute(2, 1, 0).reshape(weight.shape), dshift
+
+
+def _keep_head(ctx: Context, inputs: Sequence[Any], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.biased = inputs[2] is not None
+
+
+def _head_gradient(ctx: Context, dy: Tensor) -> tuple[Any, ...]:
+    x, weight = ctx.saved_tensors
+    x, M = _lasting(x), weight.shape[0]
+    dx = torch.ops.voxtune.stem([dy], _opposite(weight), None) if ctx.needs_input_grad[0] else None
+    sums, _ = _tap_sums(dy, x, ahead=False)
+    total = _shift_gradient(dy, (1, M)) if ctx.biased else None
+    return dx, sums.permute(1, 2, 0).reshape(weight.shape), None if total is None else total[0], None
+
+
+def _opposite(weight: Tensor) -> Tensor:
+    """The weight of the convolution that computes the data gradient: each tap at the opposite place, channels exchanged."""
+    return weight.flatten(2).flip(2).transpose(0, 1).unflatten(2, weight.shape[2:])
+
+
+def _tap_sums(narrow: Tensor, wide: Tensor, *, ahead: bool) -> tuple[Tensor, Tensor]:
+    if _runs_kernel(wide, _edges.why_not(narrow, wide), "the gradient of a stem's or head's weight"):
+        return _edges.tap_sums(narrow, wide, ahead=ahead)
+    return _edges.tap_sums_reference(narrow, wide, ahead=ahead)
 
 
 _GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -343,8 +412,8 @@ _GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "upsample": (_keep_upsample, _upsample_gradient),
     "strided_conv": (_keep_resampling, _strided_gradient),
     "doubling_conv": (_keep_resampling, _doubling_gradient),
-    "stem": (_keep_edge, _edge_gradient),
-    "head": (_keep_edge, _edge_gradient),
+    "stem": (_keep_stem, _stem_gradient),
+    "head": (_keep_head, _head_gradient),
 }
 
 

@@ -12,7 +12,8 @@ the sources are kept from the forward pass:
 
     dx = dz scale + x slope + constant;
 
-3. apply: writes dx, and dz as the gradient of the residual.
+3. apply: writes dx, and dz as the gradient of the residual. The gradients that other operators gave the source are added here,
+   instead of in a pass of their own, and the sums of dx over the voxels are written.
 
 All sums are float32 in a fixed order: two runs give the same bits. A group may contain channels of both sources.
 
@@ -40,6 +41,15 @@ from voxtune.kernels.group_norm import (
 )
 from voxtune.kernels.precompile import ready
 
+# Elements of a tile of step 1, and tiles in flight: so few that group_norm.WAVES programs fit on a multiprocessor at once.
+SUMS_TILE = 1024
+SUMS_STAGES = 3
+# Elements of a tile of step 3: with 8 warps, one 16-byte vector of 16-bit values per lane and operand.
+GRADIENT_TILE = 2048
+# A program of step 3 takes more tiles only while there are at least this many programs.
+ENOUGH = 2048
+LONGEST_WALK = 16
+
 
 @dataclass(frozen=True)
 class NormGradients:
@@ -51,6 +61,8 @@ class NormGradients:
     shift_NC: Tensor | None = None
     slopes: Tensor | None = None
     residual: Tensor | None = None
+    # (N, 1, C_i) float32: each source's gradient summed over the voxels. Only the kernels give them.
+    sums_NPC: tuple[Tensor, ...] = ()
 
 
 def norm_act_backward_reference(
@@ -157,6 +169,7 @@ def voxtune_norm_sums(
     UNIT: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,  # tiles in flight
 ):
     CS *= UNIT
     C *= UNIT
@@ -173,7 +186,7 @@ def voxtune_norm_sums(
     of_product = tl.zeros((BLOCK_V, BLOCK_C), tl.float32)
     of_xhat = tl.zeros((BLOCK_V, BLOCK_C), tl.float32)
     of_negative = tl.zeros((BLOCK_V, BLOCK_C), tl.float32)
-    for v0 in range(start, end, BLOCK_V):
+    for v0 in tl.range(start, end, BLOCK_V, num_stages=STAGES):
         v = v0 + tl.arange(0, BLOCK_V)
         keep = (v < end)[:, None] & inside[None, :]
         x, z, dy, dz = _tile(
@@ -273,8 +286,10 @@ def voxtune_norm_gradient(
     linear_ptr,  # (N, 2, C) float32
     slopes_ptr,
     residual_ptr,  # (N, V, C); unread when HAS_RESIDUAL is off
+    addend_ptr,  # (N, V, CS); unread when HAS_ADDEND is off
     dx_ptr,  # (N, V, CS)
     dresidual_ptr,  # (N, V, C); not written when HAS_RESIDUAL is off
+    sums_ptr,  # (N, P, CS) float32: of dx; not written when HAS_ADDEND is off
     V,
     CS,  # this and the next two in units of UNIT
     C,
@@ -283,6 +298,8 @@ def voxtune_norm_gradient(
     slopes_stride,
     ACTIVATION: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
+    STEPS: tl.constexpr,  # tiles of one program
     UNIT: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -290,41 +307,51 @@ def voxtune_norm_gradient(
     CS *= UNIT
     C *= UNIT
     first *= UNIT
-    # Last voxels first: the sums read them last, so the L2 still has them.
-    block, cb, n = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    p, cb, n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     c = cb * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = c < CS
-    v = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    keep = (v < V)[:, None] & inside[None, :]
-    x, _, _, dz = _tile(
-        x_ptr,
-        dy_ptr,
-        affine_ptr,
-        slopes_ptr,
-        residual_ptr,
-        n,
-        v,
-        V,
-        CS,
-        C,
-        first,
-        c,
-        slope,
-        slopes_stride,
-        keep,
-        inside,
-        ACTIVATION,
-        HAS_RESIDUAL,
-    )
     scale = tl.load(affine_ptr + n * 4 * C + first + c, mask=inside, other=0.0)
     linear = tl.load(linear_ptr + n * 2 * C + first + c, mask=inside, other=0.0)
     constant = tl.load(linear_ptr + (n * 2 + 1) * C + first + c, mask=inside, other=0.0)
-    dx = dz * scale[None, :] + x * linear[None, :] + constant[None, :]
-    row = (n.to(tl.int64) * V + v)[:, None]
-    tl.store(dx_ptr + row * CS + c[None, :], dx.to(dx_ptr.dtype.element_ty), mask=keep)
-    if HAS_RESIDUAL:
-        at = row * C + first + c[None, :]
-        tl.store(dresidual_ptr + at, dz.to(dresidual_ptr.dtype.element_ty), mask=keep)
+    total = tl.zeros((BLOCK_V, BLOCK_C), tl.float32)
+    for step in range(STEPS):
+        # Last voxels first: the sums read them last, so the L2 still has them.
+        block = (tl.num_programs(0) - p) * STEPS - 1 - step
+        v = block * BLOCK_V + tl.arange(0, BLOCK_V)
+        keep = (v < V)[:, None] & inside[None, :]
+        x, _, _, dz = _tile(
+            x_ptr,
+            dy_ptr,
+            affine_ptr,
+            slopes_ptr,
+            residual_ptr,
+            n,
+            v,
+            V,
+            CS,
+            C,
+            first,
+            c,
+            slope,
+            slopes_stride,
+            keep,
+            inside,
+            ACTIVATION,
+            HAS_RESIDUAL,
+        )
+        dx = dz * scale[None, :] + x * linear[None, :] + constant[None, :]
+        row = (n.to(tl.int64) * V + v)[:, None]
+        at = row * CS + c[None, :]
+        if HAS_ADDEND:
+            dx += tl.load(addend_ptr + at, mask=keep, other=0.0).to(tl.float32)
+            total += tl.where(keep, dx, 0.0)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=keep)
+        if HAS_RESIDUAL:
+            at = row * C + first + c[None, :]
+            tl.store(dresidual_ptr + at, dz.to(dresidual_ptr.dtype.element_ty), mask=keep)
+    if HAS_ADDEND:
+        at = sums_ptr + (n * tl.num_programs(0) + p).to(tl.int64) * CS + c
+        tl.store(at, tl.sum(total, axis=0), mask=inside)
 
 
 def norm_act_backward(
@@ -338,8 +365,12 @@ def norm_act_backward(
     slope: float = 0.01,
     slopes: Tensor | None = None,
     residual: Tensor | None = None,
+    addends: Sequence[Tensor | None] = (),
 ) -> NormGradients:
-    """The gradients for channels-last dy, sources and residual; `affine` (N, 4, C) is what the forward pass kept."""
+    """The gradients for channels-last dy, sources and residual; `affine` (N, 4, C) is what the forward pass kept.
+
+    `addends` are added to the gradients of the sources: those of other operators that read the same source.
+    """
     views, dy_NVC = [voxels_last(s) for s in sources], voxels_last(dy)
     N, V, C = dy_NVC.shape
     device = dy.device
@@ -362,8 +393,9 @@ def norm_act_backward(
             *(view, dy_NVC, affine, *given, sums),
             *(V, CS // unit, C // unit, first // unit, stretch, float(slope), slopes_stride),
             UNIT=unit,
-            BLOCK_V=2048 // block_c,
+            BLOCK_V=SUMS_TILE // block_c,
             BLOCK_C=block_c,
+            STAGES=SUMS_STAGES,
             **options,
         )
     group = C // groups
@@ -376,15 +408,25 @@ def norm_act_backward(
         num_warps=8,
     )
     gradients = [empty_channels_last(source, source.shape[1]) for source in sources]
+    sums_NPC = list(totals[:, 2:3].split([view.shape[2] for view in views], dim=2))
     dresidual = None if residual is None else empty_channels_last(residual, C)
-    for (view, first), dx in zip(parts, gradients, strict=True):
-        CS = view.shape[2]
+    for i, ((view, first), dx) in enumerate(zip(parts, gradients, strict=True)):
+        CS, addend = view.shape[2], addends[i] if addends else None
         block_c, unit = channel_block(CS), unit_of(CS, C, first)
-        block_v = 2048 // block_c
-        ready(voxtune_norm_gradient)[(triton.cdiv(V, block_v), triton.cdiv(CS, block_c), N)](
-            *(view, dy_NVC, affine, linear, *given, voxels_last(dx)),
+        block_v = GRADIENT_TILE // block_c
+        blocks_c = triton.cdiv(CS, block_c)
+        steps = 1 if addend is None else steps_of(N * blocks_c * triton.cdiv(V, block_v))
+        P = triton.cdiv(V, block_v * steps)
+        if addend is not None:
+            sums_NPC[i] = torch.empty((N, P, CS), dtype=torch.float32, device=device)
+        ready(voxtune_norm_gradient)[(P, blocks_c, N)](
+            *(view, dy_NVC, affine, linear, *given, view if addend is None else voxels_last(addend)),
+            voxels_last(dx),
             dy_NVC if dresidual is None else voxels_last(dresidual),
+            sums_NPC[i],
             *(V, CS // unit, C // unit, first // unit, float(slope), slopes_stride),
+            HAS_ADDEND=addend is not None,
+            STEPS=steps,
             UNIT=unit,
             BLOCK_V=block_v,
             BLOCK_C=block_c,
@@ -393,20 +435,30 @@ def norm_act_backward(
     dbias, dweight, dshift, dslope = totals.unbind(1)
     return NormGradients(
         tuple(gradients),
-        dweight.sum(0),
-        dbias.sum(0),
+        dweight[0] if N == 1 else dweight.sum(0),
+        dbias[0] if N == 1 else dbias.sum(0),
         _like(dshift, shift_NC),
         None if slopes is None else (dslope.sum() if slopes.numel() == 1 else dslope.sum(0)).view_as(slopes),
         dresidual,
+        tuple(sums_NPC),
     )
+
+
+def steps_of(tiles: int) -> int:
+    """Tiles of a program that sums its results: the fewest sums, as long as the programs still fill the GPU."""
+    steps = LONGEST_WALK
+    while steps > 1 and tiles // steps < ENOUGH:
+        steps //= 2
+    return steps
 
 
 def _like(gradient: Tensor, shift_NC: Tensor | None) -> Tensor | None:
     """The gradient of a shift that may serve the whole batch."""
     if shift_NC is None:
         return None
-    total = gradient.sum(0, keepdim=True) if shift_NC.shape[0] == 1 else gradient
-    return total.to(shift_NC.dtype)
+    total = gradient.sum(0, keepdim=True) if shift_NC.shape[0] < gradient.shape[0] else gradient
+    # A copy: the sums belong to the source's gradient too, and this may become a parameter's.
+    return total.to(shift_NC.dtype, copy=total is gradient)
 
 
 def affine_reference(

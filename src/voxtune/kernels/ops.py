@@ -266,24 +266,31 @@ def _(x, packed, shift, kernel, stride, statistics):
     return empty_channels_last(x, packed.shape[1], voxels=voxels), x.new_empty(0, dtype=torch.float32)
 
 
-# Weights in the layout that the edge kernels read, packed at the first call; and how they were packed.
+# Weights in the layout that the edge kernels read, packed at the first call; how they were packed, and the weight's version.
 _packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _packed_by(pack: Callable[[Tensor], Packed], weight: Tensor) -> Packed:
     if weight not in _packed:
-        _packed[weight] = pack, pack(weight)
+        _packed[weight] = pack, pack(weight), _version(weight)
+    elif _packed[weight][2] != _version(weight):  # a parameter that is trained
+        pack_again([weight])
     packed: Packed = _packed[weight][1]
     return packed
+
+
+def _version(weight: Tensor) -> int:
+    return 0 if weight.is_inference() else weight._version
 
 
 def pack_again(weights: Iterable[Tensor]) -> None:
     """Packs weights that were written to, into the same memory: recorded graphs read it."""
     for weight in weights:
         if weight in _packed:
-            pack, packed = _packed[weight]
+            pack, packed, _ = _packed[weight]
             for old, new in zip(_tensors(packed), _tensors(pack(weight)), strict=True):
                 old.copy_(new)
+            _packed[weight] = pack, packed, _version(weight)
 
 
 def _tensors(packed: object) -> list[Tensor]:

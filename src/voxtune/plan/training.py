@@ -124,6 +124,11 @@ class Execution:
         self.ends: dict[int, list[fx.Node]] = {}
         for node, i in position.items():
             self.ends.setdefault(max((position[user] for user in node.users), default=i), []).append(node)
+        # Of each norm the sources that are read again after it.
+        self.read_later = {
+            norm: {s for s in norm.all_input_nodes if any(position[user] > position[norm] for user in s.users)}
+            for norm in module.graph.find_nodes(op="call_function", target=torch.ops.voxtune.norm_act.default)
+        }
         self.groups = {group.first: again for group in groups if (again := inside(self.nodes, group)).results}
         # Called before each operator, with its position.
         self.watch: Callable[[int, dict[fx.Node, Any]], None] | None = None
@@ -140,7 +145,12 @@ class Execution:
                     self.watch(i, known)
                 if training and i in self.groups:
                     later = _GroupValues(self, self.groups[i], known, values)
-                known[node] = next(given) if node.op == "placeholder" else self.compute(node, known, values)
+                if node.op == "placeholder":
+                    known[node] = next(given)
+                elif training and node in self.read_later:
+                    known[node] = self.normalize(node, known)
+                else:
+                    known[node] = self.compute(node, known, values)
                 if later is not None and node in later.group.results:
                     later.promise(node, known[node])
                 if node.op != "output":
@@ -160,6 +170,27 @@ class Execution:
             return args[0]
         assert node.op == "call_function" and callable(node.target), node.format_node()
         return _call(node.target, args, kwargs)
+
+    def normalize(self, node: fx.Node, known: dict[fx.Node, Any]) -> Tensor:
+        """A norm's result. Operators that read a source later read it from the norm, whose gradient adds theirs.
+
+        Not the result is kept for gradients, but how to compute it again.
+        """
+        from voxtune.kernels.gradients import RecomputedNorm, norm_before, recipe_or_value, recompute_later
+
+        args: Any = fx.map_arg(node.args, known.__getitem__)
+        nodes: list[fx.Node] = node.args[0]  # type: ignore[assignment]
+        # A source that occurs twice could be handed on only once.
+        handed_on = [
+            value.requires_grad and source in self.read_later[node] and nodes.count(source) == 1
+            for source, value in zip(nodes, args[0], strict=True)
+        ]
+        y, affine, again = norm_before(handed_on, *args)
+        # Sources; activation, slope, slopes, residual.
+        sources, after = tuple(map(recipe_or_value, args[0])), tuple(map(recipe_or_value, args[6:10]))
+        recompute_later(y, RecomputedNorm(sources, affine, after))
+        known.update(zip((source for source, on in zip(nodes, handed_on, strict=True) if on), again, strict=True))
+        return y
 
     def _constant(self, name: str) -> Any:
         value: Any = self.module
@@ -207,21 +238,27 @@ def _recomputing_results() -> AbstractContextManager[None]:
 
 
 def _call(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The operator; of a norm and of an upsampling not the result is kept for gradients, but how to compute it again."""
-    from voxtune.kernels.gradients import RecomputedNorm, RecomputedUpsampling, recipe_or_value, recompute_later
+    """The operator; of an upsampling not the result is kept for gradients, but how to compute it again."""
+    from voxtune.kernels.gradients import RecomputedUpsampling, recipe_or_value, recompute_later
 
-    own = torch.ops.voxtune
-    if not torch.is_grad_enabled() or target not in (own.norm_act.default, own.upsample.default):
-        return target(*args, **kwargs)
-    if target is own.upsample.default:
-        y = target(*args, **kwargs)
+    y = target(*args, **kwargs)
+    if torch.is_grad_enabled() and target is torch.ops.voxtune.upsample.default:
         recompute_later(y, RecomputedUpsampling(recipe_or_value(args[0]), args[1]))
-        return y
-    y, affine = own.norm_act_kept(*args)
-    # Sources; activation, slope, slopes, residual.
-    sources, after = tuple(map(recipe_or_value, args[0])), tuple(map(recipe_or_value, args[6:10]))
-    recompute_later(y, RecomputedNorm(sources, affine, after))
     return y
+
+
+def _pack_in_one_step(captured: Captured) -> None:
+    """Weights of convolutions are packed and cast by one kernel, and so are their gradients on the way back."""
+    from voxtune.kernels import conv3d
+    from voxtune.kernels.packing import pack_as
+
+    derivations = captured.derived.derivations
+    for name, derivation in list(derivations.items()):
+        part = derivation.args[0] if derivation.args else None
+        inner = derivations.get(part.name) if isinstance(part, Ref) else part
+        functions = derivation.function, inner.function if isinstance(inner, Derivation) else None
+        if inner is not None and functions == (torch.ops.aten.to.dtype, conv3d.pack):
+            derivations[name] = Derivation(pack_as, (inner.args[0], derivation.args[1]), {})
 
 
 def training_network(
@@ -247,6 +284,7 @@ def training_network(
     for node in captured.graph.nodes:
         if node.op == "call_function" and not differentiable(node.target):
             raise InputError(f"{node.target} has no gradient")
+    _pack_in_one_step(captured)
     return TrainingNetwork(model, captured, notes, sorted(before - _used(captured)))
 
 
