@@ -72,6 +72,13 @@ def voxtune(net: nn.Module, xs: tuple[Tensor, ...]) -> Forward:
     return training_network(net, xs, None, Plan.of(*PASSES))
 
 
+def own_weight_gradients(net: nn.Module, xs: tuple[Tensor, ...]) -> Forward:
+    from voxtune.kernels import conv3d_weight_gradient
+
+    conv3d_weight_gradient.METHOD = "hopper"
+    return voxtune(net, xs)
+
+
 # The forward pass, whether TF32 is on, whether the volumes are channels-last, and whether the step is one CUDA graph.
 WAYS: dict[str, tuple[Callable[..., Forward], bool, bool, bool]] = {
     "baseline_fp32": (plain, False, False, False),
@@ -80,6 +87,7 @@ WAYS: dict[str, tuple[Callable[..., Forward], bool, bool, bool]] = {
     "torch_compile_bf16": (compiled, True, True, False),
     "voxtune_eager": (voxtune, True, True, False),
     "voxtune": (voxtune, True, True, True),
+    "voxtune_own_weight_gradients": (own_weight_gradients, True, True, True),
 }
 
 
