@@ -27,6 +27,11 @@ log = logging.getLogger("voxtune")
 WARM_UP = 2
 
 
+def runs_ahead(device: torch.device) -> bool:
+    """Whether work on this device is queued, so that reading a result waits for it."""
+    return device.type == "cuda"
+
+
 @dataclass(frozen=True)
 class StepInputs:
     """What a step computes from, on its device."""

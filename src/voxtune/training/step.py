@@ -29,7 +29,7 @@ from voxtune.training.config import TrainConfig
 from voxtune.training.data import Batch
 from voxtune.training.nonfinite import first_not_finite
 from voxtune.training.plan import TrainingPlan, unmeasured_plan
-from voxtune.training.plan_step import LateReader, QueuedStep, StepInputs, step_inputs
+from voxtune.training.plan_step import LateReader, QueuedStep, StepInputs, runs_ahead, step_inputs
 
 # The factor of the learning rate at the end of the decay.
 FINAL_FACTOR = 0.01
@@ -131,13 +131,14 @@ class Trainer:
         network = plan.placed(model.network.to(device), model.config.network.dimensions)
         self.network = network.train()
         self.ema = Ema(network, decay=config.ema_decay, every=config.ema_every, start=config.ema_start)
-        gpu = device.type == "cuda"
-        self.optimizer = _queued_adam(network, config, device) if gpu else _plain_adam(network, config)
+        queued = runs_ahead(device)
+        self.optimizer = _queued_adam(network, config, device) if queued else _plain_adam(network, config)
         # Only fp16 on a GPU needs a loss scale: bf16 has the range of float32.
-        self.scaler = torch.amp.GradScaler("cuda") if plan.precision == "fp16" and gpu else None
+        scaled = plan.precision == "fp16" and device.type == "cuda"
+        self.scaler = torch.amp.GradScaler("cuda") if scaled else None
         self._forward = plan.forward(network)
         self._queue = self._reader = None
-        if gpu:
+        if queued:
             options: dict[str, Any] = {"clip": config.clip, "scaler": self.scaler, "record": plan.name == "voxtune"}
             self._queue = QueuedStep(self._loss, network, self.optimizer, **options)
             self._reader = LateReader()
