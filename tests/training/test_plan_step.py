@@ -80,7 +80,9 @@ def test_queued_steps_compute_what_plain_steps_do(tmp_path, monkeypatch, setting
     assert Ahead.most == 2 and Ahead.unread == 0
     assert [step for step, _ in losses] == list(range(1, 13))
     known = [row["loss"] for row in queued]
-    assert [loss for _, loss in losses] == [known[0], *known[:-1]], "the first is waited for, the others come a step late"
+    assert [loss for _, loss in losses] == [known[0], *known[:-1]], (
+        "the first is waited for, the others come a step late"
+    )
     assert result.loss == known[-1]
 
 

@@ -28,6 +28,7 @@ from voxtune.training.log import TrainLog, image_picture, sample_picture
 from voxtune.training.model import model_config, with_folder_image
 from voxtune.training.overview import TIMED_STEPS, Overview, overview
 from voxtune.training.plan_choice import choose_plan
+from voxtune.training.plan_step import WARM_UP
 from voxtune.training.step import Trainer
 from voxtune.versions import __version__
 
@@ -125,7 +126,7 @@ def train(
             warn(line)
         if facts is not None and report is not None:
             report(facts)
-            progress = _timing(progress, facts, config, report)
+            progress = _timing(progress, facts, config, report, WARM_UP + 1 if device.type == "cuda" else 0)
         return run.loop(progress, stop, None if checkpoint is None else checkpoint.state.step)
 
 
@@ -170,13 +171,15 @@ def _facts(model: Model, source: Source, origin: str, *, new: bool) -> Overview:
 
 
 def _timing(
-    progress: Progress | None, facts: Overview, config: TrainConfig, report: Callable[[Overview], None]
+    progress: Progress | None, facts: Overview, config: TrainConfig, report: Callable[[Overview], None], warm: int
 ) -> Progress:
-    """A `progress` that reports the estimated time after the first steps, without the first one, which starts everything."""
+    """A `progress` that reports the estimated time after some steps, without the first one, which starts everything.
+
+    The `warm` steps before these are not timed either: a GPU's graph is recorded in them."""
     times: list[float] = []
 
     def update(step: int, steps: int, loss: float) -> None:
-        if len(times) < TIMED_STEPS:
+        if step > min(warm, steps - TIMED_STEPS) and len(times) < TIMED_STEPS:
             times.append(time.perf_counter())
             if len(times) == min(TIMED_STEPS, steps) > 1:
                 report(facts.with_time((times[-1] - times[0]) / (len(times) - 1), config.steps, config.minutes))

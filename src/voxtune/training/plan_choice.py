@@ -119,11 +119,13 @@ class _Choice:
             return replace(unmeasured_plan(self.config, self.device), name=self._old_name(), precision=before)
         here = made_for(self.device)
         reason = self._why_not(stored)
-        if reason is None and stored.name == "voxtune" and stored.made_for != here:
+        if reason is None and (stored.name != "voxtune" or stored.made_for == here):
+            return stored
+        if reason is None:  # evidence is valid only for what it was measured on
             verdict = self.gate(stored.precision).judge(_maker(stored))
-            reason = None if verdict.passed else f"refused by the gate: {verdict.reason}"
-        if reason is None:
-            return replace(stored, made_for=here)
+            if verdict.passed:
+                return replace(stored, made_for=here, candidates=())
+            reason = f"refused by the gate: {verdict.reason}"
         possible = reason != self._no_precision(stored.precision)
         precision = stored.precision if possible else resolved_precision(self.config, self.device)
         if stored.precision in HALF and not possible and self.config.requested_precision != "auto":

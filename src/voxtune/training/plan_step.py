@@ -9,6 +9,7 @@ The loss, the gradient's norm and whether the step was skipped stay on the devic
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
@@ -183,6 +184,7 @@ class RecordedStep:
         self.inputs = parts[0].clone()
         self._gradients: list[Tensor] = []
         step.optimizer.zero_grad(set_to_none=True)
+        gc.collect()  # what the first steps leave behind would be in memory beside the graph's
         side.wait_stream(torch.cuda.current_stream())
         self._batch, self._update = torch.cuda.CUDAGraph(), None
         # Threads that load batches pin memory meanwhile, which an error mode for all threads forbids.

@@ -218,8 +218,10 @@ class Trainer:
 
     def _finish(self, queued: _Queued) -> None:
         self._read.append(queued)
+        if self._counts(queued):
+            self.loss = queued.loss
         if not queued.skipped:
-            self.skipped_in_row, self.loss = 0, queued.loss
+            self.skipped_in_row = 0
             return
         self.skipped += 1
         # With a loss scale, steps that overflow are part of finding it.
@@ -232,6 +234,10 @@ class Trainer:
             self.loss_sum, self.loss_count = self._good
             self.skipped -= self.skipped_in_row
             self.step, self.skipped_in_row = queued.step - self.skipped_in_row, 0
+
+    def _counts(self, queued: _Queued) -> bool:
+        """Whether the loss of a step is one of the run's: with a loss scale, a gradient may overflow at a good loss."""
+        return math.isfinite(queued.loss) and (self.scaler is not None or not queued.skipped)
 
     def _describe_failure(self, queued: _Queued) -> str:
         count = "the step was" if self.skipped_in_row == 1 else f"{self.skipped_in_row} steps in a row were"
@@ -276,7 +282,7 @@ class Trainer:
         """Adds the steps that were read to the next row of the log, and completes the row when it is due."""
         while self._read:
             queued = self._read.popleft()
-            if not queued.skipped:
+            if self._counts(queued):
                 self.loss_sum += queued.loss
                 self.loss_count += 1
             if queued.step % self.config.log_every == 0:
