@@ -49,7 +49,8 @@ log = logging.getLogger("voxtune")
 Say = Callable[[str], None]
 # Voxels of a batch whose gradients in float64 take seconds; of larger ones a part is gated.
 LARGEST_GATED = {"cuda": 64**3, "cpu": 16**3}
-GATED_BATCHES = 2
+# The gradient of a small layer has few independent errors: those of several batches even out.
+GATED_BATCHES = 4
 # Steps before the timed ones: kernels compile, and the step is recorded.
 WARM_STEPS = 4
 TIMED_STEPS, TIMED_SECONDS = 20, 3.0
