@@ -13,6 +13,7 @@ Layers that are initialised to zero let no gradient through, so the gate judges 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,13 +30,14 @@ from voxtune.plan.passes.base import HALF
 from voxtune.precision import tf32_allowed
 from voxtune.workloads import without_zeros
 
+log = logging.getLogger("voxtune")
 # The unit roundoff of half precision; the floors of float32 and TF32 are those of the gate of inference.
 FLOORS = {"fp32": STEP_FLOOR, "default": STEP_FLOOR * TF32_FLOOR, "tf32": STEP_FLOOR * TF32_FLOOR}
 FLOORS |= {name: torch.finfo(dtype).eps / 2 for name, dtype in HALF.items()}
 # A gradient that is zero in exact arithmetic has a norm of this size in float64, relative to the whole gradient.
 NO_GRADIENT = 1e-10
-# Layers in a report, the worst ones.
-REPORTED = 5
+# Layers in a report, the worst ones, and the names on a line.
+REPORTED, NAMED = 5, 3
 
 Call = Callable[..., Any]
 Gradients = dict[str, Tensor]
@@ -63,13 +65,23 @@ class LayerError:
         return self.error / self.limit
 
 
+def describe_layers(figures: dict[str, Any]) -> str:
+    """The layers of a verdict in one line: how many were judged, the worst ones, and those that were not."""
+    worst = [f"{w['name']} {w['error']:.1e} (at most {w['limit']:.1e})" for w in figures["worst"][:NAMED]]
+    line = f"{figures['judged']} layers judged, the worst: {', '.join(worst)}"
+    left = figures["excluded"]
+    more = f" and {len(left) - NAMED} more" if len(left) > NAMED else ""
+    return line + (f"; gradients of {', '.join(left[:NAMED])}{more} are zero or constant" if left else "")
+
+
 class GradientGate:
     """References and plain PyTorch's errors for one network and its batches, computed on first use."""
 
     def __init__(self, model: nn.Module, batches: Sequence[GateBatch], precision: str, factor: float = FACTOR):
         assert batches, "a gate needs batches"
         self.precision, self.factor, self.batches = precision, factor, list(batches)
-        with torch.random.fork_rng(devices=[]):
+        device = next(model.parameters()).device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(0)
             self.model = without_zeros(copy.deepcopy(model))
         self._references: list[Gradients] | None = None
@@ -107,6 +119,8 @@ class GradientGate:
         layers.sort(key=lambda layer: -layer.excess)
         figures |= {"relative": whole.error, "limit": whole.limit, "plain": whole.plain, "judged": len(layers)}
         figures["worst"] = [asdict(layer) for layer in layers[:REPORTED]]
+        for layer in layers:
+            log.info("gradient of %s: error %.1e, plain PyTorch's %.1e", layer.name, layer.error, layer.plain)
         for layer in (layers[0], whole):
             if not layer.error <= layer.limit:
                 return Verdict(
