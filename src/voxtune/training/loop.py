@@ -110,6 +110,11 @@ def train(
         if checkpoint is not None and config.steps < checkpoint.state.step:
             step = checkpoint.state.step
             raise InputError(f"{out}: already at step {step}; pass --steps {step} or more")
+        for line in () if facts is None else facts.warnings:
+            warn(line)
+        if facts is not None and report is not None:
+            report(facts)
+            progress = _timing(progress, facts, config, report, WARM_UP + 1 if device.type == "cuda" else 0)
         plan = choose_plan(config, model, source, device, say or (lambda line: None), checkpoint)
         trainer = Trainer(config, model, len(source), device, plan)
         if checkpoint is not None:
@@ -122,11 +127,6 @@ def train(
         )
         last = None if checkpoint is None else checkpoint.path
         run = Run(trainer, source, out, warn=warn, card=card, last=last, started=started)
-        for line in () if facts is None else facts.warnings:
-            warn(line)
-        if facts is not None and report is not None:
-            report(facts)
-            progress = _timing(progress, facts, config, report, WARM_UP + 1 if device.type == "cuda" else 0)
         return run.loop(progress, stop, None if checkpoint is None else checkpoint.state.step)
 
 
@@ -336,7 +336,7 @@ class Run:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            reason = "out of GPU memory: use a smaller batch with more accumulation, a smaller model, or autocast bf16"
+            reason = "out of GPU memory: use a smaller batch with more accumulation, a smaller model, or precision bf16"
             raise InputError(f"{reason}; {self._how_to_resume()}") from error
         except OSError as error:
             reason = f"{error.filename or self.out}: {error.strerror or ' '.join(str(error).split())}"
