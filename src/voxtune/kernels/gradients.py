@@ -445,7 +445,7 @@ def _matching(needed: Any, gradient: Any) -> Any:
     return [None] * len(needed) if isinstance(needed, list) and gradient is None else gradient
 
 
-class Recipe(Protocol):
+class Recomputed(Protocol):
     """How to compute a result again; `kept` is what that needs."""
 
     @property
@@ -458,7 +458,7 @@ class Recipe(Protocol):
 class RecomputedNorm:
     """A norm's result, computed again; `arguments` are those of `recompute_norm` after the affine."""
 
-    sources: tuple[Tensor | Recipe, ...]
+    sources: tuple[Tensor | Recomputed, ...]
     affine: Tensor
     arguments: tuple[Any, ...]
 
@@ -477,7 +477,7 @@ class RecomputedNorm:
 class RecomputedUpsampling:
     """A doubled volume, computed again from its source, which is an eighth of it."""
 
-    x: Tensor | Recipe
+    x: Tensor | Recomputed
     mode: str
 
     @property
@@ -505,11 +505,11 @@ class RecomputedInGroup:
         return self.values(self.node)
 
 
-RECIPES = (RecomputedNorm, RecomputedUpsampling, RecomputedInGroup)
+RECOMPUTED = (RecomputedNorm, RecomputedUpsampling, RecomputedInGroup)
 
 
 def computed(x: Any) -> Any:
-    return x() if isinstance(x, RECIPES) else x
+    return x() if isinstance(x, RECOMPUTED) else x
 
 
 def recipe_or_value(x: Any) -> Any:
@@ -520,21 +520,21 @@ def recipe_or_value(x: Any) -> Any:
 _RECIPE = "_voxtune_recomputed"
 
 
-def recompute_later(y: Tensor, recipe: Recipe) -> None:
+def recompute_later(y: Tensor, recipe: Recomputed) -> None:
     """Inside `recomputing_results`, operators that need this result for their gradients keep how to compute it again."""
     setattr(y, _RECIPE, recipe)
 
 
-def recipe_of(y: Tensor) -> Recipe | None:
+def recipe_of(y: Tensor) -> Recomputed | None:
     return getattr(y, _RECIPE, None)
 
 
 @contextmanager
 def recomputing_results() -> Iterator[None]:
-    def pack(x: Tensor) -> Tensor | Recipe:
+    def pack(x: Tensor) -> Tensor | Recomputed:
         return recipe_of(x) or x
 
-    def unpack(kept: Tensor | Recipe) -> Tensor:
+    def unpack(kept: Tensor | Recomputed) -> Tensor:
         y: Tensor = computed(kept)
         return y
 

@@ -17,7 +17,7 @@ from voxtune.errors import InputError
 from voxtune.files import one_line
 from voxtune.plan.api import to_stderr
 from voxtune.plan.build import PlanTarget
-from voxtune.plan.gate import Verdict, volumes_of
+from voxtune.plan.gate import Verdict
 from voxtune.plan.hazards import refuses_half
 from voxtune.plan.measure import Timing, measure
 from voxtune.plan.optimized import MAX_VARIANTS, precision_in_force, weights_type
@@ -26,7 +26,7 @@ from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import Inputs, Signature
 from voxtune.plan.training import TrainingNetwork, training_network, training_passes
-from voxtune.plan.training_gate import GateBatch, GradientGate
+from voxtune.plan.training_gate import GateBatch, GradientGate, results_of
 from voxtune.plan.tuner import TuningRow, describe_row
 
 log = logging.getLogger("voxtune")
@@ -142,28 +142,25 @@ class _Step:
     kwargs: dict[str, Any]
     weights: list[Tensor]
 
-    def loss(self, output: Any) -> Tensor:
+    def loss(self, results: list[Tensor]) -> Tensor:
         parts = [
             (y * (w.double() if y.dtype == torch.float64 else w).to(y.device)).sum()
-            for y, w in zip(_results(output), self.weights, strict=True)
+            for y, w in zip(results, self.weights, strict=True)
         ]
         return torch.stack(parts).sum()
 
     def gradients(self, call: Callable[..., Any], parameters: Sequence[Tensor]) -> Callable[[], None]:
         def step() -> None:
             # Not into `.grad`, which belongs to the caller.
-            torch.autograd.grad(self.loss(call(*self.args, **self.kwargs)), parameters, allow_unused=True)
+            loss = self.loss(results_of(call(*self.args, **self.kwargs)))
+            torch.autograd.grad(loss, parameters, allow_unused=True)
 
         return step
 
 
-def _results(output: Any) -> list[Tensor]:
-    return [y for y in volumes_of(output) if y.requires_grad]
-
-
 def _step(call: Callable[..., Any], inputs: Inputs) -> _Step:
     args, kwargs = inputs
-    output = _results(call(*args, **kwargs))
+    output = results_of(call(*args, **kwargs))
     if not output:
         raise InputError("no result of the network requires a gradient: its parameters are frozen")
     random = torch.Generator().manual_seed(0)

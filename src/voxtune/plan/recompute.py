@@ -54,7 +54,7 @@ def pieces(graph: fx.Graph) -> list[Group]:
     """The graph's large operators: each norm with the operators after it, up to the one that uses its result."""
     nodes = list(graph.nodes)
     sizes = [_result_bytes(node) for node in nodes]
-    found: list[Group] = []
+    cuts: list[Group] = []
     first: int | None = None
     for i, node in enumerate(nodes):
         large = node.op == "call_function" and sizes[i] * SMALL >= max(sizes)
@@ -66,9 +66,9 @@ def pieces(graph: fx.Graph) -> list[Group]:
         first = i if first is None else first
         parts = [user for user in node.users if user.target is getitem]
         if node.target is not torch.ops.voxtune.norm_act.default and not parts:
-            found.append(Group(first, i + 1))
+            cuts.append(Group(first, i + 1))
             first = None
-    return found
+    return cuts
 
 
 def _own(node: fx.Node) -> bool:

@@ -200,7 +200,7 @@ class Execution:
 
 
 class _GroupValues:
-    """The results of a group that gradients need, computed again when the first of them is asked for."""
+    """The results of a group that gradients need, computed again when the first of them is needed."""
 
     def __init__(self, execution: Execution, group: Inside, known: dict[fx.Node, Any], weights: dict[str, Tensor]):
         from voxtune.kernels.gradients import recipe_or_value
@@ -216,7 +216,7 @@ class _GroupValues:
         recompute_later(y, RecomputedInGroup(self, node))
 
     def __call__(self, node: fx.Node) -> Tensor:
-        """Each value is asked for by one operator's gradient after the other, and kept until the group's are done."""
+        """Operators need the values one after the other; they are kept until the group's are done."""
         from voxtune.kernels.gradients import computed
 
         if node not in self.values:

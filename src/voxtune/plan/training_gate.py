@@ -4,6 +4,9 @@ The gradient of each layer (the parameters of one module) is compared with float
 times that of plain PyTorch in the same precision (autocast for half precision) on the same batches. Errors below the rounding of
 the precision's own format are accepted: a layer that plain PyTorch happens to compute exactly sets no limit.
 
+All gradients start from the loss's gradient at the float64 output. From each network's own output, an L1 loss would judge by
+chance: its gradient is a sign, and one voxel that rounding moves across zero weighs more than all other errors together.
+
 Layers that are initialised to zero let no gradient through, so the gate judges a copy of the network in which they are filled.
 """
 
@@ -22,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from voxtune.files import one_line
-from voxtune.plan.gate import FACTOR, STEP_FLOOR, TF32_FLOOR, Verdict
+from voxtune.plan.gate import FACTOR, STEP_FLOOR, TF32_FLOOR, Verdict, volumes_of
 from voxtune.plan.passes.base import HALF
 from voxtune.precision import tf32_allowed
 from voxtune.workloads import without_zeros
@@ -33,8 +36,8 @@ FLOORS = {"fp32": STEP_FLOOR, "default": STEP_FLOOR * TF32_FLOOR, "tf32": STEP_F
 FLOORS |= {name: torch.finfo(dtype).eps / 2 for name, dtype in HALF.items()}
 # A gradient that is zero in exact arithmetic has less than this norm, relative to the whole gradient, by the references' type.
 NO_GRADIENT = {"float64": 1e-10, "float32": 1e-5}
-# Layers in a report, the worst ones.
-REPORTED = 5
+# Layers in a report, the worst ones, and the names on a line.
+REPORTED, NAMED = 5, 3
 
 Call = Callable[..., Any]
 Gradients = dict[str, Tensor]
@@ -42,10 +45,10 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class GateBatch:
-    """The arguments of the network, and the loss of its output, which keeps the output's type."""
+    """The arguments of the network, and the loss of its results: of those that have a gradient."""
 
     args: tuple[Any, ...]
-    loss: Callable[[Any], Tensor]
+    loss: Callable[[list[Tensor]], Tensor]
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
@@ -63,17 +66,28 @@ class LayerError:
         return self.error / self.limit
 
 
+def describe_layers(figures: dict[str, Any]) -> str:
+    """The layers of a verdict in one line: how many were judged, the worst ones, and those that were not."""
+    worst = [f"{w['name']} {w['error']:.1e} (at most {w['limit']:.1e})" for w in figures["worst"][:NAMED]]
+    line = f"{figures['judged']} layers judged, the worst: {', '.join(worst)}"
+    left = figures["excluded"]
+    more = f" and {len(left) - NAMED} more" if len(left) > NAMED else ""
+    return line + (f"; gradients of {', '.join(left[:NAMED])}{more} are zero or constant" if left else "")
+
+
 class GradientGate:
     """References and plain PyTorch's errors for one network and its batches, computed on first use."""
 
     def __init__(self, model: nn.Module, batches: Sequence[GateBatch], precision: str, factor: float = FACTOR):
         assert batches, "a gate needs batches"
         self.precision, self.factor, self.batches = precision, factor, list(batches)
-        with torch.random.fork_rng(devices=[]):
+        device = next(model.parameters()).device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(0)
             self.model = without_zeros(copy.deepcopy(model))
-        self.reference_type = "float64"
         self._references: list[Gradients] | None = None
+        self._starts: list[list[Tensor]] = []
+        self.reference_type = "float64"
         self._plain: dict[str, float] | None = None
         self.excluded: list[str] = []
 
@@ -107,6 +121,8 @@ class GradientGate:
         layers.sort(key=lambda layer: -layer.excess)
         figures |= {"relative": whole.error, "limit": whole.limit, "plain": whole.plain, "judged": len(layers)}
         figures["worst"] = [asdict(layer) for layer in layers[:REPORTED]]
+        for layer in layers:
+            log.info("gradient of %s: error %.1e, plain PyTorch's %.1e", layer.name, layer.error, layer.plain)
         for layer in (layers[0], whole):
             if not layer.error <= layer.limit:
                 return Verdict(
@@ -134,32 +150,42 @@ class GradientGate:
 
     @property
     def references(self) -> list[Gradients]:
-        """Gradients in float64 by parameter, on the CPU, without those that are zero or constant."""
+        """Gradients by parameter, on the CPU, without those that are zero or constant.
+
+        In float64, or in float32 if the network requires that type.
+        """
         if self._references is None:
             try:
                 wide = copy.deepcopy(self.model).double()
-                gradients = [_gradients(wide, wide, _to_float64(batch)) for batch in self.batches]
+                gradients = [self._reference(wide, batch, _to_float64) for batch in self.batches]
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
                 log.info("no float64 reference (%s): using float32", one_line(error))
-                self.reference_type = "float32"
+                self.reference_type, self._starts = "float32", []
                 with tf32_allowed(False):
-                    gradients = [_gradients(self.model, self.model, batch) for batch in self.batches]
+                    gradients = [self._reference(self.model, batch, lambda parts: parts) for batch in self.batches]
             size = math.hypot(*(float(g.norm()) for g in gradients[0].values())) if gradients[0] else 0.0
-            judged = {
-                name for name, g in gradients[0].items() if not _constant(g, size * NO_GRADIENT[self.reference_type])
-            }
+            nothing = size * NO_GRADIENT[self.reference_type]
+            judged = {name for name, g in gradients[0].items() if not _constant(g, nothing)}
             self.excluded = [name for name, _ in self.model.named_parameters() if name not in judged]
             self._references = [{name: g[name].cpu() for name in g if name in judged} for g in gradients]
         return self._references
+
+    def _reference(self, model: nn.Module, batch: GateBatch, typed: Callable[[Any], Any]) -> Gradients:
+        args, kwargs = typed((batch.args, batch.kwargs))
+        results = results_of(model(*args, **kwargs))
+        start = list(torch.autograd.grad(batch.loss(results), results, retain_graph=True))
+        self._starts.append(start)
+        return _gradients(model, results, start)
 
     def _errors(self, call: Call) -> dict[str, float]:
         """Relative errors by layer over all batches, that of the whole gradient last."""
         gaps: dict[str, float] = {}
         sizes: dict[str, float] = {}
-        for batch, reference in zip(self.batches, self.references, strict=True):
-            own = _gradients(self.model, call, batch)
+        references = self.references
+        for batch, start, reference in zip(self.batches, self._starts, references, strict=True):
+            own = _gradients(self.model, results_of(call(*batch.args, **batch.kwargs)), start)
             for name, expected in reference.items():
                 exact = expected.to(self.device)
                 gap = own[name].double() - exact if name in own else torch.full_like(exact, math.inf)
@@ -171,20 +197,23 @@ class GradientGate:
         return {name: _finite(math.sqrt(gaps[name] / sizes[name])) for name in order}
 
 
-def _gradients(model: nn.Module, call: Call, batch: GateBatch) -> Gradients:
+def results_of(output: Any) -> list[Tensor]:
+    """The results of a network that have a gradient."""
+    return [y for y in volumes_of(output) if y.requires_grad]
+
+
+def _gradients(model: nn.Module, results: list[Tensor], start: list[Tensor]) -> Gradients:
     for p in model.parameters():
         p.grad = None
-    batch.loss(call(*batch.args, **batch.kwargs)).backward()
+    torch.autograd.backward(results, [s.to(y.dtype) for s, y in zip(start, results, strict=True)])
     gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
     for p in model.parameters():
         p.grad = None
     return gradients
 
 
-def _to_float64(batch: GateBatch) -> GateBatch:
-    wide = lambda x: x.double() if x.is_floating_point() else x  # noqa: E731
-    args, kwargs = tree_map_only(Tensor, wide, (batch.args, batch.kwargs))
-    return GateBatch(args, batch.loss, kwargs)
+def _to_float64(parts: Any) -> Any:
+    return tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, parts)
 
 
 def _constant(gradient: Tensor, nothing: float) -> bool:

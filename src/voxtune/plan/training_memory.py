@@ -93,11 +93,11 @@ class TrainingMemory:
 
     def within(self, budget: int) -> tuple[Group, ...]:
         """The groups that compute least again among those that fit; InputError, with the smallest figure, if none does."""
-        found = list(self.choices())
-        for groups, memory in found:
+        choices = list(self.choices())
+        for groups, memory in choices:
             if memory.total <= budget:
                 return groups
-        least = min(memory.total for _, memory in found)
+        least = min(memory.total for _, memory in choices)
         raise InputError(
             f"a training step needs at least {least / 2**30:.1f} GiB here, more than the memory budget of {budget / 2**30:.1f}: "
             "use a smaller size or batch, or raise --memory-budget"
@@ -110,7 +110,7 @@ def _kept(network: TrainingNetwork, args: Sequence[Any], kwargs: dict[str, Any])
 
     execution = network.execution(())
     of: dict[int, int] = {}
-    found: list[Kept] = []
+    kept: list[Kept] = []
     alive: list[Any] = []
     current = 0
 
@@ -134,7 +134,7 @@ def _kept(network: TrainingNetwork, args: Sequence[Any], kwargs: dict[str, Any])
             position = of.get(_storage(part))
             if position is not None and execution.nodes[position].op != "get_attr":
                 size = part.untyped_storage().nbytes()
-                found.append(Kept(current, position, size, again=recipe is not None and part is x))
+                kept.append(Kept(current, position, size, again=recipe is not None and part is x))
         return x
 
     execution.watch = watch
@@ -145,7 +145,7 @@ def _kept(network: TrainingNetwork, args: Sequence[Any], kwargs: dict[str, Any])
         values = network.weights()
         weights = sum(v.untyped_storage().nbytes() for v in values.values() if not isinstance(v, torch.nn.Parameter))
         execution(tree_leaves(fake), values)
-    return weights, found
+    return weights, kept
 
 
 def _storage(x: Tensor) -> int:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -27,6 +27,8 @@ from voxtune.training.folder import CONFIG, MODEL, add_command, check_new_run, d
 from voxtune.training.log import TrainLog, image_picture, sample_picture
 from voxtune.training.model import model_config, with_folder_image
 from voxtune.training.overview import TIMED_STEPS, Overview, overview
+from voxtune.training.plan_choice import choose_plan
+from voxtune.training.plan_step import WARM_UP
 from voxtune.training.step import Trainer
 from voxtune.versions import __version__
 
@@ -76,6 +78,7 @@ def train(
     stop: Callable[[], bool] | None = None,
     warn: Warn | None = None,
     report: Callable[[Overview], None] | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> TrainResult:
     """Trains into the run folder `out` until the run is complete or `stop()` returns true after a step.
 
@@ -84,8 +87,8 @@ def train(
     `source` None opens the source in `config.data`. `model` is the model to start from, by default the one in `config`.
     `resume` continues from the newest checkpoint in `out`, if any; `overwrite` replaces an earlier run in `out`.
     `progress(step, steps, loss)` is called after every step; `stop()` also before the first one, without effect. A new run
-    calls `report` before its first step, and again when the time of its first steps is known. torch's global random state is
-    restored afterwards.
+    calls `report` before its first step, and again when the time of its first steps is known. `say` receives what is measured
+    and decided when the plan is chosen. torch's global random state is restored afterwards.
     """
     out, device, warn, started = Path(out), torch.device(device), warn or (lambda text: None), time.monotonic()
     with reporting_os_errors(out), locked_folder(out), _own_random_state(device), _fastest_convolutions(device):
@@ -107,24 +110,33 @@ def train(
         if checkpoint is not None and config.steps < checkpoint.state.step:
             step = checkpoint.state.step
             raise InputError(f"{out}: already at step {step}; pass --steps {step} or more")
-        trainer = Trainer(config, model, len(source), device)
+        for line in () if facts is None else facts.warnings:
+            warn(line)
+        if facts is not None and report is not None:
+            report(facts)
+            progress = _timing(progress, facts, config, report, WARM_UP + 1 if device.type == "cuda" else 0)
+        plan = choose_plan(config, model, source, device, say or (lambda line: None), checkpoint)
+        trainer = Trainer(config, model, len(source), device, plan)
         if checkpoint is not None:
             trainer.restore(checkpoint)
         if not resume:
             delete_run(out)
         write_settings(out, config)
-        card = partial(training_card, config, model, origin=origin, commands=add_command(out, command))
+        card = partial(
+            training_card, config, model, plan=plan.describe(), origin=origin, commands=add_command(out, command)
+        )
         last = None if checkpoint is None else checkpoint.path
         run = Run(trainer, source, out, warn=warn, card=card, last=last, started=started)
-        for line in () if facts is None else facts.warnings:
-            warn(line)
-        if facts is not None and report is not None:
-            report(facts)
-            progress = _timing(progress, facts, config, report)
         return run.loop(progress, stop, None if checkpoint is None else checkpoint.state.step)
 
 
-def dry_run(config: TrainConfig, *, device: torch.device | str = "cpu", warn: Warn | None = None) -> Overview:
+def dry_run(
+    config: TrainConfig,
+    *,
+    device: torch.device | str = "cpu",
+    warn: Warn | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Overview:
     """The overview of a run, with the time of one real step; nothing is written."""
     device, warn = torch.device(device), warn or (lambda text: None)
     config, _ = with_folder_image(config)
@@ -136,13 +148,15 @@ def dry_run(config: TrainConfig, *, device: torch.device | str = "cpu", warn: Wa
         facts = _facts(model, source, describe_source(config, source), new=config.model.init is None)
         for line in facts.warnings:
             warn(line)
-        trainer = Trainer(config, model, len(source), device)
+        plan = choose_plan(config, model, source, device, say or (lambda line: None))
+        trainer = Trainer(config, model, len(source), device, plan)
         loader = Loader(source, seed=config.seed, batch=config.batch, start=0, workers=0, pin=device.type == "cuda")
         batch, seconds = next(iter(loader)), 0.0
-        # The first step on a GPU or with torch.compile also chooses or compiles kernels.
-        for _ in range(2 if config.compile or device.type == "cuda" else 1):
+        # The first steps on a GPU or with torch.compile also choose or compile kernels, and record a graph.
+        for _ in range(5 if device.type == "cuda" else 2 if plan.name == "compile" else 1):
             started = time.perf_counter()
             trainer.train_step([batch])
+            trainer.settle()
             seconds = time.perf_counter() - started
     return facts.with_time(seconds * config.accumulation, config.steps, config.minutes)
 
@@ -157,13 +171,15 @@ def _facts(model: Model, source: Source, origin: str, *, new: bool) -> Overview:
 
 
 def _timing(
-    progress: Progress | None, facts: Overview, config: TrainConfig, report: Callable[[Overview], None]
+    progress: Progress | None, facts: Overview, config: TrainConfig, report: Callable[[Overview], None], warm: int
 ) -> Progress:
-    """A `progress` that reports the estimated time after the first steps, without the first one, which starts everything."""
+    """A `progress` that reports the estimated time after some steps, without the first one, which starts everything.
+
+    The `warm` steps before these are not timed either: a GPU's graph is recorded in them."""
     times: list[float] = []
 
     def update(step: int, steps: int, loss: float) -> None:
-        if len(times) < TIMED_STEPS:
+        if step > min(warm, steps - TIMED_STEPS) and len(times) < TIMED_STEPS:
             times.append(time.perf_counter())
             if len(times) == min(TIMED_STEPS, steps) > 1:
                 report(facts.with_time((times[-1] - times[0]) / (len(times) - 1), config.steps, config.minutes))
@@ -203,7 +219,7 @@ class Run:
             workers=config.workers,
             pin=trainer.device.type == "cuda",
         )
-        loss, stopped = None, False
+        stopped = False
         # A fresh run takes at least one step, so that there is a checkpoint.
         over = resumed is not None and self._clock() >= 1
         if stop is not None:
@@ -213,6 +229,8 @@ class Run:
                 batches = iter(loader)
                 while trainer.step < config.steps and not stopped and not over:
                     loss = self._step(batches)
+                    if trainer.failure is not None:
+                        self._fail(trainer.failure)
                     stopped, over = stop is not None and stop(), self._clock() >= 1
                     self._after_step(last=stopped or over or trainer.step == config.steps)
                     if progress is not None:
@@ -227,7 +245,7 @@ class Run:
             out=self.out,
             step=trainer.step,
             steps=config.steps,
-            loss=loss,
+            loss=trainer.loss,
             seconds=trainer.seconds,
             resumed_from=resumed,
             ended="steps" if trainer.step >= config.steps else "minutes" if over else "request",
@@ -249,6 +267,13 @@ class Run:
         self.trainer.seconds += time.perf_counter() - started
         return loss
 
+    def _fail(self, failure: InputError) -> NoReturn:
+        """Saves the state after the last good step; too many steps after it were skipped."""
+        self.last = disk.drop_later_checkpoints(self.out / CHECKPOINTS, self.trainer.step)
+        if self.trainer.step:
+            self._write()
+        raise failure
+
     def _clock(self) -> float:
         """The elapsed fraction of the run's time limit; 0 without one."""
         self.trainer.elapsed = time.monotonic() - self.started
@@ -257,15 +282,25 @@ class Run:
 
     def _after_step(self, *, last: bool) -> None:
         step, config = self.trainer.step, self.config
-        if step % config.log_every == 0:
-            self.log.row(self.trainer.take_log_row())
+        self._log_rows()
         if config.sample_every and step % config.sample_every == 0 and self.log.accepts_pictures():
             self._picture()
         if last or step % config.checkpoint_every == 0:
             self._save()
 
+    def _log_rows(self) -> None:
+        for row in self.trainer.take_log_rows():
+            self.log.row(row)
+
     def _save(self) -> None:
+        self.trainer.settle()
+        if self.trainer.failure is not None:
+            self._fail(self.trainer.failure)
+        self._write()
+
+    def _write(self) -> None:
         """Log, then checkpoint, then model, each on disk before the next: a kill between them loses nothing."""
+        self._log_rows()
         self.log.sync()
         self.last = disk.write_checkpoint(self.out / CHECKPOINTS, self.trainer.checkpoint())
         self._save_model()
@@ -301,7 +336,7 @@ class Run:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            reason = "out of GPU memory: use a smaller batch with more accumulation, a smaller model, or autocast bf16"
+            reason = "out of GPU memory: use a smaller batch with more accumulation, a smaller model, or precision bf16"
             raise InputError(f"{reason}; {self._how_to_resume()}") from error
         except OSError as error:
             reason = f"{error.filename or self.out}: {error.strerror or ' '.join(str(error).split())}"
@@ -310,11 +345,13 @@ class Run:
             raise InputError(f"{error}; {self._how_to_resume()}") from error
         except Exception as error:
             # Errors of torch.compile have no common public class.
-            if not self.config.compile or not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            if self.trainer.plan.name != "compile" or not type(error).__module__.startswith(
+                ("torch._dynamo", "torch._inductor")
+            ):
                 raise
             reason = " ".join(str(error).split())[:200]
             raise InputError(
-                f"torch.compile cannot compile this network on this machine ({reason}): set compile to false"
+                f"torch.compile cannot compile this network on this machine ({reason}): pass --plan baseline"
             ) from error
 
     def _how_to_resume(self) -> str:
@@ -388,7 +425,7 @@ def _own_random_state(device: torch.device) -> Iterator[None]:
 
 
 def training_card(
-    config: TrainConfig, model: Model, step: int, seconds: float, *, origin: str, commands: list[str]
+    config: TrainConfig, model: Model, step: int, seconds: float, *, plan: str, origin: str, commands: list[str]
 ) -> str:
     """The model card after `step`, with data, recipe and commands."""
     start = "" if config.model.init is None else f", from the weights of `{recorded_path(config.model.init)}`"
@@ -400,8 +437,8 @@ def training_card(
         "",
         f"- Data: {origin}",
         f"- Recipe: Adam, {_describe_rate(config)}, {config.loss.upper()} loss, batch {config.batch} x {config.accumulation} "
-        f"accumulated, EMA {config.ema_decay:g} every {config.ema_every} steps from step {config.ema_start}, autocast "
-        f"{config.autocast}, gradient clip {config.clip or 'none'}, seed {config.seed}",
+        f"accumulated, EMA {config.ema_decay:g} every {config.ema_every} steps from step {config.ema_start}, {plan}, "
+        f"gradient clip {config.clip or 'none'}, seed {config.seed}",
     ]
     if commands:
         lines += ["", "```", *commands, "```"]
