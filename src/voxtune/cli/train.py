@@ -25,6 +25,7 @@ from voxtune.cli.common import (
     OverwriteOption,
     QuietOption,
     RecordPathsOption,
+    Silence,
     choose_device,
     parse_labels,
     parse_size,
@@ -73,8 +74,14 @@ def command(
         str | None, _option(help="Channels of each level as multiples of --base, such as 1,2,3,4. Default: by size.")
     ] = None,
     steps: Annotated[int | None, _option(help="Updates of the weights. Default: {default_steps}.")] = None,
+    epochs: Annotated[
+        int | None, _option(help="Length of the run in place of --steps: how often every subject is seen.")
+    ] = None,
     minutes: Annotated[float | None, _option(help="Time limit in minutes; may end the run before --steps.")] = None,
-    batch: Annotated[int | None, _option(help="Batch size. Default: {default_batch}.")] = None,
+    batch: Annotated[
+        int | None,
+        _option(help="Batch size; with torchrun that of all processes together. Default: {default_batch}."),
+    ] = None,
     accumulation: Annotated[int | None, _option(help="Batches per update. Default: {default_accumulation}.")] = None,
     learning_rate: Annotated[
         float | None, _option("--learning-rate", "--lr", help="Learning rate. Default: {default_learning_rate}.")
@@ -88,6 +95,15 @@ def command(
     seed: Annotated[
         int | None, _option(help="Random seed of initial weights, order and noise. Default: {default_seed}.")
     ] = None,
+    cache: Annotated[
+        str | None,
+        _option(
+            help="Memory for subjects that were read: auto (half of the free memory), none or a size. Default: auto."
+        ),
+    ] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Same bits in every run on the same GPU; slower.")
+    ] = False,
     checkpoint_every: Annotated[
         int | None, _option(help="Steps between checkpoints. Default: {default_checkpoint_every}.")
     ] = None,
@@ -107,15 +123,20 @@ def command(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Train a model on your own scans, simulated subjects or CIFAR-10. A run can be stopped and resumed at any time."""
-    from voxtune.data.modality import parse_images
+    """Train a model on your own scans, simulated subjects or CIFAR-10. A run can be stopped and resumed at any time.
 
-    output = Output(json=json, quiet=quiet)
+    On several GPUs: torchrun --nproc-per-node N -m voxtune train ...
+    """
+    from voxtune.data.modality import parse_images
+    from voxtune.training.distributed import is_leader, process_count
+
+    output = Output(json=json, quiet=quiet) if is_leader() else Silence()
     plain: dict[str, Any] = {"data.images": _absolute(images), "data.masks": _absolute(masks), "data.cohort": cohort}
     plain |= {"data.subjects": _absolute(subjects)}
     plain |= {"model.workload": workload, "model.init": _absolute(init), "model.base": base}
     plain |= {"steps": steps, "batch": batch, "accumulation": accumulation, "learning_rate": learning_rate}
-    plain |= {"minutes": minutes, "warmup": warmup, "decay": decay}
+    plain |= {"epochs": epochs, "minutes": minutes, "warmup": warmup, "decay": decay}
+    plain |= {"cache": cache, "deterministic": deterministic or None}
     plain |= {"loss": loss, "autocast": autocast, "seed": seed}
     plain |= {"checkpoint_every": checkpoint_every, "sample_every": sample_every}
     plain |= {"model.size": None if size is None else list(parse_size(size)), "data.label_map": _label_map(labels)}
@@ -126,6 +147,8 @@ def command(
     if workload == "segment":
         if config is not None or resume is not None:
             raise InputError("--workload segment cannot be combined with --config or --resume")
+        if process_count() > 1:
+            raise InputError("--workload segment trains in one process; start it without torchrun")
         train_segment(overrides, out, choose_device(device), output, dry_run=dry_run, overwrite=overwrite)
     elif dry_run:
         if resume is not None:
@@ -158,10 +181,12 @@ class Screen:
 def _memory(config: TrainConfig) -> Callable[[Overview], float]:
     """The estimated memory of a run with these settings."""
     from voxtune.analysis.estimate import Recipe, training_bytes
+    from voxtune.training.distributed import process_count
 
     precision: Any = "fp32" if config.autocast == "none" else "half"
     recipe = Recipe(precision=precision, channels_last=config.channels_last, compiled=config.compile)
-    return lambda facts: training_bytes(facts.network, facts.size, config.batch, recipe)  # type: ignore[arg-type]
+    batch = min(config.batch, -(-config.samples_per_step // process_count()))
+    return lambda facts: training_bytes(facts.network, facts.size, batch, recipe)  # type: ignore[arg-type]
 
 
 def _dry_run(file: Path | None, overrides: dict[str, Any], device: str, output: Output) -> None:
@@ -169,6 +194,8 @@ def _dry_run(file: Path | None, overrides: dict[str, Any], device: str, output: 
     from voxtune.training.model import new_run
 
     config, sentence = new_run(file, overrides, "options")
+    if isinstance(output, Silence):
+        return  # every process would measure the same
     if sentence:
         output.say(sentence)
     screen = Screen(output, _memory(config))
@@ -187,6 +214,7 @@ def _train(
     *,
     overwrite: bool,
 ) -> None:
+    from voxtune.training.distributed import is_leader, wait_for_all
     from voxtune.training.folder import check_new_run, read_run
     from voxtune.training.loop import train
     from voxtune.training.model import new_run
@@ -201,7 +229,8 @@ def _train(
     if resume is not None:
         config = read_run(folder, overrides)
     else:
-        check_new_run(folder, overwrite=overwrite)
+        if is_leader():
+            check_new_run(folder, overwrite=overwrite)
         config, sentence = new_run(file, overrides, "options")
         if sentence:
             output.say(sentence)
@@ -211,7 +240,7 @@ def _train(
             config,
             None,
             folder,
-            lambda step, _steps, loss: update(step, f"loss {loss:.4f}"),
+            lambda step, steps, loss: update(step, f"loss {loss:.4f}", total=steps),
             device=device,
             resume=resume is not None,
             overwrite=overwrite,
@@ -221,11 +250,17 @@ def _train(
             report=screen.show,
         )
     output.result({**result.to_json(), "overview": screen.to_json()})
-    _finish(result, stop.caught[0] if stop.caught and result.stopped else 0, output)
+    # In a run of several processes, another one may have received the signal.
+    number = stop.caught[0] if stop.caught else signal.SIGTERM
+    try:
+        _finish(result, number, output)
+    finally:
+        sys.stdout.flush()
+        wait_for_all()
 
 
 def _finish(result: TrainResult, signal_number: int, output: Output) -> None:
-    """`signal_number`: that of the signal that stopped the run, 0 for none."""
+    """`signal_number`: that of the signal that stopped the run, if one did."""
     resume = f"voxtune train --resume {shlex.quote(str(result.out))}"
     if result.stopped:
         output.say(
@@ -234,22 +269,27 @@ def _finish(result: TrainResult, signal_number: int, output: Output) -> None:
         # The exit code of a process that was ended by a signal, so that `voxtune train && next` stops here.
         raise typer.Exit(128 + signal_number)
     if result.resumed_from == result.step:
-        option = "--minutes M" if result.ended == "minutes" else "--steps N"
+        option = "--minutes M" if result.ended == "minutes" else "--steps N or --epochs N"
         output.say(f"The run is complete at step {result.step}; to extend it, pass {option}. Model: {result.model}")
         return
     loss = "" if result.loss is None else f", last loss {result.loss:.4f}"
     planned = f" of {result.steps}" if result.ended == "minutes" else ""
-    output.say(f"Trained {result.step}{planned} steps in {result.seconds:.0f} s{loss}. Model: {result.model}")
+    several = f" in {result.processes} processes" if result.processes > 1 else ""
+    idle = "" if result.idle is None else f", {result.idle:.1%} of the time waiting for data"
+    output.say(
+        f"Trained {result.step}{planned} steps{several} in {result.seconds:.0f} s{loss}{idle}. Model: {result.model}"
+    )
 
 
 class SignalStop:
     """Called by the run before and after its steps: from the first call on, SIGINT and SIGTERM are requests to stop.
 
-    Before that, and from the second signal on, signals are handled as usual, because there is nothing to save.
+    Before that, and from the second signal on, signals are handled as usual, because there is nothing to save. With torchrun,
+    Ctrl-C is two signals: of the terminal, and of torchrun, which passes on its own.
     """
 
-    def __init__(self, output: Output):
-        self.output = output
+    def __init__(self, output: Output, *, requests: int = 1):
+        self.output, self.requests = output, requests
         self.caught: list[int] = []
         self._before: dict[int, Any] = {}
 
@@ -260,24 +300,32 @@ class SignalStop:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.caught.append(number)
-        self.restore()
-        if not self.output.quiet:
+        if len(self.caught) >= self.requests:
+            self.restore()
+        if not self.output.quiet and len(self.caught) == 1:
             # Not print(), which the signal may have interrupted.
             os.write(2, b"Finishing this step and writing a checkpoint; interrupt again to stop immediately.\n")
 
-    def restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    def restore(self, handler: Any = None) -> None:
+        """Handles signals as before, or by `handler`."""
+        for number, before in self._before.items():
+            signal.signal(number, before if handler is None else handler)
 
 
 @contextmanager
 def stopping_on_signals(output: Output) -> Iterator[SignalStop]:
     """Yields the `stop` of a training run; signals are handled as before when the block ends."""
-    stop = SignalStop(output)
+    from voxtune.training.distributed import process_count
+
+    several = process_count() > 1
+    stop = SignalStop(output, requests=2 if several else 1)
     try:
         yield stop
-    finally:
-        stop.restore()
+    except BaseException:
+        # With torchrun, the end of one process ends the others, which have their own line to print.
+        stop.restore(signal.SIG_IGN if several else None)
+        raise
+    stop.restore()
 
 
 def _absolute(path: str | None) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,17 +16,30 @@ from voxtune.config import to_mapping
 from voxtune.data.subjects import Source
 from voxtune.errors import InputError
 from voxtune.files import locked_folder, recorded_path, reporting_os_errors
+from voxtune.precision import deterministic_algorithms
 from voxtune.runtime.card import model_card
 from voxtune.runtime.model import Model, ModelConfig
 from voxtune.runtime.storage import load, save
 from voxtune.training import checkpoint as disk
 from voxtune.training.checkpoint import CHECKPOINTS, Checkpoint
-from voxtune.training.config import TrainConfig, differences
-from voxtune.training.data import Loader, PackedSource, Warn, check_items, describe_source, open_source, read_item
+from voxtune.training.config import TrainConfig, differences, with_steps
+from voxtune.training.data import (
+    Batch,
+    Loader,
+    PackedSource,
+    Warn,
+    check_items,
+    describe_source,
+    open_source,
+    read_item,
+    worker_count,
+)
+from voxtune.training.distributed import Processes, join_processes
 from voxtune.training.folder import CONFIG, MODEL, add_command, check_new_run, delete_run, write_settings
 from voxtune.training.log import TrainLog, image_picture, sample_picture
 from voxtune.training.model import model_config, with_folder_image
 from voxtune.training.overview import TIMED_STEPS, Overview, overview
+from voxtune.training.prefetch import Prefetch
 from voxtune.training.step import Trainer
 from voxtune.versions import __version__
 
@@ -38,7 +51,10 @@ Progress = Callable[[int, int, float], None]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TrainResult:
-    """The state of a run when `train` returns: complete after its `steps` or `minutes`, or `stopped` on request."""
+    """The state of a run when `train` returns: complete after its `steps` or `minutes`, or `stopped` on request.
+
+    `idle` is the share of the time of this call's steps in which the device waited for batches; None without a step.
+    """
 
     out: Path
     step: int
@@ -50,6 +66,8 @@ class TrainResult:
     stopped: bool
     checkpoint: Path
     model: Path
+    idle: float | None = None
+    processes: int = 1
 
     def to_json(self) -> dict[str, Any]:
         return {k: str(v) if isinstance(v, Path) else v for k, v in to_mapping(self).items()}
@@ -79,43 +97,64 @@ def train(
 ) -> TrainResult:
     """Trains into the run folder `out` until the run is complete or `stop()` returns true after a step.
 
-    A run is complete after `config.steps` steps or `config.minutes` minutes, including those before a resume.
+    A run is complete after `config.steps` steps (or `config.epochs` epochs) or `config.minutes` minutes, including those
+    before a resume.
 
     `source` None opens the source in `config.data`. `model` is the model to start from, by default the one in `config`.
     `resume` continues from the newest checkpoint in `out`, if any; `overwrite` replaces an earlier run in `out`.
     `progress(step, steps, loss)` is called after every step; `stop()` also before the first one, without effect. A new run
     calls `report` before its first step, and again when the time of its first steps is known. torch's global random state is
     restored afterwards.
+
+    In processes that torchrun started, every one calls `train` with the same arguments; `stop` is called in all of them, the
+    other functions in process 0 alone.
     """
-    out, device, warn, started = Path(out), torch.device(device), warn or (lambda text: None), time.monotonic()
-    with reporting_os_errors(out), locked_folder(out), _own_random_state(device), _fastest_convolutions(device):
-        resume = resume and (out / CONFIG).exists()
-        if not resume:
-            check_new_run(out, overwrite=overwrite)
-        checkpoint = disk.newest_checkpoint(out / CHECKPOINTS, warn) if resume else None
-        if source is None and model is None and (checkpoint is None or checkpoint.config.data.modalities is not None):
-            config, _ = with_folder_image(config)
-        torch.manual_seed(config.seed)
-        model = _starting_model(config, model, checkpoint)
-        from_python = source is not None
-        if source is None:
-            source = open_source(config, model.config, warn, check=checkpoint is None)
-        check_items(source, model.config)
-        origin = f"{len(source)} subjects from Python" if from_python else describe_source(config, source)
-        new = config.model.init is None and not from_python
-        facts = None if checkpoint is not None else _facts(model, source, origin, new=new)
-        if checkpoint is not None and config.steps < checkpoint.state.step:
-            step = checkpoint.state.step
-            raise InputError(f"{out}: already at step {step}; pass --steps {step} or more")
-        trainer = Trainer(config, model, len(source), device)
+    out, started = Path(out), time.monotonic()
+    processes = join_processes(torch.device(device))
+    device = processes.device
+    if warn is None or not processes.leads:
+        warn = lambda text: None  # noqa: E731
+    with (
+        reporting_os_errors(out),
+        ExitStack() as stack,
+        _own_random_state(device),
+        _fastest_convolutions(device),
+        deterministic_algorithms(config.deterministic),  # after cuDNN's choice by time, which it switches off
+    ):
+        resume, checkpoint = processes.lead(lambda: _open_run(stack, out, warn, resume=resume, overwrite=overwrite))
+        with processes.together():
+            if (
+                source is None
+                and model is None
+                and (checkpoint is None or checkpoint.config.data.modalities is not None)
+            ):
+                config, _ = with_folder_image(config)
+            if checkpoint is not None:
+                config = with_steps(config, checkpoint.state.subjects)
+            torch.manual_seed(config.seed)
+            model = _starting_model(config, model, checkpoint)
+            from_python = source is not None
+            if source is None:
+                check, workers = checkpoint is None and processes.leads, worker_count(config, device)
+                source = open_source(config, model.config, warn, check=check, workers=workers)
+            check_items(source, model.config)
+            config = with_steps(config, len(source))
+            origin = f"{len(source)} subjects from Python" if from_python else describe_source(config, source)
+            new = config.model.init is None and not from_python
+            facts = None
+            if checkpoint is None and processes.leads:
+                facts = _facts(model, source, origin, config, new=new)
+            if checkpoint is not None and config.steps < checkpoint.state.step:
+                step = checkpoint.state.step
+                raise InputError(f"{out}: already at step {step}; pass --steps {step} or more")
+            processes.share(config)
+        trainer = Trainer(config, model, len(source), device, processes)
         if checkpoint is not None:
             trainer.restore(checkpoint)
-        if not resume:
-            delete_run(out)
-        write_settings(out, config)
-        card = partial(training_card, config, model, origin=origin, commands=add_command(out, command))
+        commands = processes.lead(lambda: _write_run(out, config, command, resume=resume))
+        card = partial(training_card, config, model, origin=origin, commands=commands, processes=processes.count)
         last = None if checkpoint is None else checkpoint.path
-        run = Run(trainer, source, out, warn=warn, card=card, last=last, started=started)
+        run = Run(trainer, source, out, processes=processes, warn=warn, card=card, last=last, started=started)
         for line in () if facts is None else facts.warnings:
             warn(line)
         if facts is not None and report is not None:
@@ -124,36 +163,65 @@ def train(
         return run.loop(progress, stop, None if checkpoint is None else checkpoint.state.step)
 
 
+def _open_run(
+    stack: ExitStack, out: Path, warn: Warn, *, resume: bool, overwrite: bool
+) -> tuple[bool, Checkpoint | None]:
+    """Locks the run folder; (whether it holds a run to resume, its newest checkpoint)."""
+    stack.enter_context(locked_folder(out))
+    resume = resume and (out / CONFIG).exists()
+    if not resume:
+        check_new_run(out, overwrite=overwrite)
+    return resume, disk.newest_checkpoint(out / CHECKPOINTS, warn) if resume else None
+
+
+def _write_run(out: Path, config: TrainConfig, command: str | None, *, resume: bool) -> list[str]:
+    """Writes the settings of the run and its commands, which are returned; a new run replaces an earlier one here."""
+    if not resume:
+        delete_run(out)
+    write_settings(out, config)
+    return add_command(out, command)
+
+
 def dry_run(config: TrainConfig, *, device: torch.device | str = "cpu", warn: Warn | None = None) -> Overview:
-    """The overview of a run, with the time of one real step; nothing is written."""
-    device, warn = torch.device(device), warn or (lambda text: None)
+    """The overview of a run, with the time of one real step; nothing is written.
+
+    In processes that torchrun started, each one measures its own share of a step, without the others.
+    """
+    processes, warn = join_processes(torch.device(device)), warn or (lambda text: None)
+    device = processes.device
     config, _ = with_folder_image(config)
-    with _own_random_state(device), _fastest_convolutions(device):
+    with (
+        _own_random_state(device),
+        _fastest_convolutions(device),
+        deterministic_algorithms(config.deterministic),  # after cuDNN's choice by time, which it switches off
+    ):
         torch.manual_seed(config.seed)
         model = _starting_model(config, None, None)
         source = open_source(config, model.config, warn, check=True)
         check_items(source, model.config)
-        facts = _facts(model, source, describe_source(config, source), new=config.model.init is None)
+        config = with_steps(config, len(source))
+        share = processes.share(config)
+        facts = _facts(model, source, describe_source(config, source), config, new=config.model.init is None)
         for line in facts.warnings:
             warn(line)
         trainer = Trainer(config, model, len(source), device)
-        loader = Loader(source, seed=config.seed, batch=config.batch, start=0, workers=0, pin=device.type == "cuda")
+        loader = Loader(source, seed=config.seed, start=0, workers=0, pin=device.type == "cuda", share=share)
         batch, seconds = next(iter(loader)), 0.0
         # The first step on a GPU or with torch.compile also chooses or compiles kernels.
         for _ in range(2 if config.compile or device.type == "cuda" else 1):
             started = time.perf_counter()
             trainer.train_step([batch])
             seconds = time.perf_counter() - started
-    return facts.with_time(seconds * config.accumulation, config.steps, config.minutes)
+    return facts.with_time(seconds * share.accumulation, config.steps, config.minutes)
 
 
-def _facts(model: Model, source: Source, origin: str, *, new: bool) -> Overview:
+def _facts(model: Model, source: Source, origin: str, settings: TrainConfig, *, new: bool) -> Overview:
     """The overview of a new run; the model gets the statistics of its training data."""
     held_out = source.held_out if isinstance(source, PackedSource) else None
     config = model.config
     facts = overview(source, config.network, config.size, config.data, held_out=held_out, origin=origin, new=new)
     model.config = replace(model.config, training_data=facts.statistics)
-    return facts
+    return replace(facts, steps=settings.steps, samples_per_step=settings.samples_per_step)
 
 
 def _timing(
@@ -182,46 +250,51 @@ class Run:
         source: Source,
         out: Path,
         *,
+        processes: Processes,
         warn: Warn,
         card: Callable[[int, float], str],
         last: Path | None,
         started: float,
     ):
         self.trainer, self.config, self.source, self.out = trainer, trainer.config, source, out
-        self.card, self.last = card, last
+        self.processes, self.card, self.last = processes, card, last
         # Time before a resume counts as if it had passed just now.
         self.started = started - trainer.elapsed
-        self.log = TrainLog(out, step=trainer.step, tensorboard=self.config.tensorboard, warn=warn)
+        self.share = processes.share(self.config)
+        self.log: TrainLog | None = None
+        if processes.leads:
+            self.log = TrainLog(out, step=trainer.step, tensorboard=self.config.tensorboard, warn=warn)
+        # Idle seconds and seconds of steps: at the start, and at the last row of the log.
+        self._first = self._logged = (0.0, trainer.seconds)
 
     def loop(self, progress: Progress | None, stop: Callable[[], bool] | None, resumed: int | None) -> TrainResult:
-        trainer, config = self.trainer, self.config
-        loader = Loader(
-            self.source,
-            seed=config.seed,
-            batch=config.batch,
-            start=trainer.step * config.samples_per_step,
-            workers=config.workers,
-            pin=trainer.device.type == "cuda",
-        )
-        loss, stopped = None, False
-        # A fresh run takes at least one step, so that there is a checkpoint.
-        over = resumed is not None and self._clock() >= 1
+        trainer, config, processes = self.trainer, self.config, self.processes
+        prefetch = self._prefetch()
+        loss: float | None = None
         if stop is not None:
             stop()  # from now on, a signal is a request that the run handles
         try:
-            with self._resume_hint():
-                batches = iter(loader)
+            with self._resume_hint(), processes.connected():
+                # A fresh run takes at least one step, so that there is a checkpoint.
+                over, stopped = self._agree(None) if resumed is not None else (False, False)
+                stopped = False
                 while trainer.step < config.steps and not stopped and not over:
-                    loss = self._step(batches)
-                    stopped, over = stop is not None and stop(), self._clock() >= 1
-                    self._after_step(last=stopped or over or trainer.step == config.steps)
-                    if progress is not None:
-                        progress(trainer.step, config.steps, loss)
-                if trainer.step == resumed:
-                    self._save_model()
+                    loss = self._step(prefetch)
+                    over, stopped = self._agree(stop)
+                    # The other processes learn of an error before the next step, or after the last one.
+                    with self._leading():
+                        self._after_step(prefetch, last=stopped or over or trainer.step == config.steps)
+                        if progress is not None:
+                            progress(trainer.step, config.steps, loss)
+                with self._leading():
+                    if trainer.step == resumed:
+                        self._save_model()
+                processes.check(None)
+            idle = self._idle_share(self._first, prefetch, wait=True)[0]
         finally:
-            loader.close()
-            self.log.close()
+            prefetch.close()
+            if self.log is not None:
+                self.log.close()
         assert self.last is not None, "a run ends with a checkpoint"
         return TrainResult(
             out=self.out,
@@ -234,20 +307,53 @@ class Run:
             stopped=trainer.step < config.steps and not over,
             checkpoint=self.last,
             model=self.out / MODEL,
+            idle=idle,
+            processes=processes.count,
         )
 
-    def _step(self, batches: Iterator[Any]) -> float:
+    def _prefetch(self) -> Prefetch:
+        config, device = self.config, self.trainer.device
+        workers = worker_count(config, device)
+        loader = Loader(
+            self.source,
+            seed=config.seed,
+            start=self.trainer.step * config.samples_per_step,
+            workers=workers,
+            pin=device.type == "cuda",
+            share=self.share,
+        )
+        return Prefetch(loader, device, threaded=workers > 0)
+
+    def _step(self, prefetch: Prefetch) -> float:
         started = time.perf_counter()
+        batches: list[Batch] = []
+        error: Exception | None = None
         try:
-            step_batches = [next(batches) for _ in range(self.config.accumulation)]
-        except InputError:
+            batches = prefetch.take(self.share.accumulation)
+        except InputError as caught:
+            error = caught
+        if self.processes.any(error is not None):
             # The weights are those of the last complete step: save the work since the last checkpoint.
             if self.trainer.step:
                 self._save()
-            raise
-        loss = self.trainer.train_step(step_batches, self._clock())
+            self.processes.check(error)
+        loss = self.trainer.train_step(batches, self.processes.agree(0, self._clock())[1])
         self.trainer.seconds += time.perf_counter() - started
         return loss
+
+    def _agree(self, stop: Callable[[], bool] | None) -> tuple[bool, bool]:
+        """(whether the time of the run is over, whether any process is asked to stop), the same in all processes."""
+        stopped, clock = self.processes.agree(int(stop is not None and bool(stop())), self._clock())
+        return clock >= 1, stopped > 0
+
+    @contextmanager
+    def _leading(self) -> Iterator[None]:
+        """Around work of process 0 between two steps: the other processes come to their next `check`, and raise its error."""
+        try:
+            yield
+        except (InputError, OSError) as error:
+            self.processes.check(error)
+            raise
 
     def _clock(self) -> float:
         """The elapsed fraction of the run's time limit; 0 without one."""
@@ -255,10 +361,15 @@ class Run:
         limit = self.config.minutes
         return 0.0 if limit is None else self.trainer.elapsed / (60 * limit)
 
-    def _after_step(self, *, last: bool) -> None:
+    def _after_step(self, prefetch: Prefetch, *, last: bool) -> None:
         step, config = self.trainer.step, self.config
+        if self.log is None:
+            if last or step % config.checkpoint_every == 0:
+                self._save()
+            return
         if step % config.log_every == 0:
-            self.log.row(self.trainer.take_log_row())
+            idle, self._logged = self._idle_share(self._logged, prefetch)
+            self.log.row(self.trainer.take_log_row() | ({} if idle is None else {"idle": round(idle, 4)}))
         if config.sample_every and step % config.sample_every == 0 and self.log.accepts_pictures():
             self._picture()
         if last or step % config.checkpoint_every == 0:
@@ -266,12 +377,25 @@ class Run:
 
     def _save(self) -> None:
         """Log, then checkpoint, then model, each on disk before the next: a kill between them loses nothing."""
+        if self.log is None:
+            self.last = disk.checkpoint_path(self.out / CHECKPOINTS, self.trainer.step)
+            return
         self.log.sync()
         self.last = disk.write_checkpoint(self.out / CHECKPOINTS, self.trainer.checkpoint())
         self._save_model()
         disk.prune_checkpoints(self.out / CHECKPOINTS, self.config.keep)
 
+    def _idle_share(
+        self, since: tuple[float, float], prefetch: Prefetch, *, wait: bool = False
+    ) -> tuple[float | None, tuple[float, float]]:
+        """The share of the steps' time in which the device waited for batches, since (idle seconds, seconds); these now."""
+        now = (prefetch.idle_seconds(wait=wait), self.trainer.seconds)
+        seconds = now[1] - since[1]
+        return (min(1.0, (now[0] - since[0]) / seconds) if seconds > 0 else None), now
+
     def _save_model(self) -> None:
+        if not self.processes.leads:
+            return
         card = self.card(self.trainer.step, self.trainer.seconds)
         save(self._ema_model(), self.out / MODEL, card=card, state=True, half=self.config.store == "bf16")
 
@@ -280,6 +404,7 @@ class Run:
 
     def _picture(self) -> None:
         """Writes a sample for the first subject's mask, or a page of images. Does not change the random state."""
+        assert self.log is not None
         image, cond = read_item(self.source, 0)
         flat = self.trainer.model.config.network.dimensions == 2
         with self.trainer.autocast():
@@ -309,12 +434,17 @@ class Run:
         except InputError as error:
             raise InputError(f"{error}; {self._how_to_resume()}") from error
         except Exception as error:
+            text = " ".join(str(error).split())
+            if self.config.deterministic and "does not have a deterministic implementation" in text:
+                raise InputError(
+                    f"PyTorch {torch.__version__} has no deterministic {text.split()[0]} on this device: train without "
+                    "--deterministic"
+                ) from error
             # Errors of torch.compile have no common public class.
             if not self.config.compile or not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise
-            reason = " ".join(str(error).split())[:200]
             raise InputError(
-                f"torch.compile cannot compile this network on this machine ({reason}): set compile to false"
+                f"torch.compile cannot compile this network on this machine ({text[:200]}): set compile to false"
             ) from error
 
     def _how_to_resume(self) -> str:
@@ -388,11 +518,20 @@ def _own_random_state(device: torch.device) -> Iterator[None]:
 
 
 def training_card(
-    config: TrainConfig, model: Model, step: int, seconds: float, *, origin: str, commands: list[str]
+    config: TrainConfig,
+    model: Model,
+    step: int,
+    seconds: float,
+    *,
+    origin: str,
+    commands: list[str],
+    processes: int = 1,
 ) -> str:
     """The model card after `step`, with data, recipe and commands."""
     start = "" if config.model.init is None else f", from the weights of `{recorded_path(config.model.init)}`"
     device = "a CPU" if model.device.type == "cpu" else torch.cuda.get_device_name(model.device)
+    if processes > 1:
+        device = f"{processes} processes, each on {device}"
     stored = ", stored in BF16" if config.store == "bf16" else ""
     lines = [
         f"Trained with voxtune {__version__} for {step} of {config.steps} steps{start}; {seconds / 60:.1f} minutes on "

@@ -25,6 +25,7 @@ from voxtune.training.checkpoint import (
 )
 from voxtune.training.config import TrainConfig
 from voxtune.training.data import Batch, timesteps, training_noise
+from voxtune.training.distributed import Processes
 
 # The factor of the learning rate at the end of the decay.
 FINAL_FACTOR = 0.01
@@ -70,9 +71,17 @@ SMALLEST_SCALE = 2.0**-20
 
 
 class Trainer:
-    """Network, moving average, optimizer and loss scale of one run."""
+    """Network, moving average, optimizer and loss scale of one run, the same in each of its processes."""
 
-    def __init__(self, config: TrainConfig, model: Model, subjects: int, device: torch.device):
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: Model,
+        subjects: int,
+        device: torch.device,
+        processes: Processes | None = None,
+    ):
+        self.processes = processes or Processes(device)
         self.config, self.model, self.device, self.subjects = config, model, device, subjects
         network = model.network.to(device)
         if config.channels_last:
@@ -83,7 +92,9 @@ class Trainer:
         # Only fp16 on a GPU needs a loss scale: bf16 has the range of float32.
         scaled = config.autocast == "fp16" and device.type == "cuda"
         self.scaler = torch.amp.GradScaler("cuda") if scaled else None
-        self._forward: Any = torch.compile(network) if config.compile else network
+        # torch.compile around the replicas: it then ends a graph where a bucket of gradients is complete.
+        self._replica = self.processes.replicated(network)
+        self._forward: Any = torch.compile(self._replica) if config.compile else self._replica
         self.step = 0
         self.seconds = self.elapsed = 0.0
         self.loss_sum, self.loss_count = 0.0, 0
@@ -91,16 +102,21 @@ class Trainer:
         self.rate = config.learning_rate
 
     def train_step(self, batches: list[Batch], clock: float = 0.0) -> float:
-        """One update of the weights from `accumulation` batches; returns their mean loss. For `clock` see `learning_rate`."""
+        """One update of the weights from `accumulation` batches; returns the mean loss of all processes.
+
+        For `clock` see `learning_rate`.
+        """
         self.rate = learning_rate(self.config, self.step, clock)
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self.device)
-        for batch in batches:
-            batch_loss = self._loss(batch) / len(batches)
-            (batch_loss if self.scaler is None else self.scaler.scale(batch_loss)).backward()
+        for number, batch in enumerate(batches, 1):
+            with self.processes.accumulating(self._replica, last=number == len(batches)):
+                batch_loss = self._loss(batch) / len(batches)
+                (batch_loss if self.scaler is None else self.scaler.scale(batch_loss)).backward()
             loss += batch_loss.detach()
+        loss = self.processes.mean(loss)
         norm = self._update()
         self.ema.update(self.network, self.step + 1)
         # The only synchronisation with the GPU in a step, after all of its work has been queued.
