@@ -18,7 +18,8 @@ def run() -> None:
     code = main()
     for number in handled:
         # The interpreter's own clean-up would print a traceback.
-        signal.signal(number, _leave)
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _leave)
     sys.exit(code)
 
 

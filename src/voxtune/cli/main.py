@@ -135,7 +135,8 @@ def _interrupts() -> Iterator[list[int]]:
         yield pressed
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) != signal.SIG_IGN:  # as the end of one of several processes does
+                signal.signal(number, handler)
         sys.unraisablehook = hook
 
 

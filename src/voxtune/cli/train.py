@@ -244,7 +244,7 @@ def _train(
             device=device,
             resume=resume is not None,
             overwrite=overwrite,
-            command=recorded_command(["voxtune", *sys.argv[1:]]),
+            command=recorded_command([*_launcher(), *sys.argv[1:]]),
             stop=stop,
             warn=output.warn,
             report=screen.show,
@@ -257,6 +257,17 @@ def _train(
     finally:
         sys.stdout.flush()
         wait_for_all()
+
+
+def _launcher() -> list[str]:
+    """The words of the command line before the options of voxtune."""
+    from voxtune.training.distributed import local_count, process_count
+
+    if process_count() == 1:
+        return ["voxtune"]
+    machines = process_count() // local_count()
+    nodes = ["--nnodes", str(machines)] if machines > 1 else []
+    return ["torchrun", *nodes, "--nproc-per-node", str(local_count()), "-m", "voxtune"]
 
 
 def _finish(result: TrainResult, signal_number: int, output: Output) -> None:
@@ -306,26 +317,28 @@ class SignalStop:
             # Not print(), which the signal may have interrupted.
             os.write(2, b"Finishing this step and writing a checkpoint; interrupt again to stop immediately.\n")
 
-    def restore(self, handler: Any = None) -> None:
-        """Handles signals as before, or by `handler`."""
-        for number, before in self._before.items():
-            signal.signal(number, before if handler is None else handler)
+    def restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
 def stopping_on_signals(output: Output) -> Iterator[SignalStop]:
     """Yields the `stop` of a training run; signals are handled as before when the block ends."""
-    from voxtune.training.distributed import process_count
+    from voxtune.training.distributed import ignore_signals, process_count
 
     several = process_count() > 1
     stop = SignalStop(output, requests=2 if several else 1)
     try:
         yield stop
     except BaseException:
-        # With torchrun, the end of one process ends the others, which have their own line to print.
-        stop.restore(signal.SIG_IGN if several else None)
+        stop.restore()
+        if several:
+            ignore_signals()
         raise
     stop.restore()
+    if several and stop.caught:
+        ignore_signals()
 
 
 def _absolute(path: str | None) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import signal
 import sys
 import threading
@@ -91,10 +92,7 @@ class Processes:
 
         devices = [self.device.index] if self.device.type == "cuda" else None
         with self._connected():
-            # The networks have no statistics of batches to share, and gradients need no copy beside their buckets.
-            return DistributedDataParallel(
-                network, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
-            )
+            return DistributedDataParallel(network, device_ids=devices, gradient_as_bucket_view=True)
 
     def accumulating(self, network: nn.Module, *, last: bool) -> Any:
         """Around a forward and backward pass of a `replicated` network: only those of the `last` batch of a step send."""
@@ -180,9 +178,10 @@ class Processes:
                 raise
             global _healthy  # noqa: PLW0603
             _healthy = False
+            reason = re.sub(r"\[[^]]*\.\w+:\d+\] *", "", one_line(error))  # places in the source of torch
             raise InputError(
                 f"process {self.rank} of {self.count} lost the connection to another one, which has ended or does not "
-                f"answer ({one_line(error)[:120]})"
+                f"answer ({reason.partition('. ')[0][:120]})"
             ) from error
 
 
@@ -225,13 +224,18 @@ _joined: Processes | None = None
 _healthy = True
 
 
-def join_processes(device: torch.device) -> Processes:
-    """The processes that torchrun started, connected, each with its own GPU if `device` is one; alone without torchrun."""
+def join_processes(device: torch.device, *, connect: bool = True) -> Processes:
+    """The processes that torchrun started, connected, each with its own GPU if `device` is one; alone without torchrun.
+
+    Without `connect`, to compute the share of one of them.
+    """
     count = process_count()
     if count == 1:
         return Processes(device)
     global _joined  # noqa: PLW0603
     device = _own_device(device)
+    if not connect:
+        return Processes(device, rank=int(os.environ["RANK"]), count=count)
     if _joined is None or _joined.device != device:
         _joined = _connect(device, count)
     return _joined
@@ -294,6 +298,13 @@ def _leave_group() -> None:
         torch.distributed.destroy_process_group()
 
 
+def ignore_signals() -> None:
+    """From now on, torchrun cannot end this process before it has printed and written what it still has to."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
 @contextmanager
 def reporting_once() -> Iterator[bool]:
     """Yields whether this process is to print the error that ends the run: the first one to fail.
@@ -305,9 +316,7 @@ def reporting_once() -> Iterator[bool]:
         return
     global _healthy  # noqa: PLW0603
     _healthy = False
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     store = _store()
     try:
         first = store is None or store.add("failed", 1) == 1

@@ -114,6 +114,8 @@ def train(
     device = processes.device
     if warn is None or not processes.leads:
         warn = lambda text: None  # noqa: E731
+    if not processes.leads:
+        progress = None
     with (
         reporting_os_errors(out),
         ExitStack() as stack,
@@ -185,9 +187,9 @@ def _write_run(out: Path, config: TrainConfig, command: str | None, *, resume: b
 def dry_run(config: TrainConfig, *, device: torch.device | str = "cpu", warn: Warn | None = None) -> Overview:
     """The overview of a run, with the time of one real step; nothing is written.
 
-    In processes that torchrun started, each one measures its own share of a step, without the others.
+    In a process that torchrun started, the step is its share of one, measured without the others.
     """
-    processes, warn = join_processes(torch.device(device)), warn or (lambda text: None)
+    processes, warn = join_processes(torch.device(device), connect=False), warn or (lambda text: None)
     device = processes.device
     config, _ = with_folder_image(config)
     with (
