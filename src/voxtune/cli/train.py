@@ -278,7 +278,7 @@ def _finish(result: TrainResult, signal_number: int, output: Output) -> None:
             f"Stopped after step {result.step} of {result.steps}; a checkpoint was written. Resume with: {resume}"
         )
         # The exit code of a process that was ended by a signal, so that `voxtune train && next` stops here.
-        raise typer.Exit(128 + signal_number)
+        sys.exit(128 + signal_number)
     if result.resumed_from == result.step:
         option = "--minutes M" if result.ended == "minutes" else "--steps N or --epochs N"
         output.say(f"The run is complete at step {result.step}; to extend it, pass {option}. Model: {result.model}")
@@ -331,14 +331,10 @@ def stopping_on_signals(output: Output) -> Iterator[SignalStop]:
     stop = SignalStop(output, requests=2 if several else 1)
     try:
         yield stop
-    except BaseException:
+    finally:
         stop.restore()
         if several:
             ignore_signals()
-        raise
-    stop.restore()
-    if several and stop.caught:
-        ignore_signals()
 
 
 def _absolute(path: str | None) -> str | None:
