@@ -59,11 +59,14 @@ class Share:
 
 
 class Processes:
-    """The processes of a run, seen from one of them; alone by default. Collective calls are made by all of them."""
+    """The processes of a run, seen from one of them. Collective calls are made by all of them.
+
+    `control` is a group on the CPU; without it, the process is alone and no call communicates.
+    """
 
     def __init__(self, device: torch.device, *, rank: int = 0, count: int = 1, control: Any = None):
         self.device, self.rank, self.count = device, rank, count
-        self._control = control
+        self.alone, self._control = control is None, control
 
     @property
     def leads(self) -> bool:
@@ -86,7 +89,7 @@ class Processes:
 
         Each bucket of gradients is sent as soon as it is complete, so that sending overlaps with the backward pass.
         """
-        if self.count == 1:
+        if self.alone:
             return network
         from torch.nn.parallel import DistributedDataParallel
 
@@ -96,18 +99,18 @@ class Processes:
 
     def accumulating(self, network: nn.Module, *, last: bool) -> Any:
         """Around a forward and backward pass of a `replicated` network: only those of the `last` batch of a step send."""
-        return nullcontext() if self.count == 1 or last else network.no_sync()  # type: ignore[operator]
+        return nullcontext() if self.alone or last else network.no_sync()  # type: ignore[operator]
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean of a tensor on the device over all processes. The GPU computes it in order with its other work."""
-        if self.count > 1:
+        if not self.alone:
             torch.distributed.all_reduce(value)
             value /= self.count
         return value
 
     def agree(self, stop: int, clock: float) -> tuple[int, float]:
         """(the largest `stop` of any process, the clock of process 0)."""
-        if self.count == 1:
+        if self.alone:
             return stop, clock
         values = torch.tensor([stop, clock if self.leads else 0.0], dtype=torch.float64)
         with self._connected():
@@ -120,7 +123,7 @@ class Processes:
 
     def check(self, error: Exception | None) -> None:
         """Raises in all processes the first error that any of them has."""
-        if self.count == 1:
+        if self.alone:
             if error is not None:
                 raise error
             return
@@ -142,7 +145,7 @@ class Processes:
 
     def lead(self, work: Callable[[], T]) -> T:
         """What `work` returns, or raises, in process 0, which alone calls it."""
-        if self.count == 1:
+        if self.alone:
             return work()
         result: list[Any] = [None]
         error: Exception | None = None
@@ -163,7 +166,7 @@ class Processes:
     @contextmanager
     def connected(self) -> Iterator[None]:
         """Around work that also communicates: the loss of another process is an InputError."""
-        if self.count == 1:
+        if self.alone:
             yield
             return
         with self._connected(only=_is_lost):
