@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 distributed_checks.py FOLDER
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from tests.factories.tiny_training import Blobs, tiny_config
 from voxtune.errors import InputError
+from voxtune.training import checkpoint as disk
 from voxtune.training.loop import train
 
 # As published: at a larger one, Adam turns the rounding of gradients that are zero into steps of full size.
@@ -36,6 +38,31 @@ class Unreadable(Blobs):
         return super().__getitem__(index)
 
 
+def expect_error(folder: Path, name: str, source: Blobs, **changes: int) -> None:
+    """Runs into `folder`/`name` and writes the error that this process raises."""
+    try:
+        train(tiny_config(**changes), source, folder / name)
+    except InputError as error:
+        (folder / f"{name}-{os.environ['RANK']}.txt").write_text(str(error))
+
+
+def fill_disk(folder: Path) -> None:
+    """Only process 0 writes checkpoints, and sees that the second one does not fit."""
+    real, written = disk.write_checkpoint, []
+
+    def write(*arguments):
+        written.append(1)
+        if len(written) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "full")
+        return real(*arguments)
+
+    disk.write_checkpoint = write
+    try:
+        expect_error(folder, "full", Blobs())
+    finally:
+        disk.write_checkpoint = real
+
+
 def main(folder: Path) -> None:
     rank = int(os.environ["RANK"])
     steps: list[int] = []
@@ -49,15 +76,10 @@ def main(folder: Path) -> None:
     assert timed.ended == "minutes"
     stopped = train(tiny_config(), Blobs(), folder / "stopped", stop=lambda: rank == 1)
     assert (stopped.stopped, stopped.step) == (True, 1)
-    try:
-        train(tiny_config(workers=0), Unreadable(), folder / "unreadable")
-    except InputError as error:
-        (folder / f"unreadable-{rank}.txt").write_text(str(error))
-    try:
-        # Only process 0 sees the folder: the run that was finished there.
-        train(tiny_config(), Blobs(), folder / "divided")
-    except InputError as error:
-        (folder / f"exists-{rank}.txt").write_text(str(error))
+    expect_error(folder, "unreadable", Unreadable(), workers=0)
+    fill_disk(folder)
+    # Only process 0 looks into the folder, which holds a finished run.
+    expect_error(folder, "divided", Blobs())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -123,15 +123,17 @@ class Processes:
 
     def check(self, error: Exception | None) -> None:
         """Raises in all processes the first error that any of them has."""
-        if self.alone:
-            if error is not None:
-                raise error
-            return
         if self.any(error is not None):
-            errors: list[Any] = [None] * self.count
+            self.raise_first(error)
+
+    def raise_first(self, error: Exception | None) -> NoReturn:
+        """The second half of `check`, once all processes know that `any` of them has an error."""
+        errors = [error]
+        if not self.alone:
+            errors = [None] * self.count
             with self._connected():
                 torch.distributed.all_gather_object(errors, error, group=self._control)
-            raise next(e for e in errors if e is not None)
+        raise next(e for e in errors if e is not None)
 
     @contextmanager
     def together(self) -> Iterator[None]:

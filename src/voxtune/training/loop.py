@@ -338,7 +338,7 @@ class Run:
             # The weights are those of the last complete step: save the work since the last checkpoint.
             if self.trainer.step:
                 self._save()
-            self.processes.check(error)
+            self.processes.raise_first(error)
         loss = self.trainer.train_step(batches, self.processes.agree(0, self._clock())[1])
         self.trainer.seconds += time.perf_counter() - started
         return loss
@@ -451,10 +451,12 @@ class Run:
 
     def _how_to_resume(self) -> str:
         stopped = f"stopped after step {self.trainer.step}"
-        if self.last is None:
+        # Process 0 may have failed to write the last one.
+        last = self.last if self.processes.leads else next(reversed(disk.checkpoints(self.out / CHECKPOINTS)), None)
+        if last is None:
             return f"{stopped}, before the first checkpoint; fix this and start again"
         return (
-            f"{stopped}; the last checkpoint is {self.last.name}; fix this, then resume with: "
+            f"{stopped}; the last checkpoint is {last.name}; fix this, then resume with: "
             f"voxtune train --resume {self.out}"
         )
 
