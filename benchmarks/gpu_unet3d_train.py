@@ -24,23 +24,11 @@ from networks import inputs, network
 from results_file import RESULTS, row, show, timed, write
 from torch import Tensor, nn
 
-from voxtune.plan.passes import PassStage, select
 from voxtune.plan.plan import Plan
-from voxtune.plan.training import training_network
+from voxtune.plan.training import training_network, training_passes
 from voxtune.precision import tf32_allowed
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-# Passes whose operators have gradients.
-_STAGES = (
-    PassStage.LAYOUT,
-    PassStage.CLEANUP,
-    PassStage.SHARING,
-    PassStage.NORM,
-    PassStage.FUSION,
-    PassStage.EDGES,
-    PassStage.CONVOLUTION,
-)
-PASSES = tuple(n for n in select("bf16", *_STAGES) if n not in ("elementwise", "small_images"))
 # Float64 gradients of larger volumes do not fit, or take minutes.
 LARGEST_FLOAT64 = 64**3
 Forward = Callable[..., Any]
@@ -69,7 +57,7 @@ def compiled(net: nn.Module, xs: tuple[Tensor, ...]) -> Forward:
 
 
 def voxtune(net: nn.Module, xs: tuple[Tensor, ...]) -> Forward:
-    return training_network(net, xs, None, Plan.of(*PASSES))
+    return training_network(net, xs, None, Plan.of(*training_passes("bf16")))
 
 
 # The forward pass, whether TF32 is on, whether the volumes are channels-last, and whether the step is one CUDA graph.

@@ -56,7 +56,7 @@ def test_help_lists_the_choices_of_every_registry(capsys, monkeypatch):
         "sample": ("sampler", "timestep_spacing", "noise", "fit"),
         "usefulness": ("sampler", "timestep_spacing"),
         "steps": ("sampler", "timestep_spacing"),
-        "train": ("trainable", "decay", "loss", "autocast"),
+        "train": ("trainable", "decay", "loss", "precision", "training_plan", "autocast"),
         "profile": ("workload", "configuration", "tier"),
         "study": ("workload", "configuration", "study"),
         "estimate": ("workload", "estimate", "gpu"),

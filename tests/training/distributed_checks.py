@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from tests.factories.tiny_training import Blobs, tiny_config
@@ -22,6 +23,8 @@ PUBLISHED_RATE = 1e-5
 # A batch is divided among the processes, or its parts are.
 DIVIDED = {"batch": 4, "accumulation": 1, "learning_rate": PUBLISHED_RATE, "steps": 20, "log_every": 1}
 PARTS = {"batch": 2, "accumulation": 2, "steps": 20, "clip": 0.5}
+# The rewritten network, whose gradients are averaged as those of the original one are.
+PLANNED = {"batch": 2, "accumulation": 2, "steps": 6, "plan": "voxtune"}
 FIRST = {"batch": 2, "accumulation": 2, "steps": 7}
 MINUTES = {"batch": 2, "steps": 10**6, "minutes": 0.01, "decay": "cosine"}
 
@@ -36,6 +39,17 @@ class Unreadable(Blobs):
         if self.uses < 0:
             raise FileNotFoundError(2, "No such file or directory", "/data/sub-03.nii")
         return super().__getitem__(index)
+
+
+class Invalid(Blobs):
+    """Subjects that process 1 sees as NaN, from their sixth use on."""
+
+    uses = 6
+
+    def __getitem__(self, index):
+        self.uses -= os.environ["RANK"] == "1"
+        image, mask = super().__getitem__(index)
+        return (image * np.nan if self.uses < 0 else image), mask
 
 
 def expect_error(folder: Path, name: str, source: Blobs, **changes: int) -> None:
@@ -70,6 +84,7 @@ def main(folder: Path) -> None:
     assert (result.step, result.processes, len(steps)) == (20, 2, 0 if rank else 20)
     assert result.checkpoint.exists() and result.idle is not None and 0 <= result.idle <= 1
     train(tiny_config(**PARTS), Blobs(), folder / "parts")
+    train(tiny_config(**PLANNED), Blobs(), folder / "planned")
     train(tiny_config(**FIRST | {"steps": 12}), Blobs(), folder / "one-then-two", resume=True)
     train(tiny_config(**FIRST), Blobs(), folder / "two-then-one")
     timed = train(tiny_config(**MINUTES), Blobs(), folder / "minutes")
@@ -77,6 +92,7 @@ def main(folder: Path) -> None:
     stopped = train(tiny_config(), Blobs(), folder / "stopped", stop=lambda: rank == 1)
     assert (stopped.stopped, stopped.step) == (True, 1)
     expect_error(folder, "unreadable", Unreadable(), workers=0)
+    expect_error(folder, "invalid", Invalid(), workers=0, max_skipped=2)
     fill_disk(folder)
     # Only process 0 looks into the folder, which holds a finished run.
     expect_error(folder, "divided", Blobs())

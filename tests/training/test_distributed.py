@@ -90,6 +90,13 @@ def test_two_processes_reach_the_weights_of_one(shared, tmp_path):
 
 
 @needs_torchrun
+def test_a_plan_in_two_processes(shared, tmp_path):
+    train(tiny_config(**distributed_checks.PLANNED), Blobs(), tmp_path / "planned")
+    one, two = (newest(folder / "planned", "model.") for folder in (tmp_path, shared))
+    assert distance(one, two) <= 1e-5
+
+
+@needs_torchrun
 def test_another_number_of_processes_resumes(shared, tmp_path):
     whole = distributed_checks.FIRST | {"steps": 12}
     train(tiny_config(**whole), Blobs(), tmp_path / "whole")
@@ -103,13 +110,17 @@ def test_another_number_of_processes_resumes(shared, tmp_path):
 @needs_torchrun
 def test_errors_are_raised_in_every_process(shared):
     messages = {}
-    for name in ("unreadable", "full", "divided"):
+    for name in ("unreadable", "invalid", "full", "divided"):
         first, second = ((shared / f"{name}-{rank}.txt").read_text() for rank in range(2))
         assert first == second, name
         messages[name] = first
     assert messages["unreadable"].startswith("/data/sub-03.nii: No such file")
     assert "resume with" in messages["unreadable"]
     assert read_checkpoint(checkpoints(shared / "unreadable" / "checkpoints")[-1]).state.step > 0, "its work is saved"
+    assert "2 steps in a row were skipped" in messages["invalid"]
+    assert "plain PyTorch computes finite values" not in messages["invalid"], "the cause is in the other process"
+    invalid = read_checkpoint(checkpoints(shared / "invalid" / "checkpoints")[-1])
+    assert f"after step {invalid.state.step}" in messages["invalid"]
     assert messages["full"].startswith("full: No space left on device")
     assert "the last checkpoint is step-00000003" in messages["full"]
     assert "already contains a run" in messages["divided"]

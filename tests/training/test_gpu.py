@@ -20,7 +20,7 @@ def newest(out):
 
 
 def test_the_gpu_sees_the_same_run(tmp_path):
-    config = tiny_config(steps=4, log_every=1)
+    config = tiny_config(steps=4, log_every=1, precision="fp32")
     train(config, Blobs(), tmp_path / "cpu")
     train(config, Blobs(), tmp_path / "cuda", device="cuda")
     losses = [[row["loss"] for row in rows(tmp_path / name)] for name in ("cpu", "cuda")]

@@ -128,7 +128,7 @@ def test_replicas_learn_what_the_network_learns(connected, changes):
     for processes in (None, connected):
         config = tiny_config(**changes)
         torch.manual_seed(0)
-        trainer = Trainer(config, Model(model_config(config)), 5, CUDA, processes)
+        trainer = Trainer(config, Model(model_config(config)), 5, CUDA, processes=processes)
         share = (processes or Processes(CUDA)).share(config)
         prefetch = Prefetch(Loader(Blobs(), seed=0, start=0, workers=2, pin=True, share=share), CUDA, threaded=True)
         losses = [trainer.train_step(prefetch.take(share.accumulation)) for _ in range(6)]

@@ -216,29 +216,105 @@ def test_a_missing_file_stops_after_a_checkpoint(tmp_path, error, message):
     assert weights(tmp_path / "run") == weights(tmp_path / "uninterrupted")
 
 
-def test_a_nan_loss_stops_the_run_and_keeps_the_last_checkpoint(tmp_path):
-    with pytest.raises(InputError, match="the loss is not finite at step 5") as stopped:
-        train(tiny_config(workers=0), Failing(14, None), tmp_path / "run")
-    assert "step-00000003" in str(stopped.value)
-    good = read_checkpoint(checkpoints(tmp_path / "run" / "checkpoints")[-1])
-    assert good.state.step == 3
-    assert all(torch.isfinite(v).all() for v in good.part("model.").values())
+class Nan(Blobs):
+    """Gives NaN for the looks at a subject that are numbered, the first is 0."""
+
+    def __init__(self, *looks: range):
+        super().__init__()
+        self.nan, self.look = {n for span in looks for n in span}, -1
+
+    def __getitem__(self, index):
+        self.look += 1
+        image, mask = super().__getitem__(index)
+        return (image * np.nan if self.look in self.nan else image), mask
+
+
+# Looks at subjects before the first step; then two for each step.
+BEFORE = 6
+
+
+def steps(first: int, last: int) -> range:
+    return range(BEFORE + 2 * (first - 1), BEFORE + 2 * last)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_bad_batch_is_skipped_and_counted(tmp_path, clip):
+    config = tiny_config(workers=0, log_every=1, clip=clip, checkpoint_every=1, keep=12)
+    train(config, Nan(steps(5, 6)), tmp_path / "run")
+    files = [read_checkpoint(path) for path in checkpoints(tmp_path / "run" / "checkpoints")]
+    assert [(f.state.skipped, f.state.skipped_in_row) for f in files[3:7]] == [(0, 0), (1, 1), (2, 2), (2, 0)]
+    for part in ("model.", "ema.", "optimizer."):
+        good, bad, after = (files[step - 1].part(part) for step in (4, 6, 8))
+        assert all(torch.equal(bad[k], v) for k, v in good.items()), part
+        assert any(not torch.equal(after[k], v) for k, v in good.items()), part
+    log = rows(tmp_path / "run")
+    assert [row.get("skipped", 0) for row in log] == [0] * 4 + [1] + [2] * 7
+    assert ["loss" in row for row in log] == [n not in (5, 6) for n in range(1, 13)]
+
+
+def test_a_run_with_skipped_steps_is_resumed_with_the_same_bits(tmp_path):
+    config, bad = tiny_config(workers=0, log_every=4), (steps(3, 4), steps(8, 8))
+    train(config, Nan(*bad), tmp_path / "whole")
+    seen = []
+    train(config, Nan(*bad), tmp_path / "run", lambda *a: seen.append(a), stop=lambda: len(seen) >= 2)
+    assert read_checkpoint(checkpoints(tmp_path / "run" / "checkpoints")[-1]).state.step == 3
+    # The subject that a resume looks at, then steps 4 and 8.
+    train(config, Nan(range(1, 3), range(9, 11)), tmp_path / "run", resume=True)
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+    assert rows(tmp_path / "run")[-1]["skipped"] == 3
+
+
+def test_many_bad_batches_stop_the_run_after_the_last_good_step(tmp_path):
+    config = tiny_config(workers=0, max_skipped=4)
+    with pytest.raises(InputError, match="the loss is not finite at step 8") as stopped:
+        train(config, Nan(steps(5, 20)), tmp_path / "run")
+    last = tmp_path / "run" / "checkpoints" / "step-00000004.safetensors"
+    subjects = ", ".join(str(i) for i in [i for epoch in range(4) for i in epoch_order(0, epoch, 5)][14:16])
+    for part in ("4 steps in a row were skipped", "an image of the batch", f"subjects {subjects}", last.name):
+        assert part in str(stopped.value)
+    good = read_checkpoint(last)
+    assert (good.state.step, good.state.position, good.state.skipped) == (4, 3, 0)
+    train(tiny_config(workers=0), Blobs(), tmp_path / "run", resume=True)
+    train(tiny_config(workers=0), Blobs(), tmp_path / "uninterrupted")
+    assert weights(tmp_path / "run") == weights(tmp_path / "uninterrupted")
+    assert rows(tmp_path / "run") == rows(tmp_path / "uninterrupted")
+
+
+class Stuck(torch.autograd.Function):
+    """NaN in the forward or in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, forward):
+        ctx.nan = math.nan if not forward else 1.0
+        return x * (math.nan if forward else 1.0)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.nan, None
+
+
+@pytest.mark.parametrize("forward", [False, True])
+def test_the_module_that_is_not_finite_is_named(tmp_path, forward):
+    config = tiny_config(checkpoint_every=1, max_skipped=2)
+    model = Model(model_config(config))
+    for p in model.network.parameters():
+        p.data = 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+    module = model.network.middle_block[0]
+    original = module.forward
+    module.forward = lambda *args: Stuck.apply(original(*args), forward)
+    with pytest.raises(InputError, match=r"is not finite at step 2 .*before the first checkpoint") as stopped:
+        train(config, Blobs(), tmp_path / "run", model=model)
+    where = "value that is not finite is in" if forward else "gradient that is not finite is that of"
+    assert f"the first {where} the output of middle_block.0" in str(stopped.value)
+    assert not checkpoints(tmp_path / "run" / "checkpoints")
 
 
 def test_a_nan_gradient_or_weight_never_reaches_a_checkpoint(tmp_path, monkeypatch):
-    class Stuck(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * float("nan")
-
     real = trainer_module.training_loss
-    monkeypatch.setattr(trainer_module, "training_loss", lambda *a: Stuck.apply(real(*a)))
-    with pytest.raises(InputError, match=r"the gradient is not finite at step 1 .*before the first checkpoint"):
-        train(tiny_config(checkpoint_every=1), Blobs(), tmp_path / "run")
+    monkeypatch.setattr(trainer_module, "training_loss", lambda *a: Stuck.apply(real(*a), False))
+    with pytest.raises(InputError, match=r"the gradient is not finite at step 3 .*before the first checkpoint"):
+        train(tiny_config(checkpoint_every=1, max_skipped=3), Blobs(), tmp_path / "run")
     assert not checkpoints(tmp_path / "run" / "checkpoints")
 
 

@@ -60,6 +60,8 @@ def train(
     warmup: int | None = None,
     decay: Literal["none", "cosine"] | None = None,
     loss: Literal["l1", "l2"] | None = None,
+    precision: Literal["auto", "fp32", "tf32", "bf16"] | None = None,
+    plan: Literal["auto", "baseline", "compile", "voxtune"] | None = None,
     autocast: Literal["none", "bf16", "fp16"] | None = None,
     seed: int | None = None,
     cache: str | None = None,
@@ -100,7 +102,8 @@ def train(
     values |= {"epochs": epochs, "cache": cache, "deterministic": deterministic or None}
     values |= {"model.multipliers": multipliers, "steps": steps, "minutes": minutes, "batch": batch}
     values |= {"accumulation": accumulation, "learning_rate": learning_rate, "warmup": warmup, "decay": decay}
-    values |= {"loss": loss, "autocast": autocast, "seed": seed, "checkpoint_every": checkpoint_every}
+    values |= {"loss": loss, "precision": precision, "plan": plan, "autocast": autocast, "seed": seed}
+    values |= {"checkpoint_every": checkpoint_every}
     # The settings of a run do not depend on a file of labels.
     values |= {"data.label_map": None if labels is None else str(parse_labels(labels))}
     values |= {"data.overlapping": overlapping_labels or None}
@@ -131,6 +134,7 @@ def train(
         stop=stop,
         warn=log.warning,
         report=_overview_log(),
+        say=log.info,
     )
 
 

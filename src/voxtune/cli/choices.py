@@ -65,7 +65,8 @@ def _training(setting: str) -> Callable[[], Iterable[str]]:
     def values() -> Iterable[str]:
         from voxtune.training.config import TrainConfig
 
-        return get_args(get_type_hints(TrainConfig)[setting])
+        values = get_args(get_type_hints(TrainConfig)[setting])
+        return get_args(values[0]) or values  # of Literal[...] | None, or of Literal[...]
 
     return values
 
@@ -134,6 +135,8 @@ REGISTRIES: dict[str, Callable[[], Iterable[str]]] = {
     "trainable": _trainable,
     "decay": _training("decay"),
     "loss": _training("loss"),
+    "precision": _training("precision"),
+    "training_plan": _training("plan"),
     "autocast": _training("autocast"),
     "configuration": _step_configs,
     "tier": _tiers,
@@ -147,7 +150,18 @@ DEFAULTS: dict[str, Callable[[], Iterable[str]]] = {
     **{
         f"default_{setting}": _training_default(setting)
         for setting in (
-            *("steps", "batch", "accumulation", "learning_rate", "warmup", "decay", "loss", "autocast", "seed"),
+            *(
+                "steps",
+                "batch",
+                "accumulation",
+                "learning_rate",
+                "warmup",
+                "decay",
+                "loss",
+                "precision",
+                "plan",
+                "seed",
+            ),
             *("checkpoint_every", "sample_every"),
         )
     },

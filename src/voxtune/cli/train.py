@@ -91,7 +91,18 @@ def command(
     ] = None,
     decay: Annotated[str | None, _option(help="Decay of the learning rate: {decay}. Default: {default_decay}.")] = None,
     loss: Annotated[str | None, _option(help="Loss: {loss}. Default: {default_loss}.")] = None,
-    autocast: Annotated[str | None, _option(help="Autocast: {autocast}. Default: {default_autocast}.")] = None,
+    precision: Annotated[
+        str | None, _option(help="Precision: {precision}. Default: {default_precision}, BF16 on a GPU that has it.")
+    ] = None,
+    plan: Annotated[
+        str | None,
+        _option(
+            help="What computes the network: {training_plan}. Default: {default_plan}, the fastest that passes the gate."
+        ),
+    ] = None,
+    autocast: Annotated[
+        str | None, _option(help="Autocast: {autocast}, with --plan baseline or compile. Default: by --precision.")
+    ] = None,
     seed: Annotated[
         int | None, _option(help="Random seed of initial weights, order and noise. Default: {default_seed}.")
     ] = None,
@@ -137,7 +148,7 @@ def command(
     plain |= {"steps": steps, "batch": batch, "accumulation": accumulation, "learning_rate": learning_rate}
     plain |= {"epochs": epochs, "minutes": minutes, "warmup": warmup, "decay": decay}
     plain |= {"cache": cache, "deterministic": deterministic or None}
-    plain |= {"loss": loss, "autocast": autocast, "seed": seed}
+    plain |= {"loss": loss, "precision": precision, "plan": plan, "autocast": autocast, "seed": seed}
     plain |= {"checkpoint_every": checkpoint_every, "sample_every": sample_every}
     plain |= {"model.size": None if size is None else list(parse_size(size)), "data.label_map": _label_map(labels)}
     plain["data.overlapping"] = overlapping or None
@@ -178,13 +189,16 @@ class Screen:
         return None if self.facts is None else self.facts.to_json()
 
 
-def _memory(config: TrainConfig) -> Callable[[Overview], float]:
+def _memory(config: TrainConfig, device: str) -> Callable[[Overview], float]:
     """The estimated memory of a run with these settings."""
     from voxtune.analysis.estimate import Recipe, training_bytes
     from voxtune.training.distributed import process_count
 
-    precision: Any = "fp32" if config.autocast == "none" else "half"
-    recipe = Recipe(precision=precision, channels_last=config.channels_last, compiled=config.compile)
+    requested = config.requested_precision
+    half = requested in ("bf16", "fp16") or (requested == "auto" and device != "cpu")
+    precision: Any = "half" if half else "fp32"
+    compiled = config.requested_plan == "compile"
+    recipe = Recipe(precision=precision, channels_last=config.channels_last, compiled=compiled)
     batch = min(config.batch, -(-config.samples_per_step // process_count()))
     return lambda facts: training_bytes(facts.network, facts.size, batch, recipe)  # type: ignore[arg-type]
 
@@ -198,8 +212,8 @@ def _dry_run(file: Path | None, overrides: dict[str, Any], device: str, output: 
         return  # every process would measure the same
     if sentence:
         output.say(sentence)
-    screen = Screen(output, _memory(config))
-    screen.show(dry_run(config, device=device, warn=output.warn))
+    screen = Screen(output, _memory(config, device))
+    screen.show(dry_run(config, device=device, warn=output.warn, say=output.say))
     output.say(DRY_RUN)
     output.result({"dry_run": True, "overview": screen.to_json()})
 
@@ -234,7 +248,7 @@ def _train(
         config, sentence = new_run(file, overrides, "options")
         if sentence:
             output.say(sentence)
-    screen = Screen(output, _memory(config))
+    screen = Screen(output, _memory(config, device))
     with stopping_on_signals(output) as stop, output.progress("training", config.steps) as update:
         result = train(
             config,
@@ -248,6 +262,7 @@ def _train(
             stop=stop,
             warn=output.warn,
             report=screen.show,
+            say=output.say,
         )
     output.result({**result.to_json(), "overview": screen.to_json()})
     # In a run of several processes, another one may have received the signal.

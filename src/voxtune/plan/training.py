@@ -21,11 +21,29 @@ from voxtune.errors import InputError
 from voxtune.plan.build import PlanTarget, rewrite
 from voxtune.plan.derivation import LiveWeights
 from voxtune.plan.graph import Captured
-from voxtune.plan.passes import Context
+from voxtune.plan.passes import Context, PassStage, Precision, select
 from voxtune.plan.plan import Plan
 
 # Their results depend on the batch, or on chance, in training mode: an inference graph computes something else.
 _DIFFERS = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd, nn.AlphaDropout)
+
+
+# Those with passes whose operators have gradients, and the passes of these that have none.
+_STAGES = (
+    PassStage.LAYOUT,
+    PassStage.CLEANUP,
+    PassStage.SHARING,
+    PassStage.NORM,
+    PassStage.FUSION,
+    PassStage.EDGES,
+    PassStage.CONVOLUTION,
+)
+_WITHOUT_GRADIENTS = ("elementwise", "small_images")
+
+
+def training_passes(precision: Precision) -> tuple[str, ...]:
+    """The passes of a network that is trained in this precision."""
+    return tuple(name for name in select(precision, *_STAGES) if name not in _WITHOUT_GRADIENTS)
 
 
 class TrainingNetwork(nn.Module):

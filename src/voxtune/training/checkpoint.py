@@ -25,6 +25,7 @@ from voxtune.runtime.model import Model, ModelConfig
 from voxtune.runtime.storage import check_state, network_from_state, write_safetensors
 from voxtune.tensorfiles import read_safetensors
 from voxtune.training.config import TrainConfig, with_names
+from voxtune.training.plan import TrainingPlan
 
 FORMAT = "voxtune-training/1"
 CHECKPOINTS = "checkpoints"
@@ -45,7 +46,7 @@ class RunState:
     """The state of a run after `step`: the next sample is number `position` of `epoch` over `subjects` subjects.
 
     `loss_sum` over `loss_count` steps belongs to the next row of the log. `seconds` is the time spent in steps, `elapsed`
-    the total time of the run.
+    the total time of the run. `skipped` steps changed no weight, the last `skipped_in_row` of them in a row.
     """
 
     step: int
@@ -57,9 +58,12 @@ class RunState:
     seconds: float = 0.0
     elapsed: float = 0.0
     scaler: ScalerState | None = None
+    skipped: int = 0
+    skipped_in_row: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.step, self.epoch, self.position, self.loss_count) < 0 or self.subjects < 1:
+        counts = (self.step, self.epoch, self.position, self.loss_count, self.skipped, self.skipped_in_row)
+        if min(counts) < 0 or self.subjects < 1:
             raise InputError(
                 f"step {self.step}, epoch {self.epoch}, position {self.position}: not a valid state of a run"
             )
@@ -73,6 +77,8 @@ class Checkpoint:
     config: TrainConfig
     model: ModelConfig
     tensors: Mapping[str, Tensor]
+    # None: of a run before there were plans.
+    plan: TrainingPlan | None = None
     path: Path | None = None
 
     def part(self, prefix: str) -> dict[str, Tensor]:
@@ -86,6 +92,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         "state": to_mapping(checkpoint.state),
         "config": to_mapping(with_names(checkpoint.config)),
         "model": checkpoint.model.to_json(),
+        "plan": None if checkpoint.plan is None else to_mapping(checkpoint.plan),
         "crc32": checksum(tensors),
     }
     path = checkpoint_path(folder, checkpoint.state.step)
@@ -111,6 +118,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         config=from_mapping(TrainConfig, header.get("config"), f"{path}: config"),
         model=ModelConfig.from_json(header.get("model"), f"{path}: model"),
         tensors=tensors,
+        plan=None if header.get("plan") is None else from_mapping(TrainingPlan, header["plan"], f"{path}: plan"),
         path=path,
     )
 
@@ -153,6 +161,17 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
         path.unlink(missing_ok=True)
 
 
+def drop_later_checkpoints(folder: Path, step: int) -> Path | None:
+    """Deletes the checkpoints after `step`; the newest that is left."""
+    left = None
+    for path in checkpoints(folder):
+        if int(path.stem.removeprefix("step-")) > step:
+            path.unlink()
+        else:
+            left = path
+    return left
+
+
 def load_ema(path: Path) -> Model:
     """The model with the EMA weights of a training checkpoint."""
     checkpoint = read_checkpoint(path)
@@ -173,7 +192,9 @@ def restore_optimizer(
         if f"{name}.step" not in stored:
             continue
         moments = {key: stored.get(f"{name}.{key}") for key in MOMENTS}
-        state: dict[str, Any] = {"step": stored[f"{name}.step"].clone()}
+        count = stored[f"{name}.step"].clone()
+        # A fused optimizer counts on the device.
+        state: dict[str, Any] = {"step": count.to(p.device) if optimizer.defaults.get("fused") else count}
         for key, value in moments.items():
             if value is None or value.shape != p.shape:
                 raise InputError(f"{where}: the optimizer's {key} of {name!r} is missing or has the wrong shape")

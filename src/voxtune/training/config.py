@@ -194,9 +194,12 @@ class TrainConfig:
     ema_decay: float = 0.995
     ema_every: int = 10
     ema_start: int = 2000
-    autocast: Literal["none", "bf16", "fp16"] = "none"
+    precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
+    plan: Literal["auto", "baseline", "compile", "voxtune"] = "auto"
+    autocast: Literal["none", "bf16", "fp16"] | None = None
     channels_last: bool = False
     compile: bool = False
+    max_skipped: int = 10
     deterministic: bool = False
     workers: int | None = None
     cache: str = "auto"
@@ -211,7 +214,8 @@ class TrainConfig:
     tensorboard: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "accumulation", "ema_every", "checkpoint_every", "keep", "log_every"):
+        counts = ("steps", "batch", "accumulation", "ema_every", "checkpoint_every", "keep", "log_every", "max_skipped")
+        for name in counts:
             _check_range(name, getattr(self, name), 1, MAX_COUNT)
         for name in ("warmup", "ema_start", "sample_every"):
             _check_range(name, getattr(self, name), 0, MAX_COUNT)
@@ -233,6 +237,7 @@ class TrainConfig:
             raise InputError(f"ema_decay {self.ema_decay}: must be in [0, 1)")
         if self.clip is not None and not self.clip > 0:
             raise InputError(f"clip {self.clip}: the maximum gradient norm must be above 0; omit it for no clipping")
+        check_plan(self)
         if self.model.dimensions == 2:
             check_images(self)
         else:
@@ -241,6 +246,20 @@ class TrainConfig:
     @property
     def samples_per_step(self) -> int:
         return self.batch * self.accumulation
+
+    @property
+    def requested_plan(self) -> Literal["auto", "baseline", "compile", "voxtune"]:
+        """The plan; `compile` and `autocast` also name one."""
+        if self.compile:
+            return "compile"
+        return self.plan if self.autocast is None or self.plan == "compile" else "baseline"
+
+    @property
+    def requested_precision(self) -> Literal["auto", "default", "fp32", "tf32", "bf16", "fp16"]:
+        """The precision; `autocast` also names one. "default": float32 with PyTorch's own flags of TF32."""
+        if self.autocast is None or self.precision != "auto":
+            return self.precision
+        return "default" if self.autocast == "none" else self.autocast
 
 
 def with_steps(config: TrainConfig, subjects: int) -> TrainConfig:
@@ -273,10 +292,28 @@ FREE_TO_CHANGE = frozenset(
         "store",
         "log_every",
     }
-    | {"sample_every", "sample_steps", "sampler", "tensorboard", "data.label_map", *PATHS}
+    | {"sample_every", "sample_steps", "sampler", "tensorboard", "plan", "max_skipped", "data.label_map", *PATHS}
 )
 # With a decaying learning rate these do: they set how fast it decays.
 DECAY_LENGTH = frozenset({"steps", "minutes"})
+
+
+def check_plan(config: TrainConfig) -> None:
+    """Raises if the older names of a plan and of a precision, `autocast` and `compile`, contradict the others."""
+    if config.compile and config.plan not in ("auto", "compile"):
+        raise InputError(f"compile cannot be combined with plan {config.plan}; omit one of them")
+    if config.autocast is None:
+        return
+    if config.plan == "voxtune":
+        hint = "" if config.autocast == "fp16" else f"; use precision {_named(config.autocast)} instead"
+        raise InputError(f"autocast {config.autocast} cannot be combined with plan voxtune{hint}")
+    fits = ("auto", "fp32", "tf32") if config.autocast == "none" else ("auto", config.autocast)
+    if config.precision not in fits:
+        raise InputError(f"autocast {config.autocast} contradicts precision {config.precision}; omit one of them")
+
+
+def _named(autocast: str) -> str:
+    return "fp32" if autocast == "none" else autocast
 
 
 def check_volumes(config: TrainConfig) -> None:
@@ -340,6 +377,8 @@ def _encodable(text: str) -> bool:
 def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
     """Changed settings, as "name: old -> new", with which `new` cannot resume `old`."""
     before, after = _flat(to_mapping(old)), _flat(to_mapping(new))
+    if {old.autocast, new.autocast} == {"none", None}:  # of a run before there were plans, and of today's default
+        before["autocast"] = after["autocast"]
     fixed = DECAY_LENGTH if new.decay != "none" else frozenset()
     reasons = dict.fromkeys(fixed, ", over which the learning rate decays")
     changed = [k for k in before if before[k] != after[k] and (k in fixed or k not in FREE_TO_CHANGE)]

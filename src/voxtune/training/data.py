@@ -75,6 +75,13 @@ def training_noise(seed: int, numbers: tuple[int, ...], shape: tuple[int, ...], 
     return normal_batch(seed, numbers, _NOISE, shape, device)
 
 
+def queued_noise(seed: int, numbers: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`training_noise` of sample numbers that are on a GPU, in one kernel that the host does not wait for."""
+    from voxtune.kernels.noise import normal_batch as on_gpu
+
+    return on_gpu(seed, numbers, _NOISE, shape)
+
+
 def _key(seed: int) -> tuple[int, int]:
     return check_seed(seed) & _MASK, seed >> 32
 

@@ -58,6 +58,17 @@ class Share:
             start += self.step_samples
 
 
+class _Replica(nn.Module):
+    """A network that something else computes from its parameters."""
+
+    def __init__(self, network: nn.Module, compute: Callable[..., Any]):
+        super().__init__()
+        self.network, self._compute = network, compute
+
+    def forward(self, *inputs: Any) -> Any:
+        return self._compute(*inputs)
+
+
 class Processes:
     """The processes of a run, seen from one of them. Collective calls are made by all of them.
 
@@ -84,22 +95,30 @@ class Processes:
         batch = next(size for size in range(min(config.batch, own), 0, -1) if own % size == 0)
         return Share(batch=batch, accumulation=own // batch, first=self.rank * own, step_samples=total)
 
-    def replicated(self, network: nn.Module) -> nn.Module:
+    def replicated(self, network: nn.Module, compute: Callable[..., Any] | None = None) -> Any:
         """The network with the same weights in all processes, whose backward pass averages the gradients over them.
 
-        Each bucket of gradients is sent as soon as it is complete, so that sending overlaps with the backward pass.
+        `compute` computes its forward pass from its parameters, by default the network itself. Each bucket of gradients is sent
+        as soon as it is complete, so that sending overlaps with the backward pass.
         """
         if self.alone:
-            return network
+            return compute or network
         from torch.nn.parallel import DistributedDataParallel
 
         devices = [self.device.index] if self.device.type == "cuda" else None
         with self._connected():
-            return DistributedDataParallel(network, device_ids=devices, gradient_as_bucket_view=True)
+            module = network if compute is None else _Replica(network, compute)
+            # A rewritten network leaves out parameters without an effect, such as a shift before a norm.
+            return DistributedDataParallel(
+                module,
+                device_ids=devices,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=compute is not None,
+            )
 
-    def accumulating(self, network: nn.Module, *, last: bool) -> Any:
+    def accumulating(self, replica: Any, *, last: bool) -> Any:
         """Around a forward and backward pass of a `replicated` network: only those of the `last` batch of a step send."""
-        return nullcontext() if self.alone or last else network.no_sync()  # type: ignore[operator]
+        return nullcontext() if self.alone or last else replica.no_sync()
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean of a tensor on the device over all processes. The GPU computes it in order with its other work."""

@@ -8,16 +8,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
 from voxtune.config import to_mapping
 from voxtune.data.subjects import Source
 from voxtune.errors import InputError
-from voxtune.files import locked_folder, recorded_path, reporting_os_errors
+from voxtune.files import locked_folder, reporting_os_errors
 from voxtune.precision import deterministic_algorithms
-from voxtune.runtime.card import model_card
 from voxtune.runtime.model import Model, ModelConfig
 from voxtune.runtime.storage import load, save
 from voxtune.training import checkpoint as disk
@@ -37,11 +36,12 @@ from voxtune.training.data import (
 from voxtune.training.distributed import Processes, join_processes
 from voxtune.training.folder import CONFIG, MODEL, add_command, check_new_run, delete_run, write_settings
 from voxtune.training.log import TrainLog, image_picture, sample_picture
-from voxtune.training.model import model_config, with_folder_image
+from voxtune.training.model import model_config, training_card, with_folder_image
 from voxtune.training.overview import TIMED_STEPS, Overview, overview
+from voxtune.training.plan_choice import choose_plan
+from voxtune.training.plan_step import WARM_UP
 from voxtune.training.prefetch import Prefetch
 from voxtune.training.step import Trainer
-from voxtune.versions import __version__
 
 # Number of sampled images on a picture during training.
 PICTURE_IMAGES = 16
@@ -94,6 +94,7 @@ def train(
     stop: Callable[[], bool] | None = None,
     warn: Warn | None = None,
     report: Callable[[Overview], None] | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> TrainResult:
     """Trains into the run folder `out` until the run is complete or `stop()` returns true after a step.
 
@@ -103,8 +104,8 @@ def train(
     `source` None opens the source in `config.data`. `model` is the model to start from, by default the one in `config`.
     `resume` continues from the newest checkpoint in `out`, if any; `overwrite` replaces an earlier run in `out`.
     `progress(step, steps, loss)` is called after every step; `stop()` also before the first one, without effect. A new run
-    calls `report` before its first step, and again when the time of its first steps is known. torch's global random state is
-    restored afterwards.
+    calls `report` before its first step, and again when the time of its first steps is known. `say` receives what is measured
+    and decided when the plan is chosen. torch's global random state is restored afterwards.
 
     In processes that torchrun started, every one calls `train` with the same arguments; `stop` is called in all of them, the
     other functions in process 0 alone.
@@ -149,19 +150,30 @@ def train(
             if checkpoint is not None and config.steps < checkpoint.state.step:
                 step = checkpoint.state.step
                 raise InputError(f"{out}: already at step {step}; pass --steps {step} or more")
-            processes.share(config)
-        trainer = Trainer(config, model, len(source), device, processes)
+            share = processes.share(config)
+        # Of what one process computes in a step.
+        own, opened, start = replace(config, batch=share.batch, accumulation=share.accumulation), source, model
+        plan = processes.lead(lambda: choose_plan(own, start, opened, device, say or (lambda line: None), checkpoint))
+        trainer = Trainer(config, model, len(source), device, plan, processes)
         if checkpoint is not None:
             trainer.restore(checkpoint)
         commands = processes.lead(lambda: _write_run(out, config, command, resume=resume))
-        card = partial(training_card, config, model, origin=origin, commands=commands, processes=processes.count)
+        card = partial(
+            training_card,
+            config,
+            model,
+            plan=plan.describe(),
+            origin=origin,
+            commands=commands,
+            processes=processes.count,
+        )
         last = None if checkpoint is None else checkpoint.path
         run = Run(trainer, source, out, processes=processes, warn=warn, card=card, last=last, started=started)
         for line in () if facts is None else facts.warnings:
             warn(line)
         if facts is not None and report is not None:
             report(facts)
-            progress = _timing(progress, facts, config, report)
+            progress = _timing(progress, facts, config, report, WARM_UP + 1 if device.type == "cuda" else 0)
         return run.loop(progress, stop, None if checkpoint is None else checkpoint.state.step)
 
 
@@ -184,7 +196,13 @@ def _write_run(out: Path, config: TrainConfig, command: str | None, *, resume: b
     return add_command(out, command)
 
 
-def dry_run(config: TrainConfig, *, device: torch.device | str = "cpu", warn: Warn | None = None) -> Overview:
+def dry_run(
+    config: TrainConfig,
+    *,
+    device: torch.device | str = "cpu",
+    warn: Warn | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Overview:
     """The overview of a run, with the time of one real step; nothing is written.
 
     In a process that torchrun started, the step is its share of one, measured without the others.
@@ -206,13 +224,16 @@ def dry_run(config: TrainConfig, *, device: torch.device | str = "cpu", warn: Wa
         facts = _facts(model, source, describe_source(config, source), config, new=config.model.init is None)
         for line in facts.warnings:
             warn(line)
-        trainer = Trainer(config, model, len(source), device)
+        own = replace(config, batch=share.batch, accumulation=share.accumulation)
+        plan = choose_plan(own, model, source, device, say or (lambda line: None))
+        trainer = Trainer(config, model, len(source), device, plan)
         loader = Loader(source, seed=config.seed, start=0, workers=0, pin=device.type == "cuda", share=share)
         batch, seconds = next(iter(loader)), 0.0
-        # The first step on a GPU or with torch.compile also chooses or compiles kernels.
-        for _ in range(2 if config.compile or device.type == "cuda" else 1):
+        # The first steps on a GPU or with torch.compile also choose or compile kernels, and record a graph.
+        for _ in range(5 if device.type == "cuda" else 2 if plan.name == "compile" else 1):
             started = time.perf_counter()
             trainer.train_step([batch])
+            trainer.settle()
             seconds = time.perf_counter() - started
     return facts.with_time(seconds * share.accumulation, config.steps, config.minutes)
 
@@ -227,13 +248,15 @@ def _facts(model: Model, source: Source, origin: str, settings: TrainConfig, *, 
 
 
 def _timing(
-    progress: Progress | None, facts: Overview, config: TrainConfig, report: Callable[[Overview], None]
+    progress: Progress | None, facts: Overview, config: TrainConfig, report: Callable[[Overview], None], warm: int
 ) -> Progress:
-    """A `progress` that reports the estimated time after the first steps, without the first one, which starts everything."""
+    """A `progress` that reports the estimated time after some steps, without the first one, which starts everything.
+
+    The `warm` steps before these are not timed either: a GPU's graph is recorded in them."""
     times: list[float] = []
 
     def update(step: int, steps: int, loss: float) -> None:
-        if len(times) < TIMED_STEPS:
+        if step > min(warm, steps - TIMED_STEPS) and len(times) < TIMED_STEPS:
             times.append(time.perf_counter())
             if len(times) == min(TIMED_STEPS, steps) > 1:
                 report(facts.with_time((times[-1] - times[0]) / (len(times) - 1), config.steps, config.minutes))
@@ -263,6 +286,7 @@ class Run:
         # Time before a resume counts as if it had passed just now.
         self.started = started - trainer.elapsed
         self.share = processes.share(self.config)
+        self.prefetch: Prefetch | None = None
         self.log: TrainLog | None = None
         if processes.leads:
             self.log = TrainLog(out, step=trainer.step, tensorboard=self.config.tensorboard, warn=warn)
@@ -271,8 +295,7 @@ class Run:
 
     def loop(self, progress: Progress | None, stop: Callable[[], bool] | None, resumed: int | None) -> TrainResult:
         trainer, config, processes = self.trainer, self.config, self.processes
-        prefetch = self._prefetch()
-        loss: float | None = None
+        prefetch = self.prefetch = self._started_prefetch()
         if stop is not None:
             stop()  # from now on, a signal is a request that the run handles
         try:
@@ -282,17 +305,20 @@ class Run:
                 stopped = False
                 while trainer.step < config.steps and not stopped and not over:
                     loss = self._step(prefetch)
-                    over, stopped = self._agree(stop)
-                    # The other processes learn of an error before the next step, or after the last one.
+                    # The other processes learn of an error of process 0 before the next step, or after the last one.
                     with self._leading():
-                        self._after_step(prefetch, last=stopped or over or trainer.step == config.steps)
+                        if trainer.failure is not None:
+                            self._fail(trainer.failure)
+                    over, stopped = self._agree(stop)
+                    with self._leading():
+                        self._after_step(last=stopped or over or trainer.step == config.steps)
                         if progress is not None:
                             progress(trainer.step, config.steps, loss)
                 with self._leading():
                     if trainer.step == resumed:
                         self._save_model()
                 processes.check(None)
-            idle = self._idle_share(self._first, prefetch, wait=True)[0]
+            idle = self._idle_share(self._first, wait=True)[0]
         finally:
             prefetch.close()
             if self.log is not None:
@@ -302,7 +328,7 @@ class Run:
             out=self.out,
             step=trainer.step,
             steps=config.steps,
-            loss=loss,
+            loss=trainer.loss,
             seconds=trainer.seconds,
             resumed_from=resumed,
             ended="steps" if trainer.step >= config.steps else "minutes" if over else "request",
@@ -313,7 +339,7 @@ class Run:
             processes=processes.count,
         )
 
-    def _prefetch(self) -> Prefetch:
+    def _started_prefetch(self) -> Prefetch:
         config, device = self.config, self.trainer.device
         workers = worker_count(config, device)
         loader = Loader(
@@ -357,41 +383,66 @@ class Run:
             self.processes.check(error)
             raise
 
+    def _fail(self, failure: InputError) -> NoReturn:
+        """Saves the state after the last good step; too many steps after it were skipped. Called in all processes."""
+        if self.processes.leads:
+            self.last = disk.drop_later_checkpoints(self.out / CHECKPOINTS, self.trainer.step)
+            if self.trainer.step:
+                self._write()
+        # Only the processes in whose batch a value is not finite can name it.
+        cause = self.trainer.failed_here
+        known = self.processes.any(cause)
+        self.processes.raise_first(failure if cause or not known else None)
+
     def _clock(self) -> float:
         """The elapsed fraction of the run's time limit; 0 without one."""
         self.trainer.elapsed = time.monotonic() - self.started
         limit = self.config.minutes
         return 0.0 if limit is None else self.trainer.elapsed / (60 * limit)
 
-    def _after_step(self, prefetch: Prefetch, *, last: bool) -> None:
+    def _after_step(self, *, last: bool) -> None:
         step, config = self.trainer.step, self.config
         if self.log is None:
             if last or step % config.checkpoint_every == 0:
                 self._save()
             return
-        if step % config.log_every == 0:
-            idle, self._logged = self._idle_share(self._logged, prefetch)
-            self.log.row(self.trainer.take_log_row() | ({} if idle is None else {"idle": round(idle, 4)}))
+        self._log_rows()
         if config.sample_every and step % config.sample_every == 0 and self.log.accepts_pictures():
             self._picture()
         if last or step % config.checkpoint_every == 0:
             self._save()
 
+    def _log_rows(self) -> None:
+        rows = self.trainer.take_log_rows()
+        if self.log is None or not rows:
+            return
+        idle, self._logged = self._idle_share(self._logged)
+        for row in rows:
+            self.log.row(row | ({} if idle is None else {"idle": round(idle, 4)}))
+
     def _save(self) -> None:
+        self.trainer.settle()
+        if self.trainer.failure is not None:
+            self._fail(self.trainer.failure)
+        self._write()
+
+    def _write(self) -> None:
         """Log, then checkpoint, then model, each on disk before the next: a kill between them loses nothing."""
         if self.log is None:
             self.last = disk.checkpoint_path(self.out / CHECKPOINTS, self.trainer.step)
             return
+        self._log_rows()
         self.log.sync()
         self.last = disk.write_checkpoint(self.out / CHECKPOINTS, self.trainer.checkpoint())
         self._save_model()
         disk.prune_checkpoints(self.out / CHECKPOINTS, self.config.keep)
 
     def _idle_share(
-        self, since: tuple[float, float], prefetch: Prefetch, *, wait: bool = False
+        self, since: tuple[float, float], *, wait: bool = False
     ) -> tuple[float | None, tuple[float, float]]:
         """The share of the steps' time in which the device waited for batches, since (idle seconds, seconds); these now."""
-        now = (prefetch.idle_seconds(wait=wait), self.trainer.seconds)
+        assert self.prefetch is not None
+        now = (self.prefetch.idle_seconds(wait=wait), self.trainer.seconds)
         seconds = now[1] - since[1]
         return (min(1.0, (now[0] - since[0]) / seconds) if seconds > 0 else None), now
 
@@ -443,10 +494,12 @@ class Run:
                     "--deterministic"
                 ) from error
             # Errors of torch.compile have no common public class.
-            if not self.config.compile or not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            if self.trainer.plan.name != "compile" or not type(error).__module__.startswith(
+                ("torch._dynamo", "torch._inductor")
+            ):
                 raise
             raise InputError(
-                f"torch.compile cannot compile this network on this machine ({text[:200]}): set compile to false"
+                f"torch.compile cannot compile this network on this machine ({text[:200]}): pass --plan baseline"
             ) from error
 
     def _how_to_resume(self) -> str:
@@ -519,42 +572,3 @@ def _own_random_state(device: torch.device) -> Iterator[None]:
     devices = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         yield
-
-
-def training_card(
-    config: TrainConfig,
-    model: Model,
-    step: int,
-    seconds: float,
-    *,
-    origin: str,
-    commands: list[str],
-    processes: int = 1,
-) -> str:
-    """The model card after `step`, with data, recipe and commands."""
-    start = "" if config.model.init is None else f", from the weights of `{recorded_path(config.model.init)}`"
-    device = "a CPU" if model.device.type == "cpu" else torch.cuda.get_device_name(model.device)
-    if processes > 1:
-        device = f"{processes} processes, each on {device}"
-    stored = ", stored in BF16" if config.store == "bf16" else ""
-    lines = [
-        f"Trained with voxtune {__version__} for {step} of {config.steps} steps{start}; {seconds / 60:.1f} minutes on "
-        f"{device}. These are the EMA weights{stored}.",
-        "",
-        f"- Data: {origin}",
-        f"- Recipe: Adam, {_describe_rate(config)}, {config.loss.upper()} loss, batch {config.batch} x {config.accumulation} "
-        f"accumulated, EMA {config.ema_decay:g} every {config.ema_every} steps from step {config.ema_start}, autocast "
-        f"{config.autocast}, gradient clip {config.clip or 'none'}, seed {config.seed}",
-    ]
-    if commands:
-        lines += ["", "```", *commands, "```"]
-    return model_card(model, title="A model trained with voxtune", origin="\n".join(lines))
-
-
-def _describe_rate(config: TrainConfig) -> str:
-    warm = f", warmed up over {config.warmup} steps" if config.warmup else ""
-    length = f"{config.steps} steps"
-    if config.minutes is not None:
-        length += f" or {config.minutes:g} minutes, whichever progressed further"
-    decay = f", decaying along a cosine to a hundredth over {length}" if config.decay == "cosine" else ""
-    return f"learning rate {config.learning_rate:g}{warm}{decay}"

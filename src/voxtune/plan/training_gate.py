@@ -1,0 +1,181 @@
+"""The gate of training: are the gradients of a rewritten network as accurate as plain PyTorch's?
+
+The gradient of each layer (the parameters of one module) is compared with float64 on real batches. Its error may be at most 1.5
+times that of plain PyTorch in the same precision (autocast for half precision) on the same batches. Errors below the rounding of
+the precision's own format are accepted: a layer that plain PyTorch happens to compute exactly sets no limit.
+
+Layers that are initialised to zero let no gradient through, so the gate judges a copy of the network in which they are filled.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from voxtune.files import one_line
+from voxtune.plan.gate import FACTOR, STEP_FLOOR, TF32_FLOOR, Verdict
+from voxtune.plan.passes.base import HALF
+from voxtune.precision import tf32_allowed
+from voxtune.workloads import without_zeros
+
+# The unit roundoff of half precision; the floors of float32 and TF32 are those of the gate of inference.
+FLOORS = {"fp32": STEP_FLOOR, "default": STEP_FLOOR * TF32_FLOOR, "tf32": STEP_FLOOR * TF32_FLOOR}
+FLOORS |= {name: torch.finfo(dtype).eps / 2 for name, dtype in HALF.items()}
+# A gradient that is zero in exact arithmetic has a norm of this size in float64, relative to the whole gradient.
+NO_GRADIENT = 1e-10
+# Layers in a report, the worst ones.
+REPORTED = 5
+
+Call = Callable[..., Any]
+Gradients = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class GateBatch:
+    """The arguments of the network, and the loss of its output, which keeps the output's type."""
+
+    args: tuple[Any, ...]
+    loss: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """The relative error of a layer's gradient, plain PyTorch's, and the limit."""
+
+    name: str
+    error: float
+    plain: float
+    limit: float
+
+    @property
+    def excess(self) -> float:
+        return self.error / self.limit
+
+
+class GradientGate:
+    """References and plain PyTorch's errors for one network and its batches, computed on first use."""
+
+    def __init__(self, model: nn.Module, batches: Sequence[GateBatch], precision: str, factor: float = FACTOR):
+        assert batches, "a gate needs batches"
+        self.precision, self.factor, self.batches = precision, factor, list(batches)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.model = without_zeros(copy.deepcopy(model))
+        self._references: list[Gradients] | None = None
+        self._plain: dict[str, float] | None = None
+        self.excluded: list[str] = []
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def prepare(self) -> None:
+        """Computes everything that does not need a candidate."""
+        self._plain_errors()
+
+    def judge(self, make: Callable[[nn.Module], Call]) -> Verdict:
+        """`make` rewrites the gate's copy of the network; its result is called with the batches' arguments."""
+        figures: dict[str, Any] = {"precision": self.precision, "reference": "float64", "batches": len(self.batches)}
+        try:
+            return self._judge(make, figures)
+        except torch.OutOfMemoryError as error:
+            return Verdict(False, f"out of memory: {one_line(error)}", figures)
+
+    def _judge(self, make: Callable[[nn.Module], Call], figures: dict[str, Any]) -> Verdict:
+        plain = self._plain_errors()
+        figures["excluded"] = self.excluded
+        if len(plain) < 2:
+            return Verdict(False, "every gradient is zero or constant, so errors cannot be seen", figures)
+        candidate = make(self.model)
+        errors = self._errors(candidate)
+        del candidate
+        floor = FLOORS[self.precision]
+        layers = [LayerError(n, errors[n], plain[n], max(floor, self.factor * plain[n])) for n in plain]
+        whole = layers.pop()
+        layers.sort(key=lambda layer: -layer.excess)
+        figures |= {"relative": whole.error, "limit": whole.limit, "plain": whole.plain, "judged": len(layers)}
+        figures["worst"] = [asdict(layer) for layer in layers[:REPORTED]]
+        for layer in (layers[0], whole):
+            if not layer.error <= layer.limit:
+                return Verdict(
+                    False, f"gradient of {layer.name}: error {layer.error:.1e} exceeds {layer.limit:.1e}", figures
+                )
+        return Verdict(True, None, figures)
+
+    def _plain_errors(self) -> dict[str, float]:
+        """Plain PyTorch's errors by layer, that of the whole gradient last."""
+        if self._plain is None:
+
+            def plain(*args: Any) -> Any:
+                with self._plain_precision():
+                    return self.model(*args)
+
+            self._plain = self._errors(plain)
+        return self._plain
+
+    @contextmanager
+    def _plain_precision(self) -> Iterator[None]:
+        half = HALF.get(self.precision)
+        flags = nullcontext() if self.precision == "default" else tf32_allowed(self.precision != "fp32")
+        with flags, nullcontext() if half is None else torch.autocast(self.device.type, half):
+            yield
+
+    @property
+    def references(self) -> list[Gradients]:
+        """Gradients in float64 by parameter, on the CPU, without those that are zero or constant."""
+        if self._references is None:
+            wide = copy.deepcopy(self.model).double()
+            gradients = [_gradients(wide, wide, _to_float64(batch)) for batch in self.batches]
+            size = math.hypot(*(float(g.norm()) for g in gradients[0].values())) if gradients[0] else 0.0
+            judged = {name for name, g in gradients[0].items() if not _constant(g, size)}
+            self.excluded = [name for name, _ in self.model.named_parameters() if name not in judged]
+            self._references = [{name: g[name].cpu() for name in g if name in judged} for g in gradients]
+        return self._references
+
+    def _errors(self, call: Call) -> dict[str, float]:
+        """Relative errors by layer over all batches, that of the whole gradient last."""
+        gaps: dict[str, float] = {}
+        sizes: dict[str, float] = {}
+        for batch, reference in zip(self.batches, self.references, strict=True):
+            own = _gradients(self.model, call, batch)
+            for name, expected in reference.items():
+                exact = expected.to(self.device)
+                gap = own[name].double() - exact if name in own else torch.full_like(exact, math.inf)
+                for layer in (name.rpartition(".")[0] or name, "the whole network"):
+                    gaps[layer] = gaps.get(layer, 0.0) + float(gap.square().sum())
+                    sizes[layer] = sizes.get(layer, 0.0) + float(exact.square().sum())
+        whole = "the whole network"
+        order = [name for name in gaps if name != whole] + [whole] * (whole in gaps)
+        return {name: _finite(math.sqrt(gaps[name] / sizes[name])) for name in order}
+
+
+def _gradients(model: nn.Module, call: Call, batch: GateBatch) -> Gradients:
+    for p in model.parameters():
+        p.grad = None
+    batch.loss(call(*batch.args)).backward()
+    gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
+    for p in model.parameters():
+        p.grad = None
+    return gradients
+
+
+def _to_float64(batch: GateBatch) -> GateBatch:
+    wide = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, batch.args)
+    return GateBatch(wide, batch.loss)
+
+
+def _constant(gradient: Tensor, whole: float) -> bool:
+    same = gradient.numel() > 1 and bool((gradient == gradient.flatten()[0]).all())
+    return same or not float(gradient.norm()) > NO_GRADIENT * whole
+
+
+def _finite(error: float) -> float:
+    return math.inf if math.isnan(error) else error
