@@ -360,12 +360,13 @@ class Run:
             batches = prefetch.take(self.share.accumulation)
         except InputError as caught:
             error = caught
-        if self.processes.any(error is not None):
+        failed, clock = self.processes.agree(int(error is not None), self._clock())
+        if failed:
             # The weights are those of the last complete step: save the work since the last checkpoint.
             if self.trainer.step:
                 self._save()
             self.processes.raise_first(error)
-        loss = self.trainer.train_step(batches, self.processes.agree(0, self._clock())[1])
+        loss = self.trainer.train_step(batches, clock)
         self.trainer.seconds += time.perf_counter() - started
         return loss
 
