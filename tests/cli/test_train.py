@@ -358,3 +358,21 @@ def test_the_facts_come_before_the_first_step_and_in_the_json(folders, tmp_path,
     assert "--dry-run cannot be combined with --resume" in refused(
         capsys, "--resume", str(tmp_path / "run"), "--dry-run"
     )
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_plan_and_the_precision_are_options(folders, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(from_folders(folders, run, "--steps", "2", "--plan", "voxtune", "--precision", "bf16")) == 0
+    out = capsys.readouterr().out
+    assert "gate: gradients of 4 batches of 2 at 8 x 8 x 8" in out and "voxtune in BF16: gradient error" in out
+    config = read_run(run)
+    assert (config.plan, config.precision, config.autocast) == ("voxtune", "bf16", None)
+    assert "voxtune in BF16" in (run / "model" / "README.md").read_text()
+    for wrong, message in (
+        (["--plan", "voxtune", "--autocast", "bf16"], "autocast bf16 cannot be combined with plan voxtune"),
+        (["--precision", "fp32", "--autocast", "bf16"], "autocast bf16 contradicts precision fp32"),
+        (["--precision", "fp16"], "'fp16' is not one of"),
+        (["--plan", "baseline", "--set", "compile=true"], "compile cannot be combined with plan baseline"),
+    ):
+        assert message in refused(capsys, *from_folders(folders, tmp_path / "other", *wrong)[1:])

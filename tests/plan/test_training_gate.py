@@ -11,7 +11,7 @@ from torch import nn
 from tests.factories.networks import make
 from voxtune.plan.plan import Plan
 from voxtune.plan.training import training_network, training_passes
-from voxtune.plan.training_gate import GateBatch, GradientGate
+from voxtune.plan.training_gate import GateBatch, GradientGate, describe_layers
 from voxtune.workloads import MedDDPMConfig, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -101,6 +101,7 @@ def test_layers_that_start_at_zero_are_judged_and_unused_ones_are_named():
     assert verdict.passed, verdict.reason
     assert set(verdict.figures["excluded"]) >= {"unused.weight", "unused.bias"}
     assert verdict.figures["judged"] > 10
+    assert "unused.weight, unused.bias are zero or constant" in describe_layers(verdict.figures)
 
 
 def test_a_network_without_gradients_is_not_judged():

@@ -113,7 +113,8 @@ def test_the_rewritten_network_trains_like_the_original(voxtune_run, tmp_path):
     train(tiny_config(), Blobs(), tmp_path / "plain")
     losses = [[row["loss"] for row in rows(run)] for run in (out, tmp_path / "plain")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    assert any(line.startswith("gate: gradients of batches of 2 at 4 x 4 x 4") for line in said)
+    assert said[0] == "gate: gradients of 4 batches of 2 at 4 x 4 x 4"
+    assert said[1].startswith("gate: voxtune: ") and "layers judged, the worst: " in said[1]
     assert any("voxtune in FP32: gradient error" in line for line in said)
     card = (out / "model" / "README.md").read_text()
     assert "voxtune in FP32" in card and "plain PyTorch in FP32" in (tmp_path / "plain/model/README.md").read_text()
@@ -141,12 +142,12 @@ def test_a_checkpoint_remembers_the_plan_and_a_resume_does_not_measure_again(vox
 
 def test_a_plan_of_another_device_is_gated_again(voxtune_run, tmp_path, monkeypatch):
     gated, real = [], _Choice.gate
-    monkeypatch.setattr(_Choice, "gate", lambda self, p: gated.append(p) or real(self, p))
+    monkeypatch.setattr(_Choice, "gate", lambda self, *a: gated.append(a) or real(self, *a))
     checkpoint = newest(voxtune_run[0])
     model = Model(checkpoint.model)
     other = replace(checkpoint, plan=replace(checkpoint.plan, made_for="another card"))
     plan = choose_plan(checkpoint.config, model, Blobs(), CPU, print, other)
-    assert gated == ["fp32"] and plan.name == "voxtune" and plan.made_for != "another card"
+    assert gated == [("fp32",)] and plan.name == "voxtune" and plan.made_for != "another card"
 
 
 @pytest.mark.parametrize("reason", ["no such kernel", "out of memory"])
@@ -253,6 +254,7 @@ def test_the_next_candidate_follows_a_refused_one(monkeypatch):
     refused = next(c for c in plan.candidates if c.name == "voxtune")
     assert refused.why.startswith("refused: gradient of ") and not refused.kept
     assert any("voxtune: refused: gradient of" in line for line in said)
+    assert "gate: gradients of 16 batches of 2 at 4 x 4 x 4" in said, "it was judged once more"
 
 
 def test_plain_pytorch_is_used_if_nothing_faster_is_accepted(monkeypatch):
@@ -289,7 +291,7 @@ def test_whole_steps_are_timed_without_changing_the_run():
 def test_large_volumes_are_gated_in_part():
     config = tiny_config(batch=2, model=replace(MODEL, size=(32, 32, 48), multipliers=(1, 1)))
     search = _Choice(config, Model(model_config(config)), Blobs(size=(32, 32, 48)), CPU, print)
-    inputs = step_inputs(search.batches[0], config, 20, CPU, channels_last=False)
+    inputs = step_inputs(search.batches(1)[0], config, 20, CPU, channels_last=False)
     sizes = search._gate_sizes(inputs)
     assert sizes == [(1, (8, 8, 12)), (1, (4, 4, 6))]
     batch = search._gate_batch(inputs, *sizes[0])

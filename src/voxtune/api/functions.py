@@ -134,7 +134,6 @@ def train(
         stop=stop,
         warn=log.warning,
         report=_overview_log(),
-        say=log.info,
     )
 
 

@@ -4,12 +4,16 @@ The gradient of each layer (the parameters of one module) is compared with float
 times that of plain PyTorch in the same precision (autocast for half precision) on the same batches. Errors below the rounding of
 the precision's own format are accepted: a layer that plain PyTorch happens to compute exactly sets no limit.
 
+All gradients start from the loss's gradient at the float64 output. From each network's own output, an L1 loss would judge by
+chance: its gradient is a sign, and one voxel that rounding moves across zero weighs more than all other errors together.
+
 Layers that are initialised to zero let no gradient through, so the gate judges a copy of the network in which they are filled.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,18 +25,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from voxtune.files import one_line
-from voxtune.plan.gate import FACTOR, STEP_FLOOR, TF32_FLOOR, Verdict
+from voxtune.plan.gate import FACTOR, STEP_FLOOR, TF32_FLOOR, Verdict, volume_of
 from voxtune.plan.passes.base import HALF
 from voxtune.precision import tf32_allowed
 from voxtune.workloads import without_zeros
 
+log = logging.getLogger("voxtune")
 # The unit roundoff of half precision; the floors of float32 and TF32 are those of the gate of inference.
 FLOORS = {"fp32": STEP_FLOOR, "default": STEP_FLOOR * TF32_FLOOR, "tf32": STEP_FLOOR * TF32_FLOOR}
 FLOORS |= {name: torch.finfo(dtype).eps / 2 for name, dtype in HALF.items()}
 # A gradient that is zero in exact arithmetic has a norm of this size in float64, relative to the whole gradient.
 NO_GRADIENT = 1e-10
-# Layers in a report, the worst ones.
-REPORTED = 5
+# Layers in a report, the worst ones, and the names on a line.
+REPORTED, NAMED = 5, 3
 
 Call = Callable[..., Any]
 Gradients = dict[str, Tensor]
@@ -40,7 +45,7 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class GateBatch:
-    """The arguments of the network, and the loss of its output, which keeps the output's type."""
+    """The arguments of the network, and the loss of its output."""
 
     args: tuple[Any, ...]
     loss: Callable[[Tensor], Tensor]
@@ -60,16 +65,27 @@ class LayerError:
         return self.error / self.limit
 
 
+def describe_layers(figures: dict[str, Any]) -> str:
+    """The layers of a verdict in one line: how many were judged, the worst ones, and those that were not."""
+    worst = [f"{w['name']} {w['error']:.1e} (at most {w['limit']:.1e})" for w in figures["worst"][:NAMED]]
+    line = f"{figures['judged']} layers judged, the worst: {', '.join(worst)}"
+    left = figures["excluded"]
+    more = f" and {len(left) - NAMED} more" if len(left) > NAMED else ""
+    return line + (f"; gradients of {', '.join(left[:NAMED])}{more} are zero or constant" if left else "")
+
+
 class GradientGate:
     """References and plain PyTorch's errors for one network and its batches, computed on first use."""
 
     def __init__(self, model: nn.Module, batches: Sequence[GateBatch], precision: str, factor: float = FACTOR):
         assert batches, "a gate needs batches"
         self.precision, self.factor, self.batches = precision, factor, list(batches)
-        with torch.random.fork_rng(devices=[]):
+        device = next(model.parameters()).device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(0)
             self.model = without_zeros(copy.deepcopy(model))
         self._references: list[Gradients] | None = None
+        self._starts: list[Tensor] = []
         self._plain: dict[str, float] | None = None
         self.excluded: list[str] = []
 
@@ -103,6 +119,8 @@ class GradientGate:
         layers.sort(key=lambda layer: -layer.excess)
         figures |= {"relative": whole.error, "limit": whole.limit, "plain": whole.plain, "judged": len(layers)}
         figures["worst"] = [asdict(layer) for layer in layers[:REPORTED]]
+        for layer in layers:
+            log.info("gradient of %s: error %.1e, plain PyTorch's %.1e", layer.name, layer.error, layer.plain)
         for layer in (layers[0], whole):
             if not layer.error <= layer.limit:
                 return Verdict(
@@ -133,7 +151,12 @@ class GradientGate:
         """Gradients in float64 by parameter, on the CPU, without those that are zero or constant."""
         if self._references is None:
             wide = copy.deepcopy(self.model).double()
-            gradients = [_gradients(wide, wide, _to_float64(batch)) for batch in self.batches]
+            gradients = []
+            for batch in self.batches:
+                y = volume_of(wide(*_to_float64(batch.args)))
+                (start,) = torch.autograd.grad(batch.loss(y), y, retain_graph=True)
+                self._starts.append(start)
+                gradients.append(_gradients(wide, y, start))
             size = math.hypot(*(float(g.norm()) for g in gradients[0].values())) if gradients[0] else 0.0
             judged = {name for name, g in gradients[0].items() if not _constant(g, size)}
             self.excluded = [name for name, _ in self.model.named_parameters() if name not in judged]
@@ -144,8 +167,9 @@ class GradientGate:
         """Relative errors by layer over all batches, that of the whole gradient last."""
         gaps: dict[str, float] = {}
         sizes: dict[str, float] = {}
-        for batch, reference in zip(self.batches, self.references, strict=True):
-            own = _gradients(self.model, call, batch)
+        references = self.references
+        for batch, start, reference in zip(self.batches, self._starts, references, strict=True):
+            own = _gradients(self.model, volume_of(call(*batch.args)), start)
             for name, expected in reference.items():
                 exact = expected.to(self.device)
                 gap = own[name].double() - exact if name in own else torch.full_like(exact, math.inf)
@@ -157,19 +181,18 @@ class GradientGate:
         return {name: _finite(math.sqrt(gaps[name] / sizes[name])) for name in order}
 
 
-def _gradients(model: nn.Module, call: Call, batch: GateBatch) -> Gradients:
+def _gradients(model: nn.Module, y: Tensor, start: Tensor) -> Gradients:
     for p in model.parameters():
         p.grad = None
-    batch.loss(call(*batch.args)).backward()
+    y.backward(start.to(y.dtype))
     gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
     for p in model.parameters():
         p.grad = None
     return gradients
 
 
-def _to_float64(batch: GateBatch) -> GateBatch:
-    wide = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, batch.args)
-    return GateBatch(wide, batch.loss)
+def _to_float64(args: tuple[Any, ...]) -> Any:
+    return tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, args)
 
 
 def _constant(gradient: Tensor, whole: float) -> bool:

@@ -41,6 +41,7 @@ from voxtune.training.plan_step import StepInputs, step_inputs
 from voxtune.training.step import Trainer
 
 if TYPE_CHECKING:
+    from voxtune.plan.gate import Verdict
     from voxtune.plan.measure import Timing
     from voxtune.plan.training_gate import GateBatch, GradientGate
     from voxtune.plan.tuner import TuningRow
@@ -49,7 +50,10 @@ log = logging.getLogger("voxtune")
 Say = Callable[[str], None]
 # Voxels of a batch whose gradients in float64 take seconds; of larger ones a part is gated.
 LARGEST_GATED = {"cuda": 64**3, "cpu": 16**3}
-GATED_BATCHES = 2
+# The gradient of a small layer has few independent errors: those of several batches even out.
+GATED_BATCHES = 4
+# A plan that these refuse is judged once more, on this many: the error of a layer whose gradient nearly cancels varies by chance.
+JUDGED_AGAIN = 16
 # Steps before the timed ones: kernels compile, and the step is recorded.
 WARM_STEPS = 4
 TIMED_STEPS, TIMED_SECONDS = 20, 3.0
@@ -75,7 +79,11 @@ def choose_plan(
         return choice.gated(plan)
     if config.requested_plan != "auto" or device.type == "cpu":
         return replace(plan, made_for=made_for(device))
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
         say(
             "the plan is plain PyTorch: plans are not measured in several processes; pass --plan compile for torch.compile"
         )
@@ -88,22 +96,21 @@ class _Choice:
         self.config, self.model, self.source, self.device = config, model, source, device
         self._say = say
         self._batches: list[Batch] = []
-        self._gate: GradientGate | None = None
+        self._gates: dict[int, GradientGate] = {}
 
     def say(self, line: str) -> None:
         self._say(line)
         log.info("%s", line)
 
-    @property
-    def batches(self) -> list[Batch]:
+    def batches(self, count: int) -> list[Batch]:
         """The first batches of the run."""
-        if not self._batches:
+        if len(self._batches) < count:
             config = self.config
             loader = Loader(self.source, seed=config.seed, batch=config.batch, start=0, workers=0, pin=self._gpu)
             batches = iter(loader)
-            self._batches = [next(batches) for _ in range(max(config.accumulation, GATED_BATCHES))]
+            self._batches = [next(batches) for _ in range(count)]
             loader.close()
-        return self._batches
+        return self._batches[:count]
 
     @property
     def _gpu(self) -> bool:
@@ -113,6 +120,8 @@ class _Choice:
 
     def resumed(self, stored: TrainingPlan | None) -> TrainingPlan:
         """The plan of a checkpoint, or plain PyTorch if it is not possible here."""
+        from voxtune.plan.tuner import TuningRow
+
         if stored is None:  # of a run before there were plans
             autocast = self.config.autocast
             before: TrainingPrecision = "default" if autocast is None or autocast == "none" else autocast
@@ -122,10 +131,11 @@ class _Choice:
         if reason is None and (stored.name != "voxtune" or stored.made_for == here):
             return stored
         if reason is None:  # evidence is valid only for what it was measured on
-            verdict = self.gate(stored.precision).judge(_maker(stored))
-            if verdict.passed:
+            row = TuningRow(stored.label, stored.passes)
+            row.verdict = self._judged(stored, row)
+            if row.verdict is not None and row.verdict.passed:
                 return replace(stored, made_for=here, candidates=())
-            reason = f"refused by the gate: {verdict.reason}"
+            reason = row.why or f"refused by the gate: {row.verdict.reason if row.verdict else ''}"
         possible = reason != self._no_precision(stored.precision)
         precision = stored.precision if possible else resolved_precision(self.config, self.device)
         if stored.precision in HALF and not possible and self.config.requested_precision != "auto":
@@ -178,7 +188,10 @@ class _Choice:
 
     def gated(self, plan: TrainingPlan) -> TrainingPlan:
         """The requested plan; InputError if the network cannot be rewritten, or the gate refuses it."""
-        verdict = self.gate(plan.precision).judge(_maker(plan))
+        try:
+            verdict = self._verdict(plan)
+        except (ImportError, torch.OutOfMemoryError) as error:
+            raise InputError(f"plan voxtune: {one_line(error)}; pass --plan auto or --plan baseline") from error
         if not verdict.passed:
             raise InputError(
                 f"plan voxtune: refused by the gate: {verdict.reason}; pass --plan auto or --plan baseline"
@@ -246,9 +259,9 @@ class _Choice:
     def _with_evidence(self, plan: TrainingPlan, rows: Sequence[TuningRow]) -> TrainingPlan:
         return replace(plan, made_for=made_for(self.device), candidates=tuple(map(_measured, rows)))
 
-    def _judged(self, plan: TrainingPlan, row: TuningRow) -> Any:
+    def _judged(self, plan: TrainingPlan, row: TuningRow) -> Verdict | None:
         try:
-            return self.gate(plan.precision).judge(_maker(plan))
+            return self._verdict(plan)
         except Exception as error:  # an operator that fails at the gate's size
             row.why = f"{type(error).__name__}: {one_line(error)}"
             return None
@@ -265,7 +278,7 @@ class _Choice:
         started = time.perf_counter()
         copied = Model(self.model.config, copy.deepcopy(self.model.network))
         trainer = Trainer(self.config, copied, len(self.source), self.device, plan)
-        batches = self.batches[: self.config.accumulation]
+        batches = self.batches(self.config.accumulation)
         for _ in range(WARM_STEPS if self._gpu else 1):
             trainer.train_step(batches)
         trainer.settle()
@@ -299,35 +312,48 @@ class _Choice:
 
     # The gate.
 
-    def gate(self, precision: TrainingPrecision) -> GradientGate:
-        """On real batches of the run, at the largest size that float64 allows."""
-        if self._gate is None:
-            from voxtune.plan.training_gate import GradientGate
+    def _verdict(self, plan: TrainingPlan) -> Verdict:
+        from voxtune.plan.training_gate import describe_layers
 
+        verdict = self.gate(plan.precision).judge(_maker(plan))
+        if not verdict.passed and "worst" in verdict.figures:
+            self.say(f"gate: {plan.label}: {verdict.reason} on {GATED_BATCHES} batches; judging on {JUDGED_AGAIN}")
+            verdict = self.gate(plan.precision, JUDGED_AGAIN).judge(_maker(plan))
+        if "worst" in verdict.figures:
+            self.say(f"gate: {plan.label}: {describe_layers(verdict.figures)}")
+        return verdict
+
+    def gate(self, precision: TrainingPrecision, count: int = GATED_BATCHES) -> GradientGate:
+        """On the first `count` batches of the run, at the largest size that float64 allows."""
+        if count not in self._gates:
             inputs = [
                 step_inputs(b, self.config, len(self.model.schedule), self.device, channels_last=False)
-                for b in self.batches[:GATED_BATCHES]
+                for b in self.batches(count)
             ]
-            sizes = self._gate_sizes(inputs[0])
-            for number, (count, size) in enumerate(sizes):
-                gate = GradientGate(
-                    self.model.network, [self._gate_batch(x, count, size) for x in inputs], str(precision)
-                )
-                try:
-                    gate.prepare()
-                except torch.OutOfMemoryError:
-                    if number == len(sizes) - 1:
-                        raise
-                    del gate
-                    self._release()
-                    continue
-                whole = (count, size) == (self.config.batch, tuple(self.model.config.size))
-                by = " x ".join(map(str, size))
-                self.say(f"gate: gradients of batches of {count} at {by}" + ("" if whole else ", parts of the run's"))
-                self._gate = gate
-                break
-        assert self._gate is not None
-        return self._gate
+            self._gates[count] = self._fitting_gate(precision, inputs)
+        return self._gates[count]
+
+    def _fitting_gate(self, precision: TrainingPrecision, inputs: list[StepInputs]) -> GradientGate:
+        from voxtune.plan.training_gate import GradientGate
+
+        reason = ""
+        for subjects, size in self._gate_sizes(inputs[0]):
+            batches = [self._gate_batch(x, subjects, size) for x in inputs]
+            gate = GradientGate(self.model.network, batches, precision)
+            try:
+                gate.prepare()
+            except torch.OutOfMemoryError as error:
+                reason = one_line(error)
+                del gate
+                self._release()
+                continue
+            whole = (subjects, size) == (self.config.batch, tuple(self.model.config.size))
+            by = " x ".join(map(str, size))
+            self.say(
+                f"gate: gradients of {len(inputs)} batches of {subjects} at {by}{'' if whole else ', parts of the run'}"
+            )
+            return gate
+        raise InputError(f"the gate's references do not fit into the memory ({reason}); pass --plan baseline")
 
     def _gate_sizes(self, inputs: StepInputs) -> list[tuple[int, tuple[int, ...]]]:
         """(subjects, size of the image), the largest first, down to the smallest that the network accepts."""
