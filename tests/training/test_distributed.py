@@ -15,6 +15,7 @@ import torch
 
 from tests.factories.tiny_training import Blobs, rows, tiny_config, weights
 from tests.training import distributed_checks
+from voxtune.cli.main import main
 from voxtune.errors import InputError
 from voxtune.training.checkpoint import checkpoints, read_checkpoint
 from voxtune.training.distributed import VARIABLES, Processes, is_leader, join_processes, local_count, process_count
@@ -250,7 +251,7 @@ def test_without_torchrun_a_run_is_alone(monkeypatch):
     assert join_processes(CPU).count == 1
 
 
-def test_the_environment_of_torchrun_is_checked(monkeypatch):
+def test_the_environment_of_torchrun_is_checked(monkeypatch, tmp_path, capsys):
     for name, value in zip(VARIABLES, ("1", "2", "127.0.0.1", "29500"), strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -264,3 +265,6 @@ def test_the_environment_of_torchrun_is_checked(monkeypatch):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(InputError, match="are not a process of a job"):
             process_count()
+    assert main(["train", "--cohort", "2", "-o", str(tmp_path / "run")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("voxtune: error: RANK=x and WORLD_SIZE=2 in the environment are not a process of a job")

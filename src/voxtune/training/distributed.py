@@ -335,7 +335,11 @@ def reporting_once() -> Iterator[bool]:
 
     The others wait until it has done so, because torchrun ends all processes when the first one has ended.
     """
-    if process_count() == 1:
+    try:
+        alone = process_count() == 1
+    except InputError:  # an environment that is not one of torchrun is the error to report
+        alone = True
+    if alone:
         yield True
         return
     global _healthy  # noqa: PLW0603
