@@ -9,6 +9,7 @@ that has left.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import re
 import signal
@@ -271,6 +272,11 @@ def wait_for_all() -> None:
         _joined.wait()
 
 
+def is_connected() -> bool:
+    """Whether this process has joined others."""
+    return _joined is not None
+
+
 def _own_device(device: torch.device) -> torch.device:
     if device.type != "cuda":
         return device
@@ -318,6 +324,9 @@ def _connect(device: torch.device, count: int) -> Processes:
 
 def _leave_group() -> None:
     """Closes the connections at the end of the process, unless another one was lost: closing could wait for it."""
+    global _joined  # noqa: PLW0603
+    _joined = None
+    gc.collect()  # the groups have threads, which must end before the interpreter does
     if _healthy and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
