@@ -151,6 +151,11 @@ def train(
                 step = checkpoint.state.step
                 raise InputError(f"{out}: already at step {step}; pass --steps {step} or more")
             share = processes.share(config)
+        for line in () if facts is None else facts.warnings:
+            warn(line)
+        if facts is not None and report is not None:
+            report(facts)
+            progress = _timing(progress, facts, config, report, WARM_UP + 1 if device.type == "cuda" else 0)
         # Of what one process computes in a step.
         own, opened, start = replace(config, batch=share.batch, accumulation=share.accumulation), source, model
         plan = processes.lead(lambda: choose_plan(own, start, opened, device, say or (lambda line: None), checkpoint))
@@ -169,11 +174,6 @@ def train(
         )
         last = None if checkpoint is None else checkpoint.path
         run = Run(trainer, source, out, processes=processes, warn=warn, card=card, last=last, started=started)
-        for line in () if facts is None else facts.warnings:
-            warn(line)
-        if facts is not None and report is not None:
-            report(facts)
-            progress = _timing(progress, facts, config, report, WARM_UP + 1 if device.type == "cuda" else 0)
         return run.loop(progress, stop, None if checkpoint is None else checkpoint.state.step)
 
 
@@ -480,7 +480,7 @@ class Run:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            reason = "out of GPU memory: use a smaller batch with more accumulation, a smaller model, or autocast bf16"
+            reason = "out of GPU memory: use a smaller batch with more accumulation, a smaller model, or precision bf16"
             raise InputError(f"{reason}; {self._how_to_resume()}") from error
         except OSError as error:
             reason = f"{error.filename or self.out}: {error.strerror or ' '.join(str(error).split())}"
