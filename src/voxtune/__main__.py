@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from contextlib import suppress
 from types import FrameType
 
 
@@ -18,8 +19,20 @@ def run() -> None:
     code = main()
     for number in handled:
         # The interpreter's own clean-up would print a traceback.
-        signal.signal(number, _leave)
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _leave)
+    _leave_others(code)
     sys.exit(code)
+
+
+def _leave_others(code: int) -> None:
+    """Ends a process of several at once: threads of their connections may abort the interpreter's own clean-up."""
+    distributed = sys.modules.get("voxtune.training.distributed")
+    if distributed is not None and distributed.is_connected():
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:

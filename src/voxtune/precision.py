@@ -1,7 +1,11 @@
-"""TF32 on or off within a context, for the whole process. PyTorch allows TF32 in cuDNN by default."""
+"""TF32, and deterministic algorithms, on or off within a context, for the whole process.
+
+PyTorch allows TF32 in cuDNN by default, and kernels that sum in no fixed order.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +31,35 @@ def tf32_allowed(on: bool) -> Iterator[dict[str, Any]]:
         yield read_precision()
     finally:
         _restore(saved_flags, saved_precisions)
+
+
+# cuBLAS sums in a fixed order only with a workspace of fixed size; it reads the setting at its first use.
+_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@contextmanager
+def deterministic_algorithms(on: bool) -> Iterator[None]:
+    """Within the context, if `on`, the same input gives the same bits: PyTorch raises for an operator that cannot do so."""
+    if not on:
+        yield
+        return
+    cudnn, filling = torch.backends.cudnn, torch.utils.deterministic
+    before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    flags = (cudnn.deterministic, cudnn.benchmark, filling.fill_uninitialized_memory)  # type: ignore[attr-defined]
+    variable, workspace = _WORKSPACE
+    was_set = variable in os.environ
+    os.environ.setdefault(variable, workspace)
+    torch.use_deterministic_algorithms(True)
+    # Timings of algorithms choose one of several, which differ in their last bits. Filling new memory costs time, and helps
+    # only with operators that read memory before they write it.
+    cudnn.deterministic, cudnn.benchmark, filling.fill_uninitialized_memory = True, False, False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        cudnn.deterministic, cudnn.benchmark, filling.fill_uninitialized_memory = flags  # type: ignore[attr-defined]
+        if not was_set:
+            os.environ.pop(variable, None)
 
 
 def read_precision() -> dict[str, Any]:

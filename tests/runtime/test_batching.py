@@ -42,7 +42,7 @@ def choose(network, volumes, steps):
 @pytest.fixture
 def memory(monkeypatch):
     """Memory for any batch, whatever else runs on this machine."""
-    monkeypatch.setattr(batching, "_available_memory", lambda _device: 2**50)
+    monkeypatch.setattr(batching, "available_memory", lambda _device: 2**50)
 
 
 def test_larger_batches_that_cost_nothing(memory):
@@ -108,7 +108,7 @@ def test_one_slow_step_does_not_decide(memory):
 
 @pytest.mark.parametrize(("available", "reason"), [(0, "memory"), (None, "free memory is unknown")])
 def test_memory_bounds_the_batch(monkeypatch, available, reason):
-    monkeypatch.setattr(batching, "_available_memory", lambda _device: available)
+    monkeypatch.setattr(batching, "available_memory", lambda _device: available)
     monkeypatch.setattr(batching, "_peak_memory", lambda _device: 2**50)
     choice = choose(Timed(fixed=0.05, each=0.0), volumes=8, steps=100)
     assert choice.batch == 1 and choice.reason == reason
@@ -119,7 +119,7 @@ def test_memory_of_this_machine_is_read():
     reuse_memory(False)  # a plan of another test may have turned it on
     in_use, available, peak = (
         batching._memory_in_use(device),
-        batching._available_memory(device),
+        batching.available_memory(device),
         batching._peak_memory(device),
     )
     assert in_use and in_use > 10 * 2**20 and available and available > 2**20 and peak and peak >= in_use / 2

@@ -52,6 +52,7 @@ def train(
     base: int | None = None,
     multipliers: Sequence[float] | None = None,
     steps: int | None = None,
+    epochs: int | None = None,
     minutes: float | None = None,
     batch: int | None = None,
     accumulation: int | None = None,
@@ -63,6 +64,8 @@ def train(
     plan: Literal["auto", "baseline", "compile", "voxtune"] | None = None,
     autocast: Literal["none", "bf16", "fp16"] | None = None,
     seed: int | None = None,
+    cache: str | None = None,
+    deterministic: bool = False,
     checkpoint_every: int | None = None,
     sample_every: int | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -82,18 +85,21 @@ def train(
     after every step; the run ends early, with a checkpoint, once `stop()` returns True. Warnings are logged. Load the model
     with `voxtune.load(result.model)`.
 
+    A script that torchrun started trains in all of its processes; `progress` is called and files are written in process 0.
+
     There is no dry run in Python: `voxtune train --dry-run` prints what would be trained and writes nothing. Here the same
     lines are logged before the first step.
     """
     if workload == "segment":
         raise InputError("workload 'segment': train segmenters with the command voxtune train --workload segment")
-    check_values(train, overlapping_labels=overlapping_labels, overwrite=overwrite)
+    check_values(train, overlapping_labels=overlapping_labels, deterministic=deterministic, overwrite=overwrite)
     for name, function in {"progress": progress, "stop": stop}.items():
         if function is not None and not callable(function):
             raise InputError(f"{name}: expected a function, got {type(function).__name__}")
     paths = {"data.images": images, "data.masks": masks, "data.subjects": subjects, "model.init": init}
     values: dict[str, Any] = {name: _absolute(path, name.partition(".")[2]) for name, path in paths.items()}
     values |= {"data.cohort": cohort, "model.workload": workload, "model.size": size, "model.base": base}
+    values |= {"epochs": epochs, "cache": cache, "deterministic": deterministic or None}
     values |= {"model.multipliers": multipliers, "steps": steps, "minutes": minutes, "batch": batch}
     values |= {"accumulation": accumulation, "learning_rate": learning_rate, "warmup": warmup, "decay": decay}
     values |= {"loss": loss, "precision": precision, "plan": plan, "autocast": autocast, "seed": seed}

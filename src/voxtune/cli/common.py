@@ -121,7 +121,7 @@ class StepModes(StrEnum):
 
 
 class Update(Protocol):
-    def __call__(self, done: int, note: str = "") -> None: ...
+    def __call__(self, done: int, note: str = "", total: int | None = None) -> None: ...
 
 
 class Output:
@@ -144,9 +144,12 @@ class Output:
 
     @contextmanager
     def progress(self, description: str, total: int) -> Iterator[Update]:
-        """Yields `update(done, note)`, which shows the time left: a bar on a terminal, a line now and then in a log."""
+        """Yields `update(done, note)`, which shows the time left: a bar on a terminal, a line now and then in a log.
+
+        `update(..., total=)` replaces a total that was not known before.
+        """
         if self.quiet:
-            yield lambda done, note="": None
+            yield lambda done, note="", total=None: None
             return
         if importlib.util.find_spec("rich") is None:
             yield _lines(description, total)
@@ -173,13 +176,24 @@ class Output:
             task = bar.add_task(description, total=total, note="")
             printed = [time.monotonic()]
 
-            def update(done: int, note: str = "") -> None:
-                bar.update(task, completed=done, note=note)
-                if not console.is_terminal and (done >= total or time.monotonic() - printed[0] >= LOG_SECONDS):
+            def update(done: int, note: str = "", total: int | None = None) -> None:
+                bar.update(task, completed=done, note=note, total=total)
+                final = int(bar.tasks[0].total or 0)
+                if not console.is_terminal and (done >= final or time.monotonic() - printed[0] >= LOG_SECONDS):
                     printed[0] = time.monotonic()
-                    _line(description, done, total, note, bar.tasks[0].time_remaining)
+                    _line(description, done, final, note, bar.tasks[0].time_remaining)
 
             yield update
+
+
+class Silence(Output):
+    """The output of a process that leaves printing to another one."""
+
+    def __init__(self) -> None:
+        super().__init__(quiet=True)
+
+    def warn(self, text: str) -> None:
+        pass
 
 
 def _visible(text: str) -> str:
@@ -192,15 +206,17 @@ def _lines(description: str, total: int) -> Update:
     first_update: list[tuple[float, int]] = []
     printed = [time.monotonic()]
 
-    def update(done: int, note: str = "") -> None:
-        now = time.monotonic()
+    expected = total
+
+    def update(done: int, note: str = "", total: int | None = None) -> None:
+        final, now = total or expected, time.monotonic()
         if not first_update:
             first_update.append((now, done))
-        if done >= total or now - printed[0] >= LOG_SECONDS:
+        if done >= final or now - printed[0] >= LOG_SECONDS:
             printed[0] = now
             start, first = first_update[0]
-            left = (now - start) / (done - first) * (total - done) if done > first else None
-            _line(description, done, total, note, left)
+            left = (now - start) / (done - first) * (final - done) if done > first else None
+            _line(description, done, final, note, left)
 
     return update
 

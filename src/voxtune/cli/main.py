@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
 from types import FrameType
 from typing import Annotated
 
@@ -134,7 +135,8 @@ def _interrupts() -> Iterator[list[int]]:
         yield pressed
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) != signal.SIG_IGN:  # as the end of one of several processes does
+                signal.signal(number, handler)
         sys.unraisablehook = hook
 
 
@@ -149,10 +151,24 @@ def _run(arguments: list[str] | None, pressed: list[int]) -> int:
     except BrokenPipeError as error:
         return _unwritable(error, EXIT_OK)
     except (KeyboardInterrupt, typer.Abort):
-        return _interrupted(pressed)
+        return _once(lambda: _interrupted(pressed))
     except Exception as error:
         # Libraries turn the interruption of an import or a callback into errors of their own.
-        return _interrupted(pressed) if pressed else _report(error, arguments)
+        failure = error
+        return _once(lambda: _interrupted(pressed) if pressed else _report(failure, arguments))
+
+
+def _once(report: Callable[[], int]) -> int:
+    """The exit code of an error that is reported; of several processes that torchrun started, one reports it."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return report()
+    from voxtune.training.distributed import reporting_once
+
+    with reporting_once() as first:
+        if first:
+            return report()
+        with redirect_stderr(io.StringIO()):
+            return report()
 
 
 def _unwritable(error: OSError, code: int) -> int:

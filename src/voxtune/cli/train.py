@@ -25,6 +25,7 @@ from voxtune.cli.common import (
     OverwriteOption,
     QuietOption,
     RecordPathsOption,
+    Silence,
     choose_device,
     parse_labels,
     parse_size,
@@ -73,8 +74,14 @@ def command(
         str | None, _option(help="Channels of each level as multiples of --base, such as 1,2,3,4. Default: by size.")
     ] = None,
     steps: Annotated[int | None, _option(help="Updates of the weights. Default: {default_steps}.")] = None,
+    epochs: Annotated[
+        int | None, _option(help="Length of the run in place of --steps: how often every subject is seen.")
+    ] = None,
     minutes: Annotated[float | None, _option(help="Time limit in minutes; may end the run before --steps.")] = None,
-    batch: Annotated[int | None, _option(help="Batch size. Default: {default_batch}.")] = None,
+    batch: Annotated[
+        int | None,
+        _option(help="Batch size; with torchrun that of all processes together. Default: {default_batch}."),
+    ] = None,
     accumulation: Annotated[int | None, _option(help="Batches per update. Default: {default_accumulation}.")] = None,
     learning_rate: Annotated[
         float | None, _option("--learning-rate", "--lr", help="Learning rate. Default: {default_learning_rate}.")
@@ -99,6 +106,15 @@ def command(
     seed: Annotated[
         int | None, _option(help="Random seed of initial weights, order and noise. Default: {default_seed}.")
     ] = None,
+    cache: Annotated[
+        str | None,
+        _option(
+            help="Memory for subjects that were read: auto (half of the free memory), none or a size. Default: auto."
+        ),
+    ] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Same bits in every run on the same GPU; slower.")
+    ] = False,
     checkpoint_every: Annotated[
         int | None, _option(help="Steps between checkpoints. Default: {default_checkpoint_every}.")
     ] = None,
@@ -118,15 +134,20 @@ def command(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Train a model on your own scans, simulated subjects or CIFAR-10. A run can be stopped and resumed at any time."""
-    from voxtune.data.modality import parse_images
+    """Train a model on your own scans, simulated subjects or CIFAR-10. A run can be stopped and resumed at any time.
 
-    output = Output(json=json, quiet=quiet)
+    On several GPUs: torchrun --nproc-per-node N -m voxtune train ...
+    """
+    from voxtune.data.modality import parse_images
+    from voxtune.training.distributed import is_leader, process_count
+
+    output = Output(json=json, quiet=quiet) if is_leader() else Silence()
     plain: dict[str, Any] = {"data.images": _absolute(images), "data.masks": _absolute(masks), "data.cohort": cohort}
     plain |= {"data.subjects": _absolute(subjects)}
     plain |= {"model.workload": workload, "model.init": _absolute(init), "model.base": base}
     plain |= {"steps": steps, "batch": batch, "accumulation": accumulation, "learning_rate": learning_rate}
-    plain |= {"minutes": minutes, "warmup": warmup, "decay": decay}
+    plain |= {"epochs": epochs, "minutes": minutes, "warmup": warmup, "decay": decay}
+    plain |= {"cache": cache, "deterministic": deterministic or None}
     plain |= {"loss": loss, "precision": precision, "plan": plan, "autocast": autocast, "seed": seed}
     plain |= {"checkpoint_every": checkpoint_every, "sample_every": sample_every}
     plain |= {"model.size": None if size is None else list(parse_size(size)), "data.label_map": _label_map(labels)}
@@ -137,6 +158,8 @@ def command(
     if workload == "segment":
         if config is not None or resume is not None:
             raise InputError("--workload segment cannot be combined with --config or --resume")
+        if process_count() > 1:
+            raise InputError("--workload segment trains in one process; start it without torchrun")
         train_segment(overrides, out, choose_device(device), output, dry_run=dry_run, overwrite=overwrite)
     elif dry_run:
         if resume is not None:
@@ -169,13 +192,15 @@ class Screen:
 def _memory(config: TrainConfig, device: str) -> Callable[[Overview], float]:
     """The estimated memory of a run with these settings."""
     from voxtune.analysis.estimate import Recipe, training_bytes
+    from voxtune.training.distributed import process_count
 
     requested = config.requested_precision
     half = requested in ("bf16", "fp16") or (requested == "auto" and device != "cpu")
     precision: Any = "half" if half else "fp32"
     compiled = config.requested_plan == "compile"
     recipe = Recipe(precision=precision, channels_last=config.channels_last, compiled=compiled)
-    return lambda facts: training_bytes(facts.network, facts.size, config.batch, recipe)  # type: ignore[arg-type]
+    batch = min(config.batch, -(-config.samples_per_step // process_count()))
+    return lambda facts: training_bytes(facts.network, facts.size, batch, recipe)  # type: ignore[arg-type]
 
 
 def _dry_run(file: Path | None, overrides: dict[str, Any], device: str, output: Output) -> None:
@@ -183,6 +208,8 @@ def _dry_run(file: Path | None, overrides: dict[str, Any], device: str, output: 
     from voxtune.training.model import new_run
 
     config, sentence = new_run(file, overrides, "options")
+    if isinstance(output, Silence):
+        return  # every process would measure the same
     if sentence:
         output.say(sentence)
     screen = Screen(output, _memory(config, device))
@@ -201,6 +228,7 @@ def _train(
     *,
     overwrite: bool,
 ) -> None:
+    from voxtune.training.distributed import is_leader, wait_for_all
     from voxtune.training.folder import check_new_run, read_run
     from voxtune.training.loop import train
     from voxtune.training.model import new_run
@@ -215,7 +243,8 @@ def _train(
     if resume is not None:
         config = read_run(folder, overrides)
     else:
-        check_new_run(folder, overwrite=overwrite)
+        if is_leader():
+            check_new_run(folder, overwrite=overwrite)
         config, sentence = new_run(file, overrides, "options")
         if sentence:
             output.say(sentence)
@@ -225,46 +254,68 @@ def _train(
             config,
             None,
             folder,
-            lambda step, _steps, loss: update(step, f"loss {loss:.4f}"),
+            lambda step, steps, loss: update(step, f"loss {loss:.4f}", total=steps),
             device=device,
             resume=resume is not None,
             overwrite=overwrite,
-            command=recorded_command(["voxtune", *sys.argv[1:]]),
+            command=recorded_command([*_launcher(), *sys.argv[1:]]),
             stop=stop,
             warn=output.warn,
             report=screen.show,
             say=output.say,
         )
     output.result({**result.to_json(), "overview": screen.to_json()})
-    _finish(result, stop.caught[0] if stop.caught and result.stopped else 0, output)
+    # In a run of several processes, another one may have received the signal.
+    number = stop.caught[0] if stop.caught else signal.SIGTERM
+    try:
+        _finish(result, number, output)
+    finally:
+        sys.stdout.flush()
+        wait_for_all()
+
+
+def _launcher() -> list[str]:
+    """The words of the command line before the options of voxtune."""
+    from voxtune.training.distributed import local_count, process_count
+
+    if process_count() == 1:
+        return ["voxtune"]
+    machines = process_count() // local_count()
+    nodes = ["--nnodes", str(machines)] if machines > 1 else []
+    return ["torchrun", *nodes, "--nproc-per-node", str(local_count()), "-m", "voxtune"]
 
 
 def _finish(result: TrainResult, signal_number: int, output: Output) -> None:
-    """`signal_number`: that of the signal that stopped the run, 0 for none."""
+    """`signal_number`: that of the signal that stopped the run, if one did."""
     resume = f"voxtune train --resume {shlex.quote(str(result.out))}"
     if result.stopped:
         output.say(
             f"Stopped after step {result.step} of {result.steps}; a checkpoint was written. Resume with: {resume}"
         )
         # The exit code of a process that was ended by a signal, so that `voxtune train && next` stops here.
-        raise typer.Exit(128 + signal_number)
+        sys.exit(128 + signal_number)
     if result.resumed_from == result.step:
-        option = "--minutes M" if result.ended == "minutes" else "--steps N"
+        option = "--minutes M" if result.ended == "minutes" else "--steps N or --epochs N"
         output.say(f"The run is complete at step {result.step}; to extend it, pass {option}. Model: {result.model}")
         return
     loss = "" if result.loss is None else f", last loss {result.loss:.4f}"
     planned = f" of {result.steps}" if result.ended == "minutes" else ""
-    output.say(f"Trained {result.step}{planned} steps in {result.seconds:.0f} s{loss}. Model: {result.model}")
+    several = f" in {result.processes} processes" if result.processes > 1 else ""
+    idle = "" if result.idle is None else f", {result.idle:.1%} of the time waiting for data"
+    output.say(
+        f"Trained {result.step}{planned} steps{several} in {result.seconds:.0f} s{loss}{idle}. Model: {result.model}"
+    )
 
 
 class SignalStop:
     """Called by the run before and after its steps: from the first call on, SIGINT and SIGTERM are requests to stop.
 
-    Before that, and from the second signal on, signals are handled as usual, because there is nothing to save.
+    Before that, and from the second signal on, signals are handled as usual, because there is nothing to save. With torchrun,
+    Ctrl-C is two signals: of the terminal, and of torchrun, which passes on its own.
     """
 
-    def __init__(self, output: Output):
-        self.output = output
+    def __init__(self, output: Output, *, requests: int = 1):
+        self.output, self.requests = output, requests
         self.caught: list[int] = []
         self._before: dict[int, Any] = {}
 
@@ -275,8 +326,9 @@ class SignalStop:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.caught.append(number)
-        self.restore()
-        if not self.output.quiet:
+        if len(self.caught) >= self.requests:
+            self.restore()
+        if not self.output.quiet and len(self.caught) == 1:
             # Not print(), which the signal may have interrupted.
             os.write(2, b"Finishing this step and writing a checkpoint; interrupt again to stop immediately.\n")
 
@@ -288,11 +340,16 @@ class SignalStop:
 @contextmanager
 def stopping_on_signals(output: Output) -> Iterator[SignalStop]:
     """Yields the `stop` of a training run; signals are handled as before when the block ends."""
-    stop = SignalStop(output)
+    from voxtune.training.distributed import ignore_signals, process_count
+
+    several = process_count() > 1
+    stop = SignalStop(output, requests=2 if several else 1)
     try:
         yield stop
     finally:
         stop.restore()
+        if several:
+            ignore_signals()
 
 
 def _absolute(path: str | None) -> str | None:

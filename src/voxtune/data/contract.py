@@ -302,14 +302,19 @@ def generic_contract(
 def encode_mask(labels_DHW: np.ndarray, contract: DataContract) -> np.ndarray:
     """The condition of the model, float32 (L, D, H, W): one channel per label, in the contract's range."""
     assert labels_DHW.ndim == 3, f"labels must be (D, H, W), not {labels_DHW.shape}"
+    check_known(labels_DHW, contract)
+    outside, inside = (np.float32(value) for value in contract.mask_values)
+    return np.stack([np.where(_any_of(labels_DHW, values), inside, outside) for values in contract.channel_values])
+
+
+def check_known(labels_DHW: np.ndarray, contract: DataContract) -> None:
+    """Raises for labels that the contract does not have."""
     unknown = unknown_labels(labels_DHW, contract)
     if unknown:
         raise InputError(
             f"unknown label{'s' if len(unknown) > 1 else ''} {', '.join(map(str, unknown[:8]))} in the mask; "
             f"the model has {contract.describe_labels()}; map the mask's values to these"
         )
-    outside, inside = (np.float32(value) for value in contract.mask_values)
-    return np.stack([np.where(_any_of(labels_DHW, values), inside, outside) for values in contract.channel_values])
 
 
 def encode_channels(masks_NDHW: Tensor, members: Iterable[Sequence[int]], contract: DataContract) -> Tensor:

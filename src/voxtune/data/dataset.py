@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -20,9 +21,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from voxtune.data.cohort import FIELD_OF_VIEW, LABELS, cohort_spacing, subject
-from voxtune.data.contract import DataContract, Shape, encode_mask, scale_image
+from voxtune.data.contract import DataContract, Shape, check_known, encode_channels, encode_mask, scale_image
 from voxtune.data.geometry import GeometrySummary
 from voxtune.data.grid import Mode, Placement, fit
 from voxtune.data.labels import LabelMap, MaskReader
@@ -85,7 +88,50 @@ CACHE_BYTES = 2 * 2**30
 BYTES_PER_VOXEL = 5
 
 
-class PairedFolders:
+class _Prepared:
+    """Subjects as images and labels on the grid, cached in memory after their first use; `Compact` for the loader."""
+
+    contract: DataContract
+
+    def __init__(self, cache_bytes: int) -> None:
+        self._cache = _Cache(cache_bytes)
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def _prepare(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        image_CDHW, labels_DHW = self._item(index)
+        return image_CDHW.copy(), encode_mask(labels_DHW, self.contract)
+
+    @property
+    def cache_bytes(self) -> int:
+        """The memory that prepared subjects may take up."""
+        return self._cache.limit_bytes
+
+    @property
+    def cached(self) -> int:
+        """How many subjects are in memory."""
+        return len(self._cache)
+
+    def stored(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Images and labels of these subjects: a label takes up one byte, in the condition four of each channel."""
+        images, labels = zip(*map(self._item, indices), strict=True)
+        return torch.from_numpy(np.stack(images)), torch.from_numpy(np.stack(labels))
+
+    def unfold(self, images: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
+        """Converts the result of `stored` to images and conditions, bit-identical to `[index]`."""
+        if masks.dtype == torch.uint8 and max(self.contract.all_values) > 255:
+            masks = masks.int()  # a comparison with a number that does not fit would wrap around
+        return images, encode_channels(masks, self.contract.channel_values, self.contract)
+
+    def _item(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return self._cache.get(_checked(index, len(self)), self._prepare)
+
+
+class PairedFolders(_Prepared):
     """A user's images and masks, matched by name. `check` reads and checks every file, and fills `placements`."""
 
     def __init__(
@@ -111,14 +157,10 @@ class PairedFolders:
         self._folders = (images_dir, masks_dir)
         self._matching = pairing.report
         self.mode = mode
-        self._cache = _Cache(cache_bytes)
+        super().__init__(cache_bytes)
 
     def __len__(self) -> int:
         return len(self.pairs)
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        image_CDHW, labels_DHW = self._cache.get(_checked(index, len(self)), self._prepare)
-        return image_CDHW.copy(), encode_mask(labels_DHW, self.contract)
 
     def check(self) -> Report:
         """Checks every mask and pair."""
@@ -165,7 +207,7 @@ class PairedFolders:
         return _on_grid(images, mask, self.contract, self.mode)
 
 
-class CohortSource:
+class CohortSource(_Prepared):
     """Simulated subjects 0 .. count-1 of cohort `seed`, on the contract's grid."""
 
     def __init__(
@@ -193,14 +235,10 @@ class CohortSource:
         self.count = count
         self.healthy_fraction = healthy_fraction
         self.spacing = _isotropic_spacing(contract)
-        self._cache = _Cache(cache_bytes)
+        super().__init__(cache_bytes)
 
     def __len__(self) -> int:
         return self.count
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        image_CDHW, labels_DHW = self._cache.get(_checked(index, len(self)), self._prepare)
-        return image_CDHW.copy(), encode_mask(labels_DHW, self.contract)
 
     def warm(self, processes: int, warn: Callable[[str], None] | None = None) -> None:
         """Simulates all subjects that fit into the cache, in parallel; one takes a tenth of a second or more.
@@ -241,6 +279,10 @@ class _Cache:
         self.limit_bytes = limit_bytes
         self.bytes = 0
         self._items: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._lock = threading.Lock()  # several threads of a loader prepare subjects at the same time
+
+    def __len__(self) -> int:
+        return len(self._items)
 
     def get(self, index: int, prepare: Callable[[int], tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
         if index in self._items:
@@ -256,11 +298,12 @@ class _Cache:
     def put(self, index: int, prepared: tuple[np.ndarray, np.ndarray]) -> bool:
         """Stores an item if it fits; returns whether it is stored."""
         cost = sum(array.nbytes for array in prepared)
-        if index in self._items or self.bytes + cost > self.limit_bytes:
-            return index in self._items
-        self._items[index] = prepared
-        self.bytes += cost
-        return True
+        with self._lock:
+            if index in self._items or self.bytes + cost > self.limit_bytes:
+                return index in self._items
+            self._items[index] = prepared
+            self.bytes += cost
+            return True
 
 
 def _on_grid(images: list[Volume], mask: Volume, contract: DataContract, mode: Mode) -> tuple[np.ndarray, np.ndarray]:
@@ -269,6 +312,7 @@ def _on_grid(images: list[Volume], mask: Volume, contract: DataContract, mode: M
     labels_DHW = placement.apply(mask.array, label=True)
     if labels_DHW.max() <= 255:
         labels_DHW = labels_DHW.astype(np.uint8)
+    check_known(labels_DHW, contract)
     placed = [placement.apply(image.array, label=False, fill=float(image.array.min())) for image in images]
     return np.stack([scale_image(image_DHW, contract) for image_DHW in placed]), labels_DHW
 

@@ -80,7 +80,7 @@ def choose_batch(
             reason = "all samples"
             break
         factor = batch / best
-        available = _available_memory(model.device)
+        available = available_memory(model.device)
         if needed is None or available is None or needed * factor > SHARE_OF_MEMORY * available:
             reason = "memory" if needed is not None and available is not None else "free memory is unknown"
             break
@@ -172,7 +172,8 @@ def _peak_memory(device: torch.device) -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _available_memory(device: torch.device) -> int | None:
+def available_memory(device: torch.device) -> int | None:
+    """The bytes that are free on a device, in a container within its limit; None where they are unknown."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused

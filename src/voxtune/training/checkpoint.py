@@ -95,9 +95,13 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         "plan": None if checkpoint.plan is None else to_mapping(checkpoint.plan),
         "crc32": checksum(tensors),
     }
-    path = folder / f"step-{checkpoint.state.step:08d}.safetensors"
+    path = checkpoint_path(folder, checkpoint.state.step)
     write_safetensors(path, tensors, {"format": FORMAT, "run": json.dumps(header)}, state=True)
     return path
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}.safetensors"
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

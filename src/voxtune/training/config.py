@@ -19,7 +19,7 @@ from voxtune.diffusion import get_sampler
 from voxtune.diffusion.noise import check_seed
 from voxtune.errors import InputError, install_command, optional_import
 from voxtune.files import recorded_path
-from voxtune.reading import MAX_DEPTH, MAX_FIELD, parse_json, read_text, reading
+from voxtune.reading import MAX_DEPTH, MAX_FIELD, parse_bytes, parse_json, read_text, reading
 from voxtune.workloads import DEFAULT_WORKLOAD, WORKLOADS
 from voxtune.workloads import workload as find_workload
 
@@ -169,13 +169,20 @@ class ModelSettings:
         return WORKLOADS[self.workload].network.dimensions
 
 
+DEFAULT_STEPS = 100_000
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One training run. A step is one update of the weights from `accumulation` batches."""
+    """One training run. A step is one update of the weights from `accumulation` batches.
+
+    With `epochs`, the number of steps follows from that of the subjects; see `with_steps`.
+    """
 
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
-    steps: int = 100_000
+    steps: int = DEFAULT_STEPS
+    epochs: int | None = None
     minutes: float | None = None
     batch: int = RECIPE.batch
     accumulation: int = RECIPE.accumulation
@@ -193,7 +200,9 @@ class TrainConfig:
     channels_last: bool = False
     compile: bool = False
     max_skipped: int = 10
-    workers: int = 2
+    deterministic: bool = False
+    workers: int | None = None
+    cache: str = "auto"
     seed: int = 0
     checkpoint_every: int = 1000
     keep: int = 3
@@ -211,7 +220,11 @@ class TrainConfig:
         for name in ("warmup", "ema_start", "sample_every"):
             _check_range(name, getattr(self, name), 0, MAX_COUNT)
         _check_range("sample_steps", self.sample_steps, 1, 100_000)
-        _check_range("workers", self.workers, 0, 64)
+        if self.workers is not None:
+            _check_range("workers", self.workers, 0, 64)
+        if self.epochs is not None:
+            _check_range("epochs", self.epochs, 1, MAX_COUNT)
+        _check_cache(self.cache)
         check_seed(self.seed)
         get_sampler(self.sampler)
         if not 0 < self.learning_rate <= 1:
@@ -249,13 +262,37 @@ class TrainConfig:
         return "default" if self.autocast == "none" else self.autocast
 
 
+def with_steps(config: TrainConfig, subjects: int) -> TrainConfig:
+    """`config` with the number of steps in which the run sees every subject `epochs` times."""
+    if config.epochs is None:
+        return config
+    steps = -(-config.epochs * subjects // config.samples_per_step)
+    if config.steps not in (steps, DEFAULT_STEPS):
+        raise InputError(
+            f"steps {config.steps} and epochs {config.epochs} contradict each other: {config.epochs} epochs of {subjects} "
+            f"subjects are {steps} steps; set one of them"
+        )
+    return replace(config, steps=min(steps, MAX_COUNT))
+
+
 FORMAT = "voxtune-run/1"
 # Settings that are paths, and their options.
 PATHS = {"data.images": "--images", "data.masks": "--masks", "data.subjects": "--subjects", "model.init": "--init"}
 # Settings that may change when a run is resumed, because they do not affect the weights of a given step.
 FREE_TO_CHANGE = frozenset(
-    {"steps", "minutes", "workers", "checkpoint_every", "keep", "store", "log_every", "sample_every", "sample_steps"}
-    | {"sampler", "tensorboard", "plan", "max_skipped", "data.label_map", *PATHS}
+    {
+        "steps",
+        "epochs",
+        "minutes",
+        "workers",
+        "cache",
+        "deterministic",
+        "checkpoint_every",
+        "keep",
+        "store",
+        "log_every",
+    }
+    | {"sample_every", "sample_steps", "sampler", "tensorboard", "plan", "max_skipped", "data.label_map", *PATHS}
 )
 # With a decaying learning rate these do: they set how fast it decays.
 DECAY_LENGTH = frozenset({"steps", "minutes"})
@@ -314,6 +351,14 @@ def _check_network_settings(model: ModelSettings) -> None:
 def _check_range(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise InputError(f"{name} {value}: must be in {low} to {high}")
+
+
+def _check_cache(cache: str) -> None:
+    if cache not in ("auto", "none"):
+        try:
+            parse_bytes(cache, "cache")
+        except InputError:
+            raise InputError(f"cache {cache[:40]!r}: must be auto, none or a size such as 8GB") from None
 
 
 def _check_path(name: str, value: str | None) -> None:
@@ -388,6 +433,11 @@ def make_config(data: Mapping[str, Any], overrides: Mapping[str, Any], where: st
     """The settings in `data`, replaced by `overrides` where given."""
     merged = {k: dict(v) if isinstance(v, Mapping) else v for k, v in data.items()}
     _override_source(merged, overrides)
+    lengths = [name for name in ("steps", "epochs") if overrides.get(name) is not None]
+    if len(lengths) > 1:
+        raise InputError("steps and epochs cannot be combined: each sets the length of the run")
+    if lengths:  # replaces the other one in the file
+        merged.pop("epochs" if lengths == ["steps"] else "steps", None)
     for key, value in overrides.items():
         section, _, name = key.rpartition(".")
         target = merged.setdefault(section, {}) if section else merged

@@ -6,10 +6,14 @@ epochs. The position of a run is therefore one number, whatever had been loaded 
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +28,11 @@ from voxtune.data.subjects import Compact, Packed, Source, unpack
 from voxtune.diffusion.noise import check_seed, normal_batch, philox
 from voxtune.errors import InputError
 from voxtune.files import recorded_path
+from voxtune.reading import parse_bytes
+from voxtune.runtime.batching import available_memory
 from voxtune.runtime.model import ModelConfig
 from voxtune.training.config import TrainConfig
+from voxtune.training.distributed import Share, local_count
 
 _MASK = 0xFFFFFFFF
 # Counters that samplers never use, so that training noise and sampling noise are independent.
@@ -79,15 +86,63 @@ def _key(seed: int) -> tuple[int, int]:
     return check_seed(seed) & _MASK, seed >> 32
 
 
-class Loader:
-    """Batches in order, starting at sample number `start`, loaded in advance by `workers` threads."""
+# Loader threads: more than this read no faster from one disk, and take the interpreter from the thread that trains.
+MAX_AUTO_WORKERS = 8
+# The share of this machine's free memory in which subjects are kept; the rest is for the run, pinned batches and file caches.
+CACHE_SHARE = 0.5
 
-    def __init__(self, source: Source, *, seed: int, batch: int, start: int, workers: int, pin: bool):
-        self.source, self.seed, self.batch, self.pin = source, seed, batch, pin
+
+def worker_count(config: TrainConfig, device: torch.device) -> int:
+    """The loader threads of a run; by default for a GPU one per core that its process has, and two for a CPU."""
+    if config.workers is not None:
+        return config.workers
+    if device.type != "cuda":
+        return 2
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(2, min(MAX_AUTO_WORKERS, cores // local_count()))
+
+
+def cache_limit(setting: str) -> int:
+    """The memory in bytes that one process may fill with subjects; `auto` divides free memory among the processes."""
+    if setting == "none":
+        return 0
+    if setting != "auto":
+        return parse_bytes(setting, "cache")
+    from voxtune.data.dataset import CACHE_BYTES
+
+    free = available_memory(torch.device("cpu"))
+    return CACHE_BYTES if free is None else int(CACHE_SHARE * free / local_count())
+
+
+def consecutive(start: int, batch: int) -> Iterator[tuple[int, ...]]:
+    """The sample numbers of batches, one after the other."""
+    return (tuple(range(first, first + batch)) for first in itertools.count(start, batch))
+
+
+class Loader:
+    """Batches in order, starting at sample number `start`, loaded in advance by `workers` threads.
+
+    With `share`, only the batches of one of several processes, from the step on that begins with sample `start`.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        seed: int,
+        start: int,
+        workers: int,
+        pin: bool,
+        batch: int = 1,
+        share: Share | None = None,
+    ):
+        self.source, self.seed, self.pin = source, seed, pin
         self.count = len(source)
-        self._next = start
+        self._numbers = consecutive(start, batch) if share is None else share.numbers(start)
         self._order = (-1, [0])
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="voxtune-loader") if workers else None
+        # A new thread pins memory for the first GPU, whichever one the run has.
+        prepare = partial(torch.cuda.set_device, torch.cuda.current_device()) if pin else None
+        self._pool = ThreadPoolExecutor(workers, "voxtune-loader", initializer=prepare) if workers else None
         self._ahead: deque[Future[Batch]] = deque()
         self._depth = 2 * workers
 
@@ -109,8 +164,7 @@ class Loader:
         return divmod(number, self.count)
 
     def _take(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        numbers = tuple(range(self._next, self._next + self.batch))
-        self._next += self.batch
+        numbers = next(self._numbers)
         return numbers, tuple(self._index(number) for number in numbers)
 
     def _index(self, number: int) -> int:
@@ -123,7 +177,8 @@ class Loader:
         unfold = None
         masks: Tensor | None
         if isinstance(self.source, Compact):
-            images, masks = self.source.stored(indices)
+            with _naming_files(indices):
+                images, masks = self.source.stored(indices)
             unfold = self.source.unfold
         else:
             images, masks = _stacked([read_item(self.source, index) for index in indices])
@@ -139,11 +194,18 @@ def _stacked(items: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor 
 
 def read_item(source: Source, index: int) -> tuple[Tensor, Tensor | None]:
     """Subject `index` as tensors; a missing or damaged file is an InputError."""
-    try:
+    with _naming_files((index,)):
         image, cond = source[index]
-    except OSError as error:
-        raise InputError(f"{error.filename or f'subject {index}'}: {error.strerror or error}") from error
     return _tensor(image), None if cond is None else _tensor(cond)
+
+
+@contextmanager
+def _naming_files(indices: Sequence[int]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        place = error.filename or f"subject {', '.join(map(str, indices))}"
+        raise InputError(f"{place}: {error.strerror or error}") from error
 
 
 def _tensor(array: Any) -> Tensor:
@@ -153,8 +215,11 @@ def _tensor(array: Any) -> Tensor:
 Warn = Callable[[str], None]
 
 
-def open_source(config: TrainConfig, model: ModelConfig, warn: Warn, *, check: bool) -> Source:
-    """The source in `config.data` on the model's grid; `check` validates every file first."""
+def open_source(config: TrainConfig, model: ModelConfig, warn: Warn, *, check: bool, workers: int = 2) -> Source:
+    """The source in `config.data` on the model's grid; `check` validates every file first.
+
+    Above two `workers`, that many processes simulate a cohort in advance.
+    """
     if model.network.dimensions == 2:
         return _open_images(config, model, warn)
     data, contract = config.data, model.data
@@ -166,9 +231,9 @@ def open_source(config: TrainConfig, model: ModelConfig, warn: Warn, *, check: b
     from voxtune.data.preflight import MODEL, NEW_MODEL
 
     if data.cohort is not None:
-        cohort = CohortSource(contract, data.cohort_seed, data.cohort)
-        if config.workers > 2:
-            cohort.warm(config.workers, warn)
+        cohort = CohortSource(contract, data.cohort_seed, data.cohort, cache_bytes=cache_limit(config.cache))
+        if workers > 2:
+            cohort.warm(workers, warn)
         return cohort
     if data.images is None or data.masks is None:
         raise InputError(
@@ -179,7 +244,15 @@ def open_source(config: TrainConfig, model: ModelConfig, warn: Warn, *, check: b
     if data.label_map is not None:
         labels = parse_labels(data.label_map)
     consumer = NEW_MODEL if config.model.init is None else MODEL
-    source = PairedFolders(contract, data.images, data.masks, mode=data.fit, labels=labels, consumer=consumer)
+    source = PairedFolders(
+        contract,
+        data.images,
+        data.masks,
+        mode=data.fit,
+        cache_bytes=cache_limit(config.cache),
+        labels=labels,
+        consumer=consumer,
+    )
     if check:
         source.check().raise_or_warn(warn)
     return source

@@ -1,4 +1,4 @@
-"""The model of a training run: freshly initialised from its settings, or that of a stored model."""
+"""The model of a training run: freshly initialised from its settings, or that of a stored model; and its card."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from voxtune.data.cifar import CHANNELS, SIDE
 from voxtune.data.contract import DataContract, Label
 from voxtune.data.labels import parse_labels
@@ -14,8 +16,11 @@ from voxtune.data.pairing import folder_images
 from voxtune.data.subjects import packed_contract
 from voxtune.diffusion import DiffusionConfig
 from voxtune.errors import InputError
-from voxtune.runtime.model import ModelConfig, workload_contract
+from voxtune.files import recorded_path
+from voxtune.runtime.card import model_card
+from voxtune.runtime.model import Model, ModelConfig, workload_contract
 from voxtune.training.config import ModelSettings, TrainConfig, make_config, read_config
+from voxtune.versions import __version__
 from voxtune.workloads import WORKLOADS, NetworkConfig
 
 
@@ -125,3 +130,43 @@ def _labels(config: TrainConfig, template: DataContract) -> tuple[Label, ...] | 
         label_map.for_contract(template)
         return None
     return label_map.labels(overlapping=bool(data.overlapping))
+
+
+def training_card(
+    config: TrainConfig,
+    model: Model,
+    step: int,
+    seconds: float,
+    *,
+    plan: str,
+    origin: str,
+    commands: list[str],
+    processes: int = 1,
+) -> str:
+    """The model card after `step`, with data, recipe and commands."""
+    start = "" if config.model.init is None else f", from the weights of `{recorded_path(config.model.init)}`"
+    device = "a CPU" if model.device.type == "cpu" else torch.cuda.get_device_name(model.device)
+    if processes > 1:
+        device = f"{processes} processes, each on {device}"
+    stored = ", stored in BF16" if config.store == "bf16" else ""
+    lines = [
+        f"Trained with voxtune {__version__} for {step} of {config.steps} steps{start}; {seconds / 60:.1f} minutes on "
+        f"{device}. These are the EMA weights{stored}.",
+        "",
+        f"- Data: {origin}",
+        f"- Recipe: Adam, {_describe_rate(config)}, {config.loss.upper()} loss, batch {config.batch} x {config.accumulation} "
+        f"accumulated, EMA {config.ema_decay:g} every {config.ema_every} steps from step {config.ema_start}, {plan}, "
+        f"gradient clip {config.clip or 'none'}, seed {config.seed}",
+    ]
+    if commands:
+        lines += ["", "```", *commands, "```"]
+    return model_card(model, title="A model trained with voxtune", origin="\n".join(lines))
+
+
+def _describe_rate(config: TrainConfig) -> str:
+    warm = f", warmed up over {config.warmup} steps" if config.warmup else ""
+    length = f"{config.steps} steps"
+    if config.minutes is not None:
+        length += f" or {config.minutes:g} minutes, whichever progressed further"
+    decay = f", decaying along a cosine to a hundredth over {length}" if config.decay == "cosine" else ""
+    return f"learning rate {config.learning_rate:g}{warm}{decay}"

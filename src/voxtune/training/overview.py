@@ -27,6 +27,7 @@ from voxtune.data.training_data import (
     three_digits,
 )
 from voxtune.errors import InputError
+from voxtune.files import counted
 from voxtune.training.data import read_item
 from voxtune.workloads import NetworkConfig
 from voxtune.workloads.segment import SegmentConfig
@@ -78,7 +79,8 @@ class Unused:
 class Overview:
     """The facts about the data of a run. `memory_bytes` and `seconds` (for the whole run) are estimates.
 
-    `held_out` is None if no subject is held out. `statistics` is None for a model without masks.
+    `held_out` is None if no subject is held out. `statistics` is None for a model without masks. `cache_bytes` limits the
+    memory in which subjects are kept, None for a source without a cache. `steps` of `samples_per_step` samples are planned.
     """
 
     network: NetworkConfig | SegmentConfig
@@ -91,6 +93,9 @@ class Overview:
     grids: tuple[GridChange, ...] = ()
     unused: tuple[Unused, ...] = ()
     subject_bytes: int = 0
+    cache_bytes: int | None = None
+    steps: int | None = None
+    samples_per_step: int = 1
     memory_bytes: float | None = None
     seconds_per_step: float | None = None
     seconds: float | None = None
@@ -121,6 +126,12 @@ class Overview:
         rows += _listed(
             "not used", [_unused_text(u) for u in self.unused if not u.other_kind], SHOWN_REASONS, "other reasons"
         )
+        if self.steps is not None:
+            epochs = self.steps * self.samples_per_step / self.subjects
+            samples = counted(self.samples_per_step, "sample")
+            rows.append(("length", f"{counted(self.steps, 'step')} of {samples}, {epochs:.3g} epochs"))
+        if self.cache_bytes is not None:
+            rows.append(("cache", self._cached()))
         if self.seconds is not None and self.seconds_per_step is not None:
             step = f"{self.seconds_per_step:.3g} s per step"
             rows.append(("time", f"about {duration(self.seconds)} (estimated, {step})"))
@@ -128,6 +139,16 @@ class Overview:
             stored = f" and {size_text(self.subject_bytes)} for the subjects" if self.subject_bytes else ""
             rows.append(("memory", f"about {size_text(self.memory_bytes)} for a step{stored} (estimated)"))
         return [line for name, text in rows for line in _wrapped(name, text)]
+
+    def _cached(self) -> str:
+        """What the loader keeps in memory."""
+        assert self.cache_bytes is not None
+        one = _prepared_bytes(self.contract) if self.contract is not None else 0
+        kept = min(self.subjects, self.cache_bytes // one) if one else 0
+        if not kept:
+            return "off: subjects are read again in each epoch"
+        which = "all subjects" if kept == self.subjects else f"{kept} of {self.subjects} subjects"
+        return f"{which}, in memory after their first use (limit {size_text(self.cache_bytes)})"
 
 
 def overview(
@@ -157,6 +178,7 @@ def overview(
         grids=_grids(files.placements) if isinstance(files, FileSource) else (),
         unused=_unused(files.unused_files(), contract) if isinstance(files, FileSource) and contract else (),
         subject_bytes=_stored_bytes(source, contract),
+        cache_bytes=getattr(_unwrapped(source), "cache_bytes", None),
         warnings=tuple(line for line in warnings if line is not None),
     )
 
@@ -253,11 +275,13 @@ def _stored_bytes(source: Source, contract: DataContract | None) -> int:
     voxels = len(source) * math.prod(contract.size)
     if isinstance(source, Packed):
         return voxels * (2 * len(contract.images) + 1)
-    if _spacings(source) is None:
-        return 0
-    from voxtune.data.dataset import CACHE_BYTES
+    limit = getattr(_unwrapped(source), "cache_bytes", None)
+    return 0 if limit is None else min(limit, len(source) * _prepared_bytes(contract))
 
-    return min(CACHE_BYTES, voxels * (4 * len(contract.images) + 1))
+
+def _prepared_bytes(contract: DataContract) -> int:
+    """The memory of one subject on the grid: float32 images, and labels of one byte."""
+    return math.prod(contract.size) * (4 * len(contract.images) + 1)
 
 
 def _contract_rows(contract: DataContract, statistics: TrainingData | None) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ import gc
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,8 @@ class QueuedStep:
     """Forward and backward pass, clipping and the optimizer, without reading a value on the host.
 
     `outcome` (3,) is the loss, the gradient's norm, and 1 if the step was skipped because one of them is not finite: the
-    optimizer, which must be fused, then changes nothing. `record`: as a CUDA graph, after the first steps.
+    optimizer, which must be fused, then changes nothing. `record`: as a CUDA graph, after the first steps. Of several processes,
+    `accumulating` is around each batch, and `mean` is that of the loss over all of them.
     """
 
     def __init__(
@@ -98,8 +100,11 @@ class QueuedStep:
         clip: float | None,
         scaler: torch.amp.GradScaler | None,
         record: bool,
+        accumulating: Callable[..., Any] | None = None,
+        mean: Callable[[Tensor], Tensor] | None = None,
     ):
         self.loss_of, self.optimizer, self.clip, self.scaler = loss_of, optimizer, clip, scaler
+        self._accumulating, self._mean = accumulating, mean
         self.parameters = [p for p in network.parameters() if p.requires_grad]
         device = self.parameters[0].device
         self.outcome = torch.zeros(3, device=device)
@@ -131,11 +136,12 @@ class QueuedStep:
         """The step as it is."""
         self.optimizer.zero_grad(set_to_none=True)
         total: Tensor | None = None
-        for part in parts:
-            loss = self.gradients(part, len(parts))
+        for number, part in enumerate(parts, 1):
+            with nullcontext() if self._accumulating is None else self._accumulating(last=number == len(parts)):
+                loss = self.gradients(part, len(parts))
             total = loss if total is None else total + loss
         assert total is not None
-        self.update(total)
+        self.update(total if self._mean is None else self._mean(total))
         if self._recorded is not None:
             self.optimizer.zero_grad(set_to_none=True)
 

@@ -27,6 +27,7 @@ from voxtune.training.checkpoint import (
 )
 from voxtune.training.config import TrainConfig
 from voxtune.training.data import Batch
+from voxtune.training.distributed import Processes
 from voxtune.training.nonfinite import first_not_finite
 from voxtune.training.plan import TrainingPlan, unmeasured_plan
 from voxtune.training.plan_step import LateReader, QueuedStep, StepInputs, runs_ahead, step_inputs
@@ -116,7 +117,7 @@ class _Queued:
 
 
 class Trainer:
-    """Network, moving average, optimizer and loss scale of one run.
+    """Network, moving average, optimizer and loss scale of one run, the same in each of its processes.
 
     On a GPU a step is queued, and its loss is read after the next one has been: `step` counts queued steps. A step whose loss or
     gradient is not finite changes nothing. After `max_skipped` of them in a row, `failure` is set, and the state is that after
@@ -124,8 +125,15 @@ class Trainer:
     """
 
     def __init__(
-        self, config: TrainConfig, model: Model, subjects: int, device: torch.device, plan: TrainingPlan | None = None
+        self,
+        config: TrainConfig,
+        model: Model,
+        subjects: int,
+        device: torch.device,
+        plan: TrainingPlan | None = None,
+        processes: Processes | None = None,
     ):
+        self.processes = processes = processes or Processes(device)
         self.config, self.model, self.device, self.subjects = config, model, device, subjects
         self.plan = plan = plan or unmeasured_plan(config, device)
         network = plan.placed(model.network.to(device), model.config.network.dimensions)
@@ -136,10 +144,19 @@ class Trainer:
         # Only fp16 on a GPU needs a loss scale: bf16 has the range of float32.
         scaled = plan.precision == "fp16" and device.type == "cuda"
         self.scaler = torch.amp.GradScaler("cuda") if scaled else None
-        self._forward = plan.forward(network)
+        if plan.name == "voxtune":
+            self._replica = processes.replicated(network, plan.forward(network))
+            self._forward: Any = self._replica
+        else:
+            # torch.compile around the replicas: it then ends a graph where a bucket of gradients is complete.
+            self._replica = processes.replicated(network)
+            self._forward = plan.forward(self._replica)
         self._queue = self._reader = None
         if queued:
-            options: dict[str, Any] = {"clip": config.clip, "scaler": self.scaler, "record": plan.name == "voxtune"}
+            # The communication of several processes is not recorded.
+            record = plan.name == "voxtune" and processes.alone
+            options: dict[str, Any] = {"clip": config.clip, "scaler": self.scaler, "record": record}
+            options |= {"accumulating": self._accumulating, "mean": processes.mean}
             self._queue = QueuedStep(self._loss, network, self.optimizer, **options)
             self._reader = LateReader()
         self.step = 0
@@ -149,6 +166,8 @@ class Trainer:
         # Of the last good step that was read.
         self.loss: float | None = None
         self.failure: InputError | None = None
+        # Whether the failure is that of a batch of this process.
+        self.failed_here = False
         self._waiting: deque[_Queued] = deque()
         self._read: deque[_Queued] = deque()
         self._rows: list[dict[str, float]] = []
@@ -173,10 +192,12 @@ class Trainer:
             group["lr"] = queued.rate
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self.device)
-        for inputs in self._inputs(queued.batches):
-            batch_loss = self._loss(inputs) / len(queued.batches)
-            batch_loss.backward()
+        for number, inputs in enumerate(self._inputs(queued.batches), 1):
+            with self._accumulating(last=number == len(queued.batches)):
+                batch_loss = self._loss(inputs) / len(queued.batches)
+                batch_loss.backward()
             loss += batch_loss.detach()
+        loss = self.processes.mean(loss)
         parameters = list(self.network.parameters())
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         queued.loss, queued.norm = torch.stack([loss, norm]).tolist()
@@ -188,6 +209,9 @@ class Trainer:
             self.optimizer.step()
             self.ema.update(self.network, self.step)
         self._finish(queued)
+
+    def _accumulating(self, *, last: bool) -> Any:
+        return self.processes.accumulating(self._replica, last=last)
 
     def _queue_step(self, queued: _Queued) -> None:
         assert self._queue is not None and self._reader is not None
@@ -244,6 +268,7 @@ class Trainer:
         name = "loss" if not math.isfinite(queued.loss) else "gradient"
         inputs = self._inputs(queued.batches)
         where = first_not_finite(self.network, inputs, self._plain_loss)
+        self.failed_here = where is not None
         if where is None:
             where = "plain PyTorch computes finite values"
             where += (
