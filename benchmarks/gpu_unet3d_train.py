@@ -60,10 +60,10 @@ def voxtune(net: nn.Module, xs: tuple[Tensor, ...]) -> Forward:
     return training_network(net, xs, None, Plan.of(*training_passes("bf16")))
 
 
-def own_weight_gradients(net: nn.Module, xs: tuple[Tensor, ...]) -> Forward:
+def cudnn_weight_gradients(net: nn.Module, xs: tuple[Tensor, ...]) -> Forward:
     from voxtune.kernels import conv3d_weight_gradient
 
-    conv3d_weight_gradient.METHOD = "hopper"
+    conv3d_weight_gradient.METHOD = "cudnn"
     return voxtune(net, xs)
 
 
@@ -75,7 +75,7 @@ WAYS: dict[str, tuple[Callable[..., Forward], bool, bool, bool]] = {
     "torch_compile_bf16": (compiled, True, True, False),
     "voxtune_eager": (voxtune, True, True, False),
     "voxtune": (voxtune, True, True, True),
-    "voxtune_own_weight_gradients": (own_weight_gradients, True, True, True),
+    "voxtune_cudnn_weight_gradients": (cudnn_weight_gradients, True, True, True),
 }
 
 
@@ -119,9 +119,9 @@ class Step:
 
 
 @contextmanager
-def settings(*, tf32: bool) -> Iterator[None]:
+def settings(*, tf32: bool, search: bool = True) -> Iterator[None]:
     benchmark = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True  # the fastest setting of PyTorch
+    torch.backends.cudnn.benchmark = search  # the fastest setting of PyTorch; its search takes long in float32
     try:
         with tf32_allowed(tf32):
             yield
@@ -146,7 +146,7 @@ def true_gradient(name: str, size: Sequence[int]) -> tuple[Tensor, str]:
     if kind == "float64":
         net, target = net.double(), target.double()
         xs = tuple(x.double() if x.is_floating_point() else x for x in xs)
-    with settings(tf32=False):
+    with settings(tf32=False, search=False):
         y = net(*xs)
         (y - target).abs().mean().backward()
     return flat(list(net.parameters())), kind

@@ -173,7 +173,7 @@ KERNELS = {
     ),
     "voxtune_weight_gradient_join": Kernel(
         computes="sum of its parts",
-        passes="training, not used by default",
+        passes="training",
         types=HALVES,
         compiled=("test_weight_gradient::test_compiles",),
         gpu=(f"{WEIGHT_GRADIENT}::test_exact_on_integers",),
@@ -181,7 +181,7 @@ KERNELS = {
     ),
     "voxtune_weight_gradient_hopper": Kernel(
         computes="the same gradient on Hopper",
-        passes="training, not used by default",
+        passes="training",
         types=HALVES,
         compiled=("test_weight_gradient::test_compiles_for_hopper",),
         gpu=(

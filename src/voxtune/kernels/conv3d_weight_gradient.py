@@ -22,6 +22,7 @@ all tiles.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -37,8 +38,13 @@ from voxtune.kernels.conv3d import CUBE, channels_inside, load_voxels, result_si
 from voxtune.kernels.conv3d_tiles import Device, has_copy_engine
 from voxtune.kernels.precompile import ready
 
-# Which of them `gradients.py` uses where `why_not` is None; cuDNN until the others are measured to be faster.
-METHOD: Literal["cudnn", "triton", "hopper"] = "cudnn"
+Method = Literal["cudnn", "triton", "hopper"]
+# Which of them `gradients.py` uses where `why_not` is None; None: the fastest one, where it was measured, else cuDNN.
+METHOD: Method | None = None
+# On an H200 the kernel for Hopper takes 0.5 to 0.9 of cuDNN's time from this number of voxels on; smaller ones were not measured.
+MEASURED_VOXELS = 64**3
+# Later versions of Triton pad an input plane to a power of two: the faster tile then exceeds the shared memory.
+COMPACT_PLANES = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 PARTS_AT_ONCE = 8  # that the join loads together
 ROWS = 8  # of a tile, for one program of the join
 
@@ -233,8 +239,17 @@ def why_not(  # noqa: PLR0911
     return f"a depth of {dy.shape[2]}" if hopper and dy.shape[2] < tile.stages else None
 
 
+def method_for(dy: Tensor) -> Method:
+    if METHOD is not None:
+        return METHOD
+    large = dy.shape[0] * math.prod(dy.shape[2:]) >= MEASURED_VOXELS
+    return "hopper" if large and dy.is_cuda and Device.of(dy.device).halo else "cudnn"
+
+
 def default_tile(dy: Tensor, *, hopper: bool) -> GradientTile:
-    """By arithmetic; benchmarks/gpu_weight_gradient.py measures others."""
+    """Measured by benchmarks/gpu_weight_gradient.py on an H200; the plain kernel's by arithmetic."""
+    if hopper and COMPACT_PLANES:
+        return GradientTile(hopper=True, h=8, w=16, stages=3, registers=False, ahead=True)
     if hopper:
         return GradientTile(hopper=True, h=8, w=8, stages=4)
     return GradientTile(h=4, w=16, stages=3)

@@ -233,7 +233,7 @@ def _packed_gradient(
     dy: Tensor, sources: list[Tensor], packed: Tensor, kernel: tuple[int, ...], padding: tuple[int, ...]
 ) -> Tensor:
     """Of a packed weight, each source's columns from that source."""
-    lasting, method = [_lasting(s) for s in sources], _own.METHOD
+    lasting, method = [_lasting(s) for s in sources], _own.method_for(dy)
     if method != "cudnn":
         reason = _own.why_not(dy, lasting, kernel, padding, hopper=method == "hopper")
         if _runs_kernel(dy, reason, "the weight gradient of conv3d"):
