@@ -62,6 +62,7 @@ def train(
     loss: Literal["l1", "l2"] | None = None,
     precision: Literal["auto", "fp32", "tf32", "bf16"] | None = None,
     plan: Literal["auto", "baseline", "compile", "voxtune"] | None = None,
+    memory_budget: str | None = None,
     autocast: Literal["none", "bf16", "fp16"] | None = None,
     seed: int | None = None,
     cache: str | None = None,
@@ -99,7 +100,7 @@ def train(
     paths = {"data.images": images, "data.masks": masks, "data.subjects": subjects, "model.init": init}
     values: dict[str, Any] = {name: _absolute(path, name.partition(".")[2]) for name, path in paths.items()}
     values |= {"data.cohort": cohort, "model.workload": workload, "model.size": size, "model.base": base}
-    values |= {"epochs": epochs, "cache": cache, "deterministic": deterministic or None}
+    values |= {"epochs": epochs, "memory_budget": memory_budget, "cache": cache, "deterministic": deterministic or None}
     values |= {"model.multipliers": multipliers, "steps": steps, "minutes": minutes, "batch": batch}
     values |= {"accumulation": accumulation, "learning_rate": learning_rate, "warmup": warmup, "decay": decay}
     values |= {"loss": loss, "precision": precision, "plan": plan, "autocast": autocast, "seed": seed}

@@ -100,6 +100,13 @@ def command(
             help="What computes the network: {training_plan}. Default: {default_plan}, the fastest that passes the gate."
         ),
     ] = None,
+    memory_budget: Annotated[
+        str | None,
+        _option(
+            "--memory-budget",
+            help="Memory of a step, such as 12GB: what exceeds it is computed again in the backward pass, by plan voxtune.",
+        ),
+    ] = None,
     autocast: Annotated[
         str | None, _option(help="Autocast: {autocast}, with --plan baseline or compile. Default: by --precision.")
     ] = None,
@@ -147,7 +154,7 @@ def command(
     plain |= {"model.workload": workload, "model.init": _absolute(init), "model.base": base}
     plain |= {"steps": steps, "batch": batch, "accumulation": accumulation, "learning_rate": learning_rate}
     plain |= {"epochs": epochs, "minutes": minutes, "warmup": warmup, "decay": decay}
-    plain |= {"cache": cache, "deterministic": deterministic or None}
+    plain |= {"memory_budget": memory_budget, "cache": cache, "deterministic": deterministic or None}
     plain |= {"loss": loss, "precision": precision, "plan": plan, "autocast": autocast, "seed": seed}
     plain |= {"checkpoint_every": checkpoint_every, "sample_every": sample_every}
     plain |= {"model.size": None if size is None else list(parse_size(size)), "data.label_map": _label_map(labels)}

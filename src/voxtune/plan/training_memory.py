@@ -91,6 +91,12 @@ class TrainingMemory:
                 least = memory
                 yield groups, memory
 
+    def computed_twice(self, groups: Sequence[Group]) -> float:
+        """The share of the forward pass's products with weights that is computed again."""
+        again = {node for group in groups for node in inside(self.nodes, group).nodes}
+        total = sum(map(_products, self.nodes))
+        return sum(map(_products, again)) / total if total else 0.0
+
     def within(self, budget: int) -> tuple[Group, ...]:
         """The groups that compute least again among those that fit; InputError, with the smallest figure, if none does."""
         choices = list(self.choices())
@@ -102,6 +108,18 @@ class TrainingMemory:
             f"a training step needs at least {least / 2**30:.1f} GiB here, more than the memory budget of {budget / 2**30:.1f}: "
             "use a smaller size or batch, or raise --memory-budget"
         )
+
+
+def _products(node: fx.Node) -> int:
+    """Products of a convolution or matrix product, by the sizes of its result and weight."""
+    if node.op != "call_function":
+        return 0
+    value = next((x for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)), None)
+    weights = [n.meta.get("val") for n in node.all_input_nodes if n.op == "get_attr"]
+    matrix = max((w for w in weights if isinstance(w, Tensor) and w.dim() > 1), key=Tensor.numel, default=None)
+    if value is None or matrix is None:
+        return 0
+    return value.numel() * (matrix.numel() // max(1, value.shape[1] if value.dim() > 1 else 1))
 
 
 def _kept(network: TrainingNetwork, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, list[Kept]]:

@@ -199,6 +199,7 @@ class TrainConfig:
     autocast: Literal["none", "bf16", "fp16"] | None = None
     channels_last: bool = False
     compile: bool = False
+    memory_budget: str | None = None
     max_skipped: int = 10
     deterministic: bool = False
     workers: int | None = None
@@ -225,6 +226,8 @@ class TrainConfig:
         if self.epochs is not None:
             _check_range("epochs", self.epochs, 1, MAX_COUNT)
         _check_cache(self.cache)
+        if self.memory_budget is not None:
+            parse_bytes(self.memory_budget, "memory_budget")
         check_seed(self.seed)
         get_sampler(self.sampler)
         if not 0 < self.learning_rate <= 1:
@@ -252,6 +255,8 @@ class TrainConfig:
         """The plan; `compile` and `autocast` also name one."""
         if self.compile:
             return "compile"
+        if self.memory_budget is not None:
+            return "voxtune"
         return self.plan if self.autocast is None or self.plan == "compile" else "baseline"
 
     @property
@@ -292,7 +297,17 @@ FREE_TO_CHANGE = frozenset(
         "store",
         "log_every",
     }
-    | {"sample_every", "sample_steps", "sampler", "tensorboard", "plan", "max_skipped", "data.label_map", *PATHS}
+    | {
+        "sample_every",
+        "sample_steps",
+        "sampler",
+        "tensorboard",
+        "plan",
+        "memory_budget",
+        "max_skipped",
+        "data.label_map",
+        *PATHS,
+    }
 )
 # With a decaying learning rate these do: they set how fast it decays.
 DECAY_LENGTH = frozenset({"steps", "minutes"})
@@ -302,6 +317,11 @@ def check_plan(config: TrainConfig) -> None:
     """Raises if the older names of a plan and of a precision, `autocast` and `compile`, contradict the others."""
     if config.compile and config.plan not in ("auto", "compile"):
         raise InputError(f"compile cannot be combined with plan {config.plan}; omit one of them")
+    if config.memory_budget is not None and (
+        config.compile or config.autocast or config.plan not in ("auto", "voxtune")
+    ):
+        other = "compile" if config.compile else "autocast" if config.autocast else f"plan {config.plan}"
+        raise InputError(f"memory_budget requires plan voxtune and cannot be combined with {other}; omit one of them")
     if config.autocast is None:
         return
     if config.plan == "voxtune":

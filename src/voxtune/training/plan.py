@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from voxtune.precision import tf32_allowed
+from voxtune.reading import parse_bytes
 from voxtune.training.config import TrainConfig
 from voxtune.versions import __version__
+
+if TYPE_CHECKING:
+    from voxtune.plan.training import TrainingNetwork
 
 PlanName = Literal["baseline", "compile", "voxtune"]
 # "default": float32 with PyTorch's own flags of TF32, as the setting autocast none.
@@ -39,13 +43,15 @@ class TrainingPlan:
     """What computes the network of a run; stored in its checkpoints.
 
     "baseline" is plain PyTorch, "compile" torch.compile, "voxtune" the network rewritten by `passes` for the run's batches; on
-    a GPU its step is recorded as a CUDA graph. `made_for` is the device and the versions that `candidates` were measured with.
+    a GPU its step is recorded as a CUDA graph. Of what does not fit into `memory_budget` (bytes), results are computed again in
+    the backward pass. `made_for` is the device and the versions that `candidates` were measured with.
     """
 
     name: PlanName
     precision: TrainingPrecision
     channels_last: bool = False
     passes: tuple[str, ...] = ()
+    memory_budget: int | None = None
     made_for: str = ""
     candidates: tuple[MeasuredPlan, ...] = ()
 
@@ -103,7 +109,7 @@ class RewrittenForward:
     def __init__(self, plan: TrainingPlan, network: nn.Module):
         self.plan, self.network = plan, network
         self._plain = plan._plain(network)
-        self._rewritten: nn.Module | None = None
+        self._rewritten: TrainingNetwork | None = None
         self._shapes: tuple[Any, ...] = ()
 
     def __call__(self, x: Tensor, t_N: Tensor, cond: Tensor | None) -> Any:
@@ -113,19 +119,25 @@ class RewrittenForward:
             self._rewritten, self._shapes = self.rewrite(args), shapes
         return self._rewritten(*args) if shapes == self._shapes else self._plain(x, t_N, cond)
 
-    def rewrite(self, args: tuple[Tensor, ...]) -> nn.Module:
-        """InputError if the network cannot be rewritten."""
+    def rewrite(self, args: tuple[Tensor, ...]) -> TrainingNetwork:
+        """InputError if the network cannot be rewritten, or a step does not fit into the budget."""
         from voxtune.plan.plan import Plan
         from voxtune.plan.training import training_network
+        from voxtune.plan.training_memory import TrainingMemory
 
-        return training_network(self.network, args, None, Plan.of(*self.plan.passes))
+        rewritten = training_network(self.network, args, None, Plan.of(*self.plan.passes))
+        if self.plan.memory_budget is not None:
+            rewritten.recompute(TrainingMemory(rewritten, args).within(self.plan.memory_budget))
+        return rewritten
 
 
-def rewriting_plan(precision: TrainingPrecision, candidates: tuple[MeasuredPlan, ...] = ()) -> TrainingPlan:
+def rewriting_plan(precision: TrainingPrecision, memory_budget: int | None = None) -> TrainingPlan:
     from voxtune.plan.training import training_passes
 
     passes = training_passes(cast(Any, "tf32" if precision == "default" else precision))
-    return TrainingPlan(name="voxtune", precision=precision, channels_last=True, passes=passes, candidates=candidates)
+    return TrainingPlan(
+        name="voxtune", precision=precision, channels_last=True, passes=passes, memory_budget=memory_budget
+    )
 
 
 def resolved_precision(config: TrainConfig, device: torch.device) -> TrainingPrecision:
@@ -143,11 +155,15 @@ def resolved_precision(config: TrainConfig, device: torch.device) -> TrainingPre
     return "bf16" if usable else "default"
 
 
+def budget_of(config: TrainConfig) -> int | None:
+    return None if config.memory_budget is None else parse_bytes(config.memory_budget, "memory_budget")
+
+
 def unmeasured_plan(config: TrainConfig, device: torch.device) -> TrainingPlan:
     """The requested plan without any measurement; for "auto" plain PyTorch."""
     precision = resolved_precision(config, device)
     if config.requested_plan == "voxtune":
-        return rewriting_plan(precision)
+        return rewriting_plan(precision, budget_of(config))
     name: PlanName = "compile" if config.requested_plan == "compile" else "baseline"
     return TrainingPlan(name=name, precision=precision, channels_last=config.channels_last)
 

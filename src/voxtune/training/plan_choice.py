@@ -32,6 +32,7 @@ from voxtune.training.plan import (
     RewrittenForward,
     TrainingPlan,
     TrainingPrecision,
+    budget_of,
     made_for,
     resolved_precision,
     rewriting_plan,
@@ -73,7 +74,10 @@ def choose_plan(
     model.network.to(device)
     choice = _Choice(config, model, source, device, say)
     if checkpoint is not None and checkpoint.config.requested_plan == config.requested_plan:
-        return choice.resumed(checkpoint.plan)
+        stored = checkpoint.plan
+        if stored is not None and stored.name == "voxtune":
+            stored = replace(stored, memory_budget=budget_of(config))
+        return choice.resumed(stored)
     plan = unmeasured_plan(config, device)
     if plan.name == "voxtune":
         return choice.gated(plan)
@@ -197,8 +201,24 @@ class _Choice:
                 f"plan voxtune: refused by the gate: {verdict.reason}; pass --plan auto or --plan baseline"
             )
         self.say(f"{plan.describe()}: gradient error {verdict.error:.1e} (at most {verdict.figures['limit']:.1e})")
+        if plan.memory_budget is not None:
+            self.say(self._within_budget(plan))
         row = MeasuredPlan(name=plan.label, kept=True, error=verdict.error)
         return replace(plan, made_for=made_for(self.device), candidates=(row,))
+
+    def _within_budget(self, plan: TrainingPlan) -> str:
+        """What the budget costs; InputError if no step fits into it."""
+        from voxtune.plan.training_memory import TrainingMemory
+
+        args = self._zeros()
+        rewritten = RewrittenForward(plan, self.model.network).rewrite(args)
+        memory, groups = TrainingMemory(rewritten, args), rewritten.groups
+        step, all_kept = memory.step(groups), memory.step()
+        line = f"memory budget: a step is estimated to need {step.total / 2**30:.2f} GiB"
+        if not groups:
+            return f"{line}; nothing is computed twice"
+        share = memory.computed_twice(groups)
+        return f"{line} instead of {all_kept.total / 2**30:.2f}; {share:.0%} of the forward pass's products are computed twice"
 
     # The fastest plan.
 
