@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.factories.tiny_training import Blobs, tiny_config
+from voxtune.errors import InputError
 from voxtune.runtime.model import Model
 from voxtune.training.checkpoint import checkpoints, read_checkpoint
 from voxtune.training.config import ModelSettings
@@ -194,3 +195,19 @@ def test_recording_saves_time(record_property):
     started = time.perf_counter()
     trainer.train_step([batch])
     record_property("host_ms", (time.perf_counter() - started) * 1e3)
+
+
+def test_out_of_memory_names_settings_that_fit(tmp_path):
+    """With a fraction of the memory, which a step of eight volumes exceeds; by the settings that are named it does not."""
+    big = ModelSettings(size=(64, 64, 64), base=64, multipliers=(1, 2), attention=(), diffusion_steps=20)
+    config = config_of(model=big, batch=8, steps=4, plan="baseline", precision="bf16")
+    source = Blobs(size=(64, 64, 64))
+    total = torch.cuda.get_device_properties(GPU).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(GPU) + 3 * 2**30) / total)
+    try:
+        with pytest.raises(InputError, match=r"out of GPU memory: ") as refused:
+            train(config, source, tmp_path / "run", device=GPU)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert "resume" in str(refused.value) or "start again" in str(refused.value)

@@ -34,6 +34,7 @@ from voxtune.training.data import (
     worker_count,
 )
 from voxtune.training.distributed import Processes, join_processes
+from voxtune.training.fit import settings_that_fit, usable_memory
 from voxtune.training.folder import CONFIG, MODEL, add_command, check_new_run, delete_run, write_settings
 from voxtune.training.log import TrainLog, image_picture, sample_picture
 from voxtune.training.model import model_config, training_card, with_folder_image
@@ -480,8 +481,7 @@ class Run:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            reason = "out of GPU memory: use a smaller batch with more accumulation, a smaller model, or precision bf16"
-            raise InputError(f"{reason}; {self._how_to_resume()}") from error
+            raise InputError(f"{self._out_of_memory()}; {self._how_to_resume()}") from error
         except OSError as error:
             reason = f"{error.filename or self.out}: {error.strerror or ' '.join(str(error).split())}"
             raise InputError(f"{reason}; {self._how_to_resume()}") from error
@@ -502,6 +502,16 @@ class Run:
             raise InputError(
                 f"torch.compile cannot compile this network on this machine ({text[:200]}): pass --plan baseline"
             ) from error
+
+    def _out_of_memory(self) -> str:
+        general = "use a smaller batch with more accumulation, a smaller model, or precision bf16"
+        trainer = self.trainer
+        if trainer.device.type == "cuda":
+            torch.cuda.empty_cache()
+            options = settings_that_fit(self.config, trainer.model, trainer.plan, usable_memory(trainer.device))
+            if options is not None:
+                return f"out of GPU memory: a step is estimated to fit with {options}"
+        return f"out of GPU memory: {general}"
 
     def _how_to_resume(self) -> str:
         stopped = f"stopped after step {self.trainer.step}"

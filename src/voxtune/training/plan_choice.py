@@ -26,6 +26,7 @@ from voxtune.runtime.model import Model
 from voxtune.training.checkpoint import Checkpoint
 from voxtune.training.config import TrainConfig
 from voxtune.training.data import Batch, Loader
+from voxtune.training.fit import zeros
 from voxtune.training.plan import (
     HALF,
     MeasuredPlan,
@@ -181,14 +182,7 @@ class _Choice:
         return refuses_half(self.device)
 
     def _zeros(self) -> tuple[Tensor, ...]:
-        """A batch of the run's shapes."""
-        network, size = self.model.config.network, self.model.config.size
-        shape = lambda channels: (self.config.batch, channels, *size)  # noqa: E731
-        x = torch.zeros(shape(network.out_channels), device=self.device)
-        t_N = torch.zeros(self.config.batch, dtype=torch.int64, device=self.device)
-        if not network.mask_channels:
-            return x, t_N
-        return x, t_N, torch.zeros(shape(network.mask_channels), device=self.device)
+        return zeros(self.model, self.config.batch)
 
     def gated(self, plan: TrainingPlan) -> TrainingPlan:
         """The requested plan; InputError if the network cannot be rewritten, or the gate refuses it."""
