@@ -37,6 +37,7 @@ def run(capsys, *arguments):
     return code, captured.out, captured.err
 
 
+@pytest.mark.slow
 def test_every_phase_on_one_subject(capsys, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(tuner, "CPU_IN_SHORT", tuner.CPU_IN_SHORT[:2])
     monkeypatch.setattr(tuner, "_faster", lambda *_: True)

@@ -179,6 +179,7 @@ def test_characters_that_only_look_like_digits_are_wrong_input(capsys, text):
     assert main(["sample", "demo", "-o", "x", f"--device=cuda:{text or '²'}"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_standard_output_on_a_full_disk_is_one_line(tmp_path):
     """Whether the failing write is that of a line, or the last flush; and nothing is printed where nothing can be."""

@@ -536,6 +536,7 @@ def regions(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_steps_and_usefulness_of_overlapping_labels(capsys, regions, tmp_path):
     data = ["--real", regions / "data" / "images", "--masks", regions / "data" / "masks"]

@@ -45,6 +45,7 @@ def volume_of(out: Path) -> np.ndarray:
     return nib.load(next(out.rglob("*.nii.gz"))).get_fdata()
 
 
+@pytest.mark.slow
 def test_tune_prints_the_waterfall_and_sample_uses_it(capsys, model, tmp_path):
     plan, mask = tmp_path / "plan.json", write_mask(tmp_path / "sub-9_dseg.nii.gz")
     code, out, err = run(capsys, "tune", model, "--size", "16,16,16", "-o", plan)

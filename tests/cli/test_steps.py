@@ -302,6 +302,7 @@ def by_arithmetic(monkeypatch, cached):
     monkeypatch.setattr(Bench, "_sample", timed)
 
 
+@pytest.mark.slow
 def test_feature_caching_is_measured_and_stored(capsys, folders, tmp_path, monkeypatch):
     """With a margin so wide that any row passes, and times that say what the arithmetic says."""
     by_arithmetic(monkeypatch, cached=0.5)

@@ -159,6 +159,7 @@ def test_four_images(tmp_path):
     assert np.array_equal((image + 1) / 2, cond)
 
 
+@pytest.mark.slow
 def test_subjects_simulated_in_parallel_are_the_same():
     contract = cohort_contract((16, 16, 16))
     serial, parallel = CohortSource(contract, 3, 4), CohortSource(contract, 3, 4)

@@ -48,6 +48,7 @@ def test_the_notebook_runs_from_start_to_end(tmp_path, monkeypatch, capsys):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_the_notebook_of_own_networks_runs(tmp_path, monkeypatch, capsys):
     pytest.importorskip("monai")

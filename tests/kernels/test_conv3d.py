@@ -34,6 +34,7 @@ def test_against_float64(dtype, kind, extent):
         assert row["mean"] < 1e-5 and row["spread"] < 1e-4, row
 
 
+@pytest.mark.slow
 def test_statistics_about_a_large_mean():
     (row,) = run("numerics", "float32", "offset", "quick", interpret=True)
     assert row["spread"] < 1e-4, row

@@ -36,6 +36,7 @@ def test_against_float64(what, dtype, kind, extent):
         assert row["mean"] < 1e-5 and row["spread"] < 1e-4, row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["doubling", "strided"])
 def test_statistics_about_a_large_mean(what):
     (row,) = run("numerics", what, "float32", "offset", "quick", interpret=True)

@@ -20,6 +20,7 @@ def test_against_float64(what):
         assert row["written"] and row["last"], row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["pointwise", "add"])
 def test_whole_numbers_are_exact(what):
     for row in run("numerics", what, "whole", interpret=True):

@@ -15,7 +15,7 @@ run = partial(run_checks, "kernels/weight_gradient_checks.py")
 @pytest.mark.parametrize(
     ("dtype", "kind", "extent"),
     [
-        ("float16", "integers", "quick"),
+        pytest.param("float16", "integers", "quick", marks=pytest.mark.slow),
         pytest.param("float16", "integers", "all", marks=pytest.mark.slow),
         pytest.param("float32", "integers", "all", marks=pytest.mark.slow),
         pytest.param("float32", "random", "all", marks=pytest.mark.slow),

@@ -54,6 +54,7 @@ def test_rungs_4_and_5():
     assert after["kernels"]["voxtune_unary"] == 1 + BLOCKS  # only GELU of the time embedding
 
 
+@pytest.mark.slow
 def test_rungs_6_to_10():
     rows = rows_of("6-10")
     # Rung 6 still transfers activations around each operation: blocks, gates, Down and Up, stem, image and end.

@@ -137,6 +137,7 @@ def test_the_table_agrees_with_its_verdicts(monkeypatch):
         assert row["kept"] == (row["p50_ms"] < row["best_p50_ms"])
 
 
+@pytest.mark.slow
 def test_the_numbers_printed_are_those_that_decided(monkeypatch):
     """Real timings: each comparison's two times are in the row of its verdict, to four digits or more."""
     net, args = make("convnext")
@@ -254,6 +255,7 @@ def test_a_given_plan_is_gated_and_one_that_fails_is_refused(tmp_path, monkeypat
         voxtune.optimize(net, args, real)
 
 
+@pytest.mark.slow
 def test_an_edited_plan_is_gated_again(tmp_path, monkeypatch):
     net, args = make("med_ddpm")
     fast = voxtune.optimize(net, args, Plan.of("cleanup", "channels_last"))

@@ -43,7 +43,7 @@ def steps(call, net, x, count=3):
     return losses
 
 
-@pytest.mark.parametrize("name", ["nnunet_plain", "monai_segresnet"])
+@pytest.mark.parametrize("name", ["nnunet_plain", pytest.param("monai_segresnet", marks=pytest.mark.slow)])
 def test_the_steps_are_those_of_the_network(name):
     net, (x,), _ = make_users(name)
     net.train()

@@ -130,6 +130,7 @@ def test_without_permission_the_census_is_valid_and_the_remedy_is_reported(tools
         assert not tiers[tier]["done"] and "NVreg_RestrictProfilingToAdminUsers=0" in tiers[tier]["why"]
 
 
+@pytest.mark.slow
 def test_a_raw_recording_gives_the_same_session_again(tools: Path, golden_model: Path) -> None:
     options = RecordOptions(mode="train", steps=1, warmup=1, keep_raw=True, tiers=("census",))
     (here,) = record(str(golden_model), ["baseline"], tools, options=options, device="cpu")

@@ -276,6 +276,7 @@ def test_keys_of_cases_and_images(open_page, kinds_page):
     assert faults(opened) == []
 
 
+@pytest.mark.slow
 def test_keys_of_the_view(open_page, kinds_page):
     opened = open_page(kinds_page, wait="ready", width=800)
     page = opened.page

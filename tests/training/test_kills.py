@@ -73,6 +73,7 @@ def test_killed_at_every_step_of_its_writes(commands, data, uninterrupted, tmp_p
     record_counts(record_property, kills=len(places))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "lasting", "every"),
     [

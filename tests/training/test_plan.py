@@ -257,6 +257,7 @@ def test_the_next_candidate_follows_a_refused_one(monkeypatch):
     assert "gate: gradients of 16 batches of 2 at 4 x 4 x 4" in said, "it was judged once more"
 
 
+@pytest.mark.slow
 def test_plain_pytorch_is_used_if_nothing_faster_is_accepted(monkeypatch):
     plan, _ = choice(monkeypatch, TIMES, refused=("voxtune", "torch.compile, channels-last"))
     assert (plan.name, plan.channels_last) == ("baseline", False)
@@ -266,6 +267,7 @@ def test_plain_pytorch_is_used_if_nothing_faster_is_accepted(monkeypatch):
     assert said[-1].startswith("plain PyTorch, channels-last is used")
 
 
+@pytest.mark.slow
 def test_a_candidate_that_does_not_fit_costs_itself_only(monkeypatch):
     plan, _ = choice(monkeypatch, {**TIMES, "plain PyTorch": None, "plain PyTorch, channels-last": None})
     assert plan.name == "voxtune" and "out of memory" in plan.candidates[0].why
