@@ -105,7 +105,7 @@ class TrainingMemory:
                 return groups
         least = min(memory.total for _, memory in choices)
         raise InputError(
-            f"a training step needs at least {least / 2**30:.1f} GiB here, more than the memory budget of {budget / 2**30:.1f}: "
+            f"a training step needs at least {least / 2**30:.3g} GiB here, more than the memory budget of {budget / 2**30:.3g}: "
             "use a smaller size or batch, or raise --memory-budget"
         )
 

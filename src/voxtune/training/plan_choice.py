@@ -185,7 +185,8 @@ class _Choice:
         return zeros(self.model, self.config.batch)
 
     def gated(self, plan: TrainingPlan) -> TrainingPlan:
-        """The requested plan; InputError if the network cannot be rewritten, or the gate refuses it."""
+        """The requested plan; InputError if it does not fit, the network cannot be rewritten, or the gate refuses it."""
+        within = None if plan.memory_budget is None else self._within_budget(plan)
         try:
             verdict = self._verdict(plan)
         except (ImportError, torch.OutOfMemoryError) as error:
@@ -195,8 +196,8 @@ class _Choice:
                 f"plan voxtune: refused by the gate: {verdict.reason}; pass --plan auto or --plan baseline"
             )
         self.say(f"{plan.describe()}: gradient error {verdict.error:.1e} (at most {verdict.figures['limit']:.1e})")
-        if plan.memory_budget is not None:
-            self.say(self._within_budget(plan))
+        if within is not None:
+            self.say(within)
         row = MeasuredPlan(name=plan.label, kept=True, error=verdict.error)
         return replace(plan, made_for=made_for(self.device), candidates=(row,))
 
