@@ -129,8 +129,8 @@ def settings(*, tf32: bool, search: bool = True) -> Iterator[None]:
         torch.backends.cudnn.benchmark = benchmark
 
 
-def given(name: str, size: Sequence[int], *, channels_last: bool) -> tuple[tuple[Tensor, ...], Tensor]:
-    xs = tuple(x.cuda() for x in inputs(name, tuple(size)))
+def given(name: str, size: Sequence[int], batch: int, *, channels_last: bool) -> tuple[tuple[Tensor, ...], Tensor]:
+    xs = tuple(x.repeat(batch, *[1] * (x.dim() - 1)).cuda() for x in inputs(name, tuple(size)))
     target = torch.randn(xs[0].shape, generator=torch.Generator().manual_seed(1)).cuda()
     return (tuple(map(last, xs)), last(target)) if channels_last else (xs, target)
 
@@ -139,8 +139,8 @@ def flat(parameters: Sequence[Tensor]) -> Tensor:
     return torch.cat([p.grad.detach().double().flatten().cpu() for p in parameters if p.grad is not None])
 
 
-def true_gradient(name: str, size: Sequence[int]) -> tuple[Tensor, str]:
-    xs, target = given(name, size, channels_last=False)
+def true_gradient(name: str, size: Sequence[int], batch: int) -> tuple[Tensor, str]:
+    xs, target = given(name, size, batch, channels_last=False)
     kind = "float64" if xs[0].numel() <= LARGEST_FLOAT64 else "float32"
     net = network(name).cuda()
     if kind == "float64":
@@ -152,10 +152,12 @@ def true_gradient(name: str, size: Sequence[int]) -> tuple[Tensor, str]:
     return flat(list(net.parameters())), kind
 
 
-def measure(name: str, way: str, size: Sequence[int], runs: int, expected: Tensor, kind: str) -> dict[str, Any]:
+def measure(
+    name: str, way: str, size: Sequence[int], batch: int, runs: int, expected: Tensor, kind: str
+) -> dict[str, Any]:
     build, tf32, channels_last, graph = WAYS[way]
     net = network(name).cuda()
-    xs, target = given(name, size, channels_last=channels_last)
+    xs, target = given(name, size, batch, channels_last=channels_last)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     with settings(tf32=tf32):
@@ -167,13 +169,13 @@ def measure(name: str, way: str, size: Sequence[int], runs: int, expected: Tenso
         times = timed(run, runs, warm=3)
     peak = torch.cuda.max_memory_reserved() / 2**30
     label = way if name == "med-ddpm" else f"{name}:{way}"
-    return row(label, list(size), times, peak, error) | {"error_against": kind}
+    return row(label, list(size), times, peak, error) | {"batch": batch, "error_against": kind}
 
 
-def profile(name: str, way: str, size: Sequence[int]) -> None:
+def profile(name: str, way: str, size: Sequence[int], batch: int) -> None:
     build, tf32, channels_last, _ = WAYS[way]
     net = network(name).cuda()
-    xs, target = given(name, size, channels_last=channels_last)
+    xs, target = given(name, size, batch, channels_last=channels_last)
     with settings(tf32=tf32):
         step = Step(net, build(net, xs), xs, target)
         for _ in range(3):
@@ -188,9 +190,9 @@ def profile(name: str, way: str, size: Sequence[int]) -> None:
         print(f"  {event.self_device_time_total / 3e3:8.3f} ms  {event.count // 3:4d} x  {event.key[:110]}")
 
 
-def apart(name: str, way: str, size: Sequence[int], runs: int, limit: float, truth: Path) -> dict[str, Any]:
+def apart(name: str, way: str, size: Sequence[int], batch: int, runs: int, limit: float, truth: Path) -> dict[str, Any]:
     command = [sys.executable, __file__, "--here", "--network", name, "--ways", way, "--runs", str(runs)]
-    command += ["--size", ",".join(map(str, size)), "--truth", str(truth)]
+    command += ["--size", ",".join(map(str, size)), "--truth", str(truth), "--batch", str(batch)]
     label = way if name == "med-ddpm" else f"{name}:{way}"
     try:
         done = subprocess.run(command, timeout=limit, check=False, stdout=subprocess.PIPE, text=True)
@@ -206,6 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", default="med-ddpm")
     parser.add_argument("--size", default="128", help="one number, or three: 144,192,192")
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--limit", type=float, default=240.0, metavar="SECONDS", help="stop a way after this time")
@@ -218,21 +221,23 @@ def main() -> None:
     size = sides * 3 if len(sides) == 1 else sides
     ways = options.ways.split(",")
     if options.profile:
-        return profile(options.network, ways[0], size)
+        return profile(options.network, ways[0], size, options.batch)
     if options.here:
         content = torch.load(options.truth, weights_only=True)
-        result = measure(options.network, ways[0], size, options.runs, content["gradient"], content["kind"])
+        result = measure(
+            options.network, ways[0], size, options.batch, options.runs, content["gradient"], content["kind"]
+        )
         print(json.dumps(result), flush=True)
         return None
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         truth = Path(folder) / "gradient.pt"
-        gradient, kind = true_gradient(options.network, size)
+        gradient, kind = true_gradient(options.network, size, options.batch)
         torch.save({"gradient": gradient, "kind": kind}, truth)
         del gradient
         torch.cuda.empty_cache()
         for way in ways:
-            rows.append(apart(options.network, way, size, options.runs, options.limit, truth))
+            rows.append(apart(options.network, way, size, options.batch, options.runs, options.limit, truth))
             if "failed" in rows[-1]:
                 print(rows[-1], flush=True)
             else:
