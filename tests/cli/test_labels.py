@@ -350,6 +350,7 @@ def small(tmp_path_factory):
 REAL = "tumour=1,2,4; brain=image"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_steps_with_labels(capsys, small, tmp_path):
     data = ["--real", small / "data" / "images", "--masks", small / "data" / "masks"]

@@ -41,6 +41,7 @@ def folders(tmp_path_factory):
     return root / "model", pack(learn, held_out, root / "subjects.npz", origin="made for tests")
 
 
+@pytest.mark.slow
 def test_a_bare_machine_learns_from_packed_subjects(folders, tmp_path):
     model, subjects = folders
     options = ("--subjects", subjects, "--volumes", 4, "--few", 2, "--seeds", 2, "--steps", 2, "--sampler", "ddim")

@@ -84,6 +84,7 @@ def test_steps_between_full_steps_skip_the_deep_levels(model, cond):
             hook.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["ddim", "ddpm"])
 def test_the_error_on_a_trained_network_is_small_and_grows_with_the_interval(sampler):
     model = voxtune.load(Path(voxtune.__file__).parent / "models" / "demo")

@@ -139,6 +139,7 @@ def test_packed_subjects_round_trip(tmp_path):
         subjects.unpack(path)
 
 
+@pytest.mark.slow
 def test_training_from_packed_subjects_with_only_the_core_dependencies(tmp_path, capsys):
     subjects.pack(Balls(2), Balls(1), tmp_path / "s.npz", origin="balls")
     command = ["train", "--workload", "segment", "--subjects", str(tmp_path / "s.npz"), "-o", str(tmp_path / "out")]

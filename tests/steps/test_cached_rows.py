@@ -76,6 +76,7 @@ def table(caches, steps=(20,), options=QUICK, **network):
     return result, {row.name: row for row in result.rows}
 
 
+@pytest.mark.slow
 def test_an_equal_and_faster_cache_is_chosen():
     result, rows = table([FeatureCache(interval=4), FeatureCache(interval=2, depth=0)])
     assert result.choice.record["cache"] == {"interval": 4, "depth": 1}

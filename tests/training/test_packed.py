@@ -260,6 +260,7 @@ def test_errors_of_the_command_are_one_line(file, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_command_with_only_the_core_dependencies(file, tmp_path):
     recipe = ["--steps", "2", "--minutes", "9", "--warmup", "1", "--decay", "cosine", "--autocast", "bf16"]
     settings = ["clip=1.0", "channels_last=true", "store=bf16", "ema_start=1", "sampler=ddim", "sample_every=2"]

@@ -248,6 +248,7 @@ def test_the_fastest_plan_that_passes_is_used(monkeypatch):
     assert any(line.startswith("voxtune: 2.50 x as fast as plain PyTorch, gradient error") for line in said)
 
 
+@pytest.mark.slow
 def test_the_next_candidate_follows_a_refused_one(monkeypatch):
     plan, said = choice(monkeypatch, TIMES, refused=("voxtune",))
     assert (plan.name, plan.channels_last) == ("compile", True)
