@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+HALF: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 # Where PyTorch >= 2.9 stores each precision; a backend set to "none" inherits from its parent.
 _Place = tuple[str, ...]
 _PRECISIONS: tuple[_Place, ...] = (("cuda", "matmul"), ("cudnn", "conv"), ("cudnn", "rnn"))

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from voxtune.plan.passes import PASSES, Context, Pass
-from voxtune.plan.passes.base import HALF
+from voxtune.precision import HALF
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "voxtune" / "kernels"

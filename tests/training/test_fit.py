@@ -10,9 +10,9 @@ from tests.factories.tiny_training import tiny_config
 from voxtune.plan.training_memory import TrainingMemory
 from voxtune.runtime.model import Model
 from voxtune.training.config import make_config
-from voxtune.training.fit import settings_that_fit, zeros
+from voxtune.training.fit import settings_that_fit
 from voxtune.training.model import model_config
-from voxtune.training.plan import RewrittenForward, TrainingPlan, rewriting_plan
+from voxtune.training.plan import RewrittenForward, TrainingPlan, rewriting_plan, zeros
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BASELINE = TrainingPlan(name="baseline", precision="fp32")

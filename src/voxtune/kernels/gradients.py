@@ -143,13 +143,10 @@ class _NormBefore(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         weight, bias, shift, slopes, residual, *sources = tensors
         groups, eps, activation, slope, statistics = arguments
-        y, affine = torch.ops.voxtune.norm_act_kept(
-            sources, weight, bias, groups, eps, shift, activation, slope, slopes, residual, statistics
-        )
-        ctx.mark_non_differentiable(affine)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*sources, weight, bias, shift, slopes, residual, affine)
-        ctx.options, ctx.handed_on = (groups, eps, activation, slope), handed_on
+        inputs = (sources, weight, bias, groups, eps, shift, activation, slope, slopes, residual, statistics)
+        y, affine = torch.ops.voxtune.norm_act_kept(*inputs)
+        _keep_norm(ctx, inputs, (y, affine))
+        ctx.handed_on = handed_on
         return y, affine, *(s.view_as(s) for s, on in zip(sources, handed_on, strict=True) if on)
 
     @staticmethod

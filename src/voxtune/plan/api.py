@@ -23,12 +23,12 @@ from voxtune.plan.hazards import refuses_half
 from voxtune.plan.measure import clocked
 from voxtune.plan.optimized import Optimized, Variant, precision_in_force, weights_type
 from voxtune.plan.passes import Precision, precision_of
-from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import GraphPool, Inputs, kernels_ready
 from voxtune.plan.saved_graph import load_graph, save_graph
 from voxtune.plan.search import CPU_READY, READY, Search, fastest, ready_plans
 from voxtune.plan.tuner import BASELINE, first_admitted, gate_for, judge
+from voxtune.precision import HALF
 
 __all__ = ["CPU_READY", "READY", "Request", "RequestedPrecision", "optimize", "ready_plans", "to_stderr"]
 

@@ -16,12 +16,13 @@ from voxtune.plan.graph import Captured, WritesInPlaceError, capture, raising_li
 from voxtune.plan.measure import clocked
 from voxtune.plan.optimized import Optimized, Variant
 from voxtune.plan.passes import BY_NAME, PASSES, Context, Pass
-from voxtune.plan.passes.base import EXCEPTED, HALF
+from voxtune.plan.passes.base import EXCEPTED
 from voxtune.plan.passes.execution import CUDA_GRAPH
 from voxtune.plan.passes.layout import CHANNELS_LAST
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import GraphPool, Inputs, Runner, Signature
 from voxtune.plan.tiling import load_tiles
+from voxtune.precision import HALF
 
 log = logging.getLogger("voxtune")
 # The note of a pass that acts when the plan runs.

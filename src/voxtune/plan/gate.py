@@ -25,9 +25,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from voxtune.diffusion import DiffusionConfig, get_sampler, make_schedule, spaced_steps
 from voxtune.files import one_line
-from voxtune.plan.passes.base import HALF
 from voxtune.plan.run import Inputs
-from voxtune.precision import tf32_allowed
+from voxtune.precision import HALF, tf32_allowed
 from voxtune.quality.tensor_error import Difference, difference
 
 log = logging.getLogger("voxtune")

@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from voxtune.errors import InputError
 from voxtune.files import one_line
 from voxtune.plan.derivation import StaleError
-from voxtune.plan.passes.base import HALF, Precision
+from voxtune.plan.passes.base import Precision
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import GraphPool, Inputs, Runner, Signature, leaves_of
+from voxtune.precision import HALF
 
 log = logging.getLogger("voxtune")
 # Input sizes that one network keeps graphs for.
@@ -56,7 +57,41 @@ class Variant:
 Make = Callable[["Optimized", Inputs, Precision | None], Variant]
 
 
-class Optimized(nn.Module):
+class SharesOriginal(nn.Module):
+    """A module in place of another one, whose parameters, buffers and submodules are its own."""
+
+    def __init__(self, original: nn.Module):
+        super().__init__()
+        # The same dictionaries: a replaced parameter or submodule is replaced in both.
+        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[shared] = original.__dict__[shared]
+        self.__dict__["original"] = original
+        self.training = original.training
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return self.original.load_state_dict(state_dict, *args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.original._load_from_state_dict(*args, **kwargs)  # as part of another module
+
+    def train(self, mode: bool = True) -> Self:
+        self.original.train(mode)
+        self.training = mode
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or "original" not in self.__dict__:
+                raise
+            return getattr(self.original, name)
+
+
+class Optimized(SharesOriginal):
     """A network rewritten by a plan. Inference only. `notes` states what each pass did.
 
     It shares the original's parameters, buffers and submodules: `state_dict`, `load_state_dict`, `to` and `parameters` are the
@@ -74,12 +109,7 @@ class Optimized(nn.Module):
         *,
         memory_limit: int | None = None,
     ):
-        super().__init__()
-        # The same dictionaries: a replaced parameter or submodule is replaced in both.
-        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[shared] = original.__dict__[shared]
-        self.__dict__["original"] = original
-        self.training = original.training
+        super().__init__(original)
         self.main = variant
         self._stored: Plan | None = None  # that of a copy
         self.memory_limit = memory_limit
@@ -235,28 +265,6 @@ class Optimized(nn.Module):
         self._variants.clear()
         self._refused.clear()
         self._type = weights_type(self.original)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.original.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        return self.original.load_state_dict(state_dict, *args, **kwargs)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.original._load_from_state_dict(*args, **kwargs)  # as part of another module
-
-    def train(self, mode: bool = True) -> Optimized:
-        self.original.train(mode)
-        self.training = mode
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("__") or "original" not in self.__dict__:
-                raise
-            return getattr(self.original, name)
 
     # Copies hold the original and the plan; they are rewritten at their first call.
 

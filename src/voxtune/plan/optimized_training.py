@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +20,14 @@ from voxtune.plan.build import PlanTarget
 from voxtune.plan.gate import Verdict
 from voxtune.plan.hazards import refuses_half
 from voxtune.plan.measure import Timing, measure
-from voxtune.plan.optimized import MAX_VARIANTS, precision_in_force, weights_type
+from voxtune.plan.optimized import MAX_VARIANTS, SharesOriginal, precision_in_force, weights_type
 from voxtune.plan.passes import Precision
-from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import Inputs, Signature
 from voxtune.plan.training import TrainingNetwork, training_network, training_passes
 from voxtune.plan.training_gate import GateBatch, GradientGate, results_of
 from voxtune.plan.tuner import TuningRow, describe_row
+from voxtune.precision import HALF
 
 log = logging.getLogger("voxtune")
 # A plan must be faster than the original by more than the noise of a measurement.
@@ -37,7 +37,7 @@ SECONDS, ROUNDS = 4.0, 2
 OWN = "own kernels"
 
 
-class OptimizedTraining(nn.Module):
+class OptimizedTraining(SharesOriginal):
     """A network whose training steps run by a plan; its parameters, buffers and submodules are the original's.
 
     The weights are read in every call. Inputs of other sizes are rewritten at their first call. Where a plan does not apply, such
@@ -46,12 +46,7 @@ class OptimizedTraining(nn.Module):
 
     def __init__(self, original: nn.Module, plan: Plan, precision: Precision | None, rows: Sequence[TuningRow] = ()):
         """`precision` None: that of the caller, who chose the plan."""
-        super().__init__()
-        # The same dictionaries: a replaced parameter or submodule is replaced in both.
-        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[shared] = original.__dict__[shared]
-        self.__dict__["original"] = original
-        self.training = original.training
+        super().__init__(original)
         self.plan, self.precision, self.rows = plan, precision, list(rows)
         self._networks: OrderedDict[Signature, TrainingNetwork] = OrderedDict()
         self._warned: set[str] = set()
@@ -106,28 +101,6 @@ class OptimizedTraining(nn.Module):
             [*map(describe_row, self.rows), title, *(f"  {name}: {note}" for name, note in self.notes.items())]
         )
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.original.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        return self.original.load_state_dict(state_dict, *args, **kwargs)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.original._load_from_state_dict(*args, **kwargs)  # as part of another module
-
-    def train(self, mode: bool = True) -> OptimizedTraining:
-        self.original.train(mode)
-        self.training = mode
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("__") or "original" not in self.__dict__:
-                raise
-            return getattr(self.original, name)
-
     # Copies hold the original and the plan; they are rewritten at their first call.
 
     def __reduce__(self) -> Any:
@@ -164,7 +137,7 @@ def _step(call: Callable[..., Any], inputs: Inputs) -> _Step:
     if not output:
         raise InputError("no result of the network requires a gradient: its parameters are frozen")
     random = torch.Generator().manual_seed(0)
-    weights = [torch.randn(y.shape, generator=random).to(y.device) / y[0].numel() ** 0.5 for y in output]
+    weights = [torch.randn(y.shape, generator=random).to(y.device) / y.shape[1:].numel() ** 0.5 for y in output]
     return _Step(tuple(args), dict(kwargs), weights)
 
 

@@ -120,7 +120,7 @@ def computed_again(node: fx.Node) -> bool:
 
 
 @dataclass(frozen=True)
-class Inside:
+class Recomputation:
     """A group's large results that only its own operators use, the operators that these need, and what those need in turn.
 
     `ends` are the nodes that an operator is the last one to use.
@@ -132,7 +132,7 @@ class Inside:
     ends: dict[fx.Node, tuple[fx.Node, ...]]
 
 
-def inside(nodes: Sequence[fx.Node], group: Group) -> Inside:
+def recomputation(nodes: Sequence[fx.Node], group: Group) -> Recomputation:
     members = dict.fromkeys(nodes[group.first : group.end])
     largest = max(map(_result_bytes, nodes))
 
@@ -155,4 +155,6 @@ def inside(nodes: Sequence[fx.Node], group: Group) -> Inside:
     ends: dict[fx.Node, list[fx.Node]] = {node: [] for node in order}
     for used, node in last.items():
         ends[node].append(used)
-    return Inside(frozenset(results), tuple(order), tuple(inputs), {node: tuple(used) for node, used in ends.items()})
+    return Recomputation(
+        frozenset(results), tuple(order), tuple(inputs), {node: tuple(used) for node, used in ends.items()}
+    )

@@ -21,11 +21,11 @@ from voxtune.plan.kernel_forms import own_convolutions
 from voxtune.plan.measure import Timing, clocked, measure
 from voxtune.plan.optimized import Optimized
 from voxtune.plan.passes import PassStage, Precision, precision_of, select
-from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import compilers, kernels_ready
 from voxtune.plan.tiling import choose_tiles
 from voxtune.plan.tuner import BY_CUDNN, SHARED, WORTH, Say, TuningRow, describe_row, judge
+from voxtune.precision import HALF
 
 log = logging.getLogger("voxtune")
 Search = Literal["quick", "full", False]

@@ -24,9 +24,9 @@ from voxtune.plan.kernel_forms import Call, KernelForm, kernel_forms, own_call
 from voxtune.plan.measure import clocked
 from voxtune.plan.optimized import Optimized
 from voxtune.plan.passes import PassStage, precision_of, select
-from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan
 from voxtune.plan.run import Inputs
+from voxtune.precision import HALF
 
 if TYPE_CHECKING:
     from voxtune.plan.build import PlanTarget

@@ -21,16 +21,16 @@ from voxtune.errors import InputError
 from voxtune.plan.build import PlanTarget, rewrite
 from voxtune.plan.derivation import Derivation, LiveWeights, Ref
 from voxtune.plan.graph import Captured
-from voxtune.plan.passes import Context, PassStage, Precision, select
+from voxtune.plan.passes import BY_NAME, Context, PassStage, Precision, select
 from voxtune.plan.plan import Plan
-from voxtune.plan.recompute import Group, Inside, inside
+from voxtune.plan.recompute import Group, Recomputation, recomputation
 from voxtune.plan.run import leaves_of
 
 # Their results depend on the batch, or on chance, in training mode: an inference graph computes something else.
 _DIFFERS = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd, nn.AlphaDropout)
 
 
-# Those with passes whose operators have gradients, and the passes of these that have none.
+# Those with passes whose operators have gradients.
 _STAGES = (
     PassStage.LAYOUT,
     PassStage.CLEANUP,
@@ -40,12 +40,11 @@ _STAGES = (
     PassStage.EDGES,
     PassStage.CONVOLUTION,
 )
-_WITHOUT_GRADIENTS = ("elementwise", "small_images")
 
 
 def training_passes(precision: Precision) -> tuple[str, ...]:
     """The passes of a network that is trained in this precision."""
-    return tuple(name for name in select(precision, *_STAGES) if name not in _WITHOUT_GRADIENTS)
+    return tuple(name for name in select(precision, *_STAGES) if BY_NAME[name].has_gradients)
 
 
 class TrainingNetwork(nn.Module):
@@ -129,7 +128,7 @@ class Execution:
             norm: {s for s in norm.all_input_nodes if any(position[user] > position[norm] for user in s.users)}
             for norm in module.graph.find_nodes(op="call_function", target=torch.ops.voxtune.norm_act.default)
         }
-        self.groups = {group.first: again for group in groups if (again := inside(self.nodes, group)).results}
+        self.groups = {group.first: again for group in groups if (again := recomputation(self.nodes, group)).results}
         # Called before each operator, with its position.
         self.watch: Callable[[int, dict[fx.Node, Any]], None] | None = None
         self.hooks: Callable[[], AbstractContextManager[Any]] = _recomputing_results
@@ -202,7 +201,9 @@ class Execution:
 class _GroupValues:
     """The results of a group that gradients need, computed again when the first of them is needed."""
 
-    def __init__(self, execution: Execution, group: Inside, known: dict[fx.Node, Any], weights: dict[str, Tensor]):
+    def __init__(
+        self, execution: Execution, group: Recomputation, known: dict[fx.Node, Any], weights: dict[str, Tensor]
+    ):
         from voxtune.kernels.gradients import recipe_or_value
 
         self.execution, self.group, self.weights = execution, group, weights

@@ -26,8 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from voxtune.files import one_line
 from voxtune.plan.gate import FACTOR, STEP_FLOOR, TF32_FLOOR, Verdict, volumes_of
-from voxtune.plan.passes.base import HALF
-from voxtune.precision import tf32_allowed
+from voxtune.precision import HALF, tf32_allowed
 from voxtune.workloads import without_zeros
 
 log = logging.getLogger("voxtune")

@@ -18,8 +18,8 @@ from voxtune.plan.recompute import (
     Kept,
     computed_again,
     grouped,
-    inside,
     kept_bytes,
+    recomputation,
     repeated_bytes,
 )
 from voxtune.plan.training import TrainingNetwork
@@ -54,12 +54,12 @@ class TrainingMemory:
         self.sizes = {item.of: item.bytes for item in self.kept}
         self.transient = max(map(self._transient, self.nodes), default=0)
 
-    def step(self, groups: Sequence[Group] = (), copies: int = STATES) -> StepMemory:
-        states = copies * sum(p.numel() * 4 for p in self.network.parameters())
+    def step(self, groups: Sequence[Group] = ()) -> StepMemory:
+        states = STATES * sum(p.numel() * 4 for p in self.network.parameters())
         needed = {
             self.position[node]: self._bytes(node)
             for group in groups
-            for node in inside(self.nodes, group).inputs
+            for node in recomputation(self.nodes, group).inputs
             if not computed_again(node)
         }
         kept = kept_bytes(self.kept, groups, needed)
@@ -93,7 +93,7 @@ class TrainingMemory:
 
     def computed_twice(self, groups: Sequence[Group]) -> float:
         """The share of the forward pass's products with weights that is computed again."""
-        again = {node for group in groups for node in inside(self.nodes, group).nodes}
+        again = {node for group in groups for node in recomputation(self.nodes, group).nodes}
         total = sum(map(_products, self.nodes))
         return sum(map(_products, again)) / total if total else 0.0
 
@@ -103,7 +103,7 @@ class TrainingMemory:
         for groups, memory in choices:
             if memory.total <= budget:
                 return groups
-        least = min(memory.total for _, memory in choices)
+        least = choices[-1][1].total
         raise InputError(
             f"a training step needs at least {least / 2**30:.3g} GiB here, more than the memory budget of {budget / 2**30:.3g}: "
             "use a smaller size or batch, or raise --memory-budget"

@@ -31,10 +31,10 @@ from voxtune.plan.kernel_forms import own_convolutions
 from voxtune.plan.measure import Timing, clocked, measure
 from voxtune.plan.optimized import Optimized
 from voxtune.plan.passes import BY_NAME, PassStage, precision_of, select
-from voxtune.plan.passes.base import HALF
 from voxtune.plan.plan import Plan, Step
 from voxtune.plan.run import compilers, kernels_ready
 from voxtune.plan.tiling import TILE_SECONDS, choose_tiles
+from voxtune.precision import HALF
 
 log = logging.getLogger("voxtune")
 Say = Callable[[str], None]

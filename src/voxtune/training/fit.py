@@ -10,7 +10,7 @@ import torch
 from voxtune.errors import InputError
 from voxtune.runtime.model import Model
 from voxtune.training.config import TrainConfig
-from voxtune.training.plan import RewrittenForward, TrainingPlan, rewriting_plan
+from voxtune.training.plan import RewrittenForward, TrainingPlan, rewriting_plan, zeros
 
 # Of the memory that this process may use: the allocator's blocks do not fit exactly.
 USABLE = 0.9
@@ -48,8 +48,8 @@ def _estimates(config: TrainConfig, model: Model, plan: TrainingPlan) -> Iterato
     args = zeros(model, config.batch)
     try:
         network = RewrittenForward(replace(plan, memory_budget=None), model.network).rewrite(args)
-    except InputError:
-        return
+    except (InputError, torch.OutOfMemoryError):
+        return  # the failed step still holds its memory
     choices = [step for _, step in TrainingMemory(network, args).choices()]
     for batch in (n for n in range(config.batch, 0, -1) if config.batch % n == 0):
         for budget, step in ((False, choices[0]), (True, choices[-1])):
@@ -58,13 +58,3 @@ def _estimates(config: TrainConfig, model: Model, plan: TrainingPlan) -> Iterato
 
 def _size(memory: int) -> str:
     return f"{memory // 10**8 / 10:g}GB" if memory >= 10**9 else f"{memory // 10**3}KB"
-
-
-def zeros(model: Model, batch: int) -> tuple[torch.Tensor, ...]:
-    """A batch of the run's shapes."""
-    network, size, device = model.config.network, model.config.size, model.device
-    x = torch.zeros((batch, network.out_channels, *size), device=device)
-    t_N = torch.zeros(batch, dtype=torch.int64, device=device)
-    if not network.mask_channels:
-        return x, t_N
-    return x, t_N, torch.zeros((batch, network.mask_channels, *size), device=device)

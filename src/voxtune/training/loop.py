@@ -506,7 +506,7 @@ class Run:
     def _out_of_memory(self) -> str:
         general = "use a smaller batch with more accumulation, a smaller model, or precision bf16"
         trainer = self.trainer
-        if trainer.device.type == "cuda":
+        if trainer.device.type == "cuda" and self.processes.alone:
             torch.cuda.empty_cache()
             options = settings_that_fit(self.config, trainer.model, trainer.plan, usable_memory(trainer.device))
             if options is not None:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from voxtune.precision import tf32_allowed
+from voxtune.precision import HALF, tf32_allowed
 from voxtune.reading import parse_bytes
+from voxtune.runtime.model import Model
 from voxtune.training.config import TrainConfig
 from voxtune.versions import __version__
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 PlanName = Literal["baseline", "compile", "voxtune"]
 # "default": float32 with PyTorch's own flags of TF32, as the setting autocast none.
 TrainingPrecision = Literal["default", "fp32", "tf32", "bf16", "fp16"]
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # (noised images, diffusion steps, condition or None) -> prediction
 Forward = Callable[[Tensor, Tensor, Tensor | None], Any]
 
@@ -129,6 +129,16 @@ class RewrittenForward:
         if self.plan.memory_budget is not None:
             rewritten.recompute(TrainingMemory(rewritten, args).within(self.plan.memory_budget))
         return rewritten
+
+
+def zeros(model: Model, batch: int) -> tuple[Tensor, ...]:
+    """A batch of the run's shapes."""
+    network, size, device = model.config.network, model.config.size, model.device
+    x = torch.zeros((batch, network.out_channels, *size), device=device)
+    t_N = torch.zeros(batch, dtype=torch.int64, device=device)
+    if not network.mask_channels:
+        return x, t_N
+    return x, t_N, torch.zeros((batch, network.mask_channels, *size), device=device)
 
 
 def rewriting_plan(precision: TrainingPrecision, memory_budget: int | None = None) -> TrainingPlan:

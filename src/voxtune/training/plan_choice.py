@@ -26,7 +26,6 @@ from voxtune.runtime.model import Model
 from voxtune.training.checkpoint import Checkpoint
 from voxtune.training.config import TrainConfig
 from voxtune.training.data import Batch, Loader
-from voxtune.training.fit import zeros
 from voxtune.training.plan import (
     HALF,
     MeasuredPlan,
@@ -38,6 +37,7 @@ from voxtune.training.plan import (
     resolved_precision,
     rewriting_plan,
     unmeasured_plan,
+    zeros,
 )
 from voxtune.training.plan_step import StepInputs, step_inputs
 from voxtune.training.step import Trainer

@@ -12,9 +12,9 @@ from torch import nn
 
 from voxtune.errors import InputError
 from voxtune.plan.graph import Captured
+from voxtune.precision import HALF
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-HALF: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # The option of a pass that leaves some convolutions to PyTorch, and the reason that it then reports.
 EXCEPT, EXCEPTED = "except", "excepted by the plan"
 
@@ -113,6 +113,8 @@ class Pass:
     needs_gpu: bool = False
     needs_channels_last: bool = False
     needs_half: bool = False
+    # False: its operators have no gradients, so a network that is trained cannot have it.
+    has_gradients: bool = True
     # Any other condition: the reason why the pass cannot apply, or None.
     unavailable: Callable[[Context], str | None] = lambda _context: None
 

@@ -306,6 +306,7 @@ ELEMENTWISE = Pass(
     summary="chains of elementwise operators in one kernel each",
     stage=PassStage.FUSION,
     structural=True,
+    has_gradients=False,
     needs_gpu=True,
     rewrite=elementwise,
 )

@@ -498,6 +498,7 @@ SMALL_IMAGES = Pass(
     summary="convolutions of small 2D images with all that surrounds them in one launch each",
     stage=PassStage.CONVOLUTION,
     structural=True,
+    has_gradients=False,
     needs_gpu=True,
     needs_channels_last=True,
     needs_half=True,
