@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from voxtune.cli.common import (
+    ARRIVED_SIGNALS,
     DeviceOption,
     ImageOption,
     JsonOption,
@@ -328,6 +329,8 @@ class SignalStop:
 
     def __call__(self) -> bool:
         if not self._before:
+            if ARRIVED_SIGNALS:  # and the library that was interrupted went on
+                raise KeyboardInterrupt
             self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         return bool(self.caught)
 
