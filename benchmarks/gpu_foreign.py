@@ -496,6 +496,7 @@ def main() -> None:
     rows = kept_rows(given.keep, names) if given.keep else []
     for name in names:
         rows += measure_apart(name, ways, given)
+        write(given.out, rows)
         if name in given.first.split(","):
             seconds = first_answers(name, "voxtune", given.limit)
             rows = [r | seconds if r["name"] == f"{name}:voxtune" else r for r in rows]
