@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
@@ -193,9 +193,9 @@ def simulated_step(
     with warnings.catch_warnings(), _on_its_gpu(network):
         # Kernels ask for the alignment of their arguments; a fake tensor's address is 0.
         warnings.filterwarnings("ignore", message=".*data pointer of FakeTensor.*")
-        return _Simulation(network, allocations, network.groups if groups is None else groups).run(
-            *tree_map_only(Tensor, lambda x: allocations.fake(x.detach()), (tuple(args), kwargs or {})), accumulated
-        )
+        given = tree_map_only(Tensor, lambda x: allocations.fake(x.detach()), (tuple(args), kwargs or {}))
+        simulation = _Simulation(network, allocations, network.groups if groups is None else groups)
+        return simulation.run(*given, accumulated=accumulated)
 
 
 @contextmanager
@@ -221,7 +221,7 @@ class _Simulation:
             self._cast = len(self.allocations.first)
         self.allocations.by = self.execution.nodes[i].name
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], accumulated: bool) -> SimulatedStep:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulated: bool) -> SimulatedStep:
         allocations = self.allocations
         with allocations.mode, _fake_weights(self.network, allocations.fake) as parameters, allocations:
             lasting: list[Any] = []
@@ -306,12 +306,14 @@ def _fake_weights(network: nn.Module, fake: Callable[[Tensor], Tensor]) -> Itera
             fakes[id(x)] = nn.Parameter(made, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else made
         return fakes[id(x)]
 
-    before = [(d, name, x) for m in network.modules() for d in (m._parameters, m._buffers) for name, x in d.items()]
+    before: list[tuple[dict[str, Any], str, Any]] = [
+        (d, name, x) for m in network.modules() for d in (m._parameters, m._buffers) for name, x in d.items()
+    ]
     try:
         for values, name, x in before:
             if x is not None:
-                values[name] = of(x)  # type: ignore[assignment,call-overload]
+                values[name] = of(x)
         yield [p for p in fakes.values() if isinstance(p, nn.Parameter) and p.requires_grad]
     finally:
         for values, name, x in before:
-            values[name] = x  # type: ignore[assignment,call-overload]
+            values[name] = x

@@ -18,6 +18,8 @@ from voxtune.plan.training import TrainingNetwork
 PRODUCTS_PER_BYTE = 75
 # Results that a search tries to compute again, and that it then tries to keep after all.
 MOST_STEPS, MOST_REMOVED = 24, 4
+# Of the budget: what a search in large steps must reach so that one in small steps is tried.
+WITHIN_REACH = 1.25
 
 
 class TrainingMemory:
@@ -40,15 +42,14 @@ class TrainingMemory:
         self.candidates: dict[fx.Node, tuple[Group, float]] = {}
         for node in self.nodes:
             group = window(self.nodes, parts, node)
-            if group is not None:
-                self.candidates[node] = group, sum(map(_cost, recomputation(self.nodes, group).nodes))
+            cost = 0.0 if group is None else sum(map(_cost, recomputation(self.nodes, group).nodes))
+            if group is not None and cost:  # others are views
+                self.candidates[node] = group, cost
 
     def simulated(self, groups: Sequence[Group] = ()) -> SimulatedStep:
         key = tuple(groups)
         if key not in self._steps:
-            self._steps[key] = simulated_step(
-                self.network, self.args, self.kwargs, key, accumulated=self.accumulated
-            )
+            self._steps[key] = simulated_step(self.network, self.args, self.kwargs, key, accumulated=self.accumulated)
         return self._steps[key]
 
     def step(self, groups: Sequence[Group] = ()) -> StepMemory:
@@ -93,6 +94,8 @@ class TrainingMemory:
         if least <= budget:
             return ()
         for at_once in (budget, 0):  # in large steps, then in small ones
+            if not at_once and least > WITHIN_REACH * budget:
+                break
             for chosen in self._searched(at_once):
                 total = self.step(self._groups(chosen)).total
                 least = min(least, total)
@@ -128,8 +131,8 @@ class TrainingMemory:
             after = [b for n in self.nodes[group.first : group.end] if n is not node and (b := block_of(n)) is not None]
             return any(b.end > event for b in after if b.first > block.first) or event < step.backward
 
-        found = [node for node in self.candidates if node not in without and relieves(node)]
-        return sorted(found, key=lambda node: self.candidates[node][1] / tensor_bytes(node.meta["val"]))
+        kept_only = [node for node in self.candidates if node not in without and relieves(node)]
+        return sorted(kept_only, key=lambda node: self.candidates[node][1] / tensor_bytes(node.meta["val"]))
 
     def computed_twice(self, groups: Sequence[Group]) -> float:
         """The share of the forward pass's products with weights that is computed again."""
@@ -145,11 +148,12 @@ def _making_up(nodes: Sequence[fx.Node], bytes_: int) -> list[fx.Node]:
 
 
 def _cost(node: fx.Node) -> float:
-    """Of computing an operator again, in products with weights."""
-    if node.op != "call_function" or getattr(node.target, "namespace", "") != "voxtune":
+    """Of computing an operator again, in products with weights; nothing for views, and for small operators between large ones."""
+    products = _products(node)
+    if not products and getattr(node.target, "namespace", "") != "voxtune":
         return 0.0
-    moved = tensor_bytes(node.meta["val"]) + sum(tensor_bytes(n.meta.get("val")) for n in node.all_input_nodes)
-    return _products(node) + PRODUCTS_PER_BYTE * moved
+    moved = sum(tensor_bytes(n.meta.get("val")) for n in (node, *node.all_input_nodes))
+    return products + PRODUCTS_PER_BYTE * moved
 
 
 def _products(node: fx.Node) -> int:
