@@ -108,6 +108,10 @@ def command(
             help="Memory of a step, such as 12GB: what exceeds it is computed again in the backward pass, by plan voxtune.",
         ),
     ] = None,
+    auto_fit: Annotated[
+        bool,
+        typer.Option("--auto-fit", help="After running out of GPU memory, go on with settings estimated to fit."),
+    ] = False,
     autocast: Annotated[
         str | None, _option(help="Autocast: {autocast}, with --plan baseline or compile. Default: by --precision.")
     ] = None,
@@ -164,8 +168,8 @@ def command(
     plain["model.multipliers"] = _numbers(multipliers)
     overrides = {k: v for k, v in plain.items() if v is not None} | _assignments(settings or [])
     if workload == "segment":
-        if config is not None or resume is not None:
-            raise InputError("--workload segment cannot be combined with --config or --resume")
+        if config is not None or resume is not None or auto_fit:
+            raise InputError("--workload segment cannot be combined with --config, --resume or --auto-fit")
         if process_count() > 1:
             raise InputError("--workload segment trains in one process; start it without torchrun")
         train_segment(overrides, out, choose_device(device), output, dry_run=dry_run, overwrite=overwrite)
@@ -174,7 +178,7 @@ def command(
             raise InputError("--dry-run cannot be combined with --resume")
         _dry_run(config, overrides, choose_device(device), output)
     else:
-        _train(config, resume, out, overrides, choose_device(device), output, overwrite=overwrite)
+        _train(config, resume, out, overrides, choose_device(device), output, overwrite=overwrite, auto_fit=auto_fit)
 
 
 class Screen:
@@ -235,6 +239,7 @@ def _train(
     output: Output,
     *,
     overwrite: bool,
+    auto_fit: bool,
 ) -> None:
     from voxtune.training.distributed import is_leader, wait_for_all
     from voxtune.training.folder import check_new_run, read_run
@@ -271,6 +276,7 @@ def _train(
             warn=output.warn,
             report=screen.show,
             say=output.say,
+            auto_fit=auto_fit,
         )
     output.result({**result.to_json(), "overview": screen.to_json()})
     # In a run of several processes, another one may have received the signal.

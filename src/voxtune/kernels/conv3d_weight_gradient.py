@@ -243,7 +243,7 @@ def method_for(dy: Tensor) -> Method:
     if METHOD is not None:
         return METHOD
     large = dy.shape[0] * math.prod(dy.shape[2:]) >= MEASURED_VOXELS
-    return "hopper" if large and dy.is_cuda and Device.of(dy.device).halo else "cudnn"
+    return "hopper" if large and Device.of(dy.device).halo else "cudnn"
 
 
 def default_tile(dy: Tensor, *, hopper: bool) -> GradientTile:
@@ -257,10 +257,8 @@ def default_tile(dy: Tensor, *, hopper: bool) -> GradientTile:
 
 def programs_of(device: torch.device, tile: GradientTile) -> int:
     """As many as run at the same time."""
-    if device.type != "cuda":
-        return 8
-    count = torch.cuda.get_device_properties(device).multi_processor_count
-    return int(count if tile.hopper else 2 * count)
+    processors = Device.of(device).processors
+    return processors if tile.hopper else 2 * processors
 
 
 def weight_gradient(

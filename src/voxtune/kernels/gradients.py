@@ -188,13 +188,15 @@ def _conv3d_gradient(ctx: Context, dy: Tensor, _statistics: None) -> tuple[Any, 
     *sources, packed = ctx.saved_tensors
     dy = _lasting(dy)
     around = tuple(k - 1 - p for k, pair in zip(kernel, _pairs(padding), strict=True) for p in pair)
+    channels = [source.shape[1] for source in sources]
+    dpacked = _packed_gradient(dy, sources, packed, kernel, padding)
+    # A source may have been computed again for its weight's gradient: not in memory beside its own gradient.
+    del sources
     data, first = [], 0
-    for source in sources:
-        C = source.shape[1]
+    for C in channels:
         # Each tap's matrix, with its channels exchanged, at the opposite tap.
         data.append(_plain_conv3d(dy, _packing.opposite(packed, first, C), kernel, around))
         first += C
-    dpacked = _packed_gradient(dy, sources, packed, kernel, padding)
     return data, dpacked, _shift_gradient(dy, shift), dy if has_residual else None, None, None, None
 
 
@@ -383,9 +385,9 @@ def _keep_head(ctx: Context, inputs: Sequence[Any], output: Tensor) -> None:
 
 def _head_gradient(ctx: Context, dy: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
-    x, M = _lasting(x), weight.shape[0]
+    sums, M = _tap_sums(dy, _lasting(x), ahead=False)[0], weight.shape[0]
+    del x  # which may have been computed again
     dx = torch.ops.voxtune.stem([dy], _opposite(weight), None) if ctx.needs_input_grad[0] else None
-    sums, _ = _tap_sums(dy, x, ahead=False)
     total = _shift_gradient(dy, (1, M)) if ctx.biased else None
     return dx, sums.permute(1, 2, 0).reshape(weight.shape), None if total is None else total[0], None
 

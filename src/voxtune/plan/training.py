@@ -9,6 +9,7 @@ are computed again from these.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -89,7 +90,11 @@ class TrainingNetwork(nn.Module):
         return self._live.values()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._execution(leaves_of(args, kwargs), self.weights())
+        return self.run(self._execution, args, kwargs)
+
+    def run(self, execution: Execution, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The network's result by an execution of its graph."""
+        output = execution(leaves_of(args, kwargs), self.weights())
         idle = [p for p in map(self.original.get_parameter, self._without_effect) if p.requires_grad]
         if idle and torch.is_grad_enabled():
             output = list(output)
@@ -214,10 +219,12 @@ class _GroupValues:
     def promise(self, node: fx.Node, y: Tensor) -> None:
         from voxtune.kernels.gradients import RecomputedInGroup, recompute_later
 
-        recompute_later(y, RecomputedInGroup(self, node))
+        recipe = RecomputedInGroup(self, node)
+        weakref.finalize(recipe, self.values.pop, node, None)
+        recompute_later(y, recipe)
 
     def __call__(self, node: fx.Node) -> Tensor:
-        """Operators need the values one after the other; they are kept until the group's are done."""
+        """Operators need the values one after the other; each is kept until none can ask for it any more."""
         from voxtune.kernels.gradients import computed
 
         if node not in self.values:
