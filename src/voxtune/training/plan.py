@@ -124,10 +124,12 @@ class RewrittenForward:
         from voxtune.plan.plan import Plan
         from voxtune.plan.training import training_network
         from voxtune.plan.training_memory import TrainingMemory
+        from voxtune.plan.weight_gradients import measure_weight_gradients
 
         rewritten = training_network(self.network, args, None, Plan.of(*self.plan.passes))
         if self.plan.memory_budget is not None:
             rewritten.recompute(TrainingMemory(rewritten, args).within(self.plan.memory_budget))
+        measure_weight_gradients(rewritten, args)
         return rewritten
 
 
