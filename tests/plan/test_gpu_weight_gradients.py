@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import voxtune
 from voxtune.kernels import conv3d_weight_gradient as wg
+from voxtune.kernels.measured_tiles import card
 from voxtune.plan import Plan
 from voxtune.plan import weight_gradients as measured
 from voxtune.plan.training import training_network, training_passes
@@ -122,7 +123,7 @@ def test_gradients_are_right_by_either_method(method):
     network, args = network_and_inputs()
     shapes = gradient_shapes(network, list(network.parameters()), args, {})
     own = {k: wg.own_method(*s.tensors(CUDA), s.padding) for k, s in shapes.items()}
-    wg.use(wg.card(CUDA), own if method == "own" else dict.fromkeys(shapes, "cudnn"))
+    wg.use(card(CUDA), own if method == "own" else dict.fromkeys(shapes, "cudnn"))
     y = network(*args)
     start = torch.randn_like(y)
     mine = torch.autograd.grad(y, list(network.parameters()), start)

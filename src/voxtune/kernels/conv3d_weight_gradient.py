@@ -22,7 +22,6 @@ all tiles.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,6 +37,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from voxtune.kernels.conv3d import CUBE, channels_inside, load_voxels, result_size
 from voxtune.kernels.conv3d_tiles import Device, has_copy_engine
+from voxtune.kernels.measured_tiles import card
 from voxtune.kernels.precompile import ready
 
 Method = Literal["cudnn", "triton", "hopper"]
@@ -138,11 +138,6 @@ class GradientShape:
 _faster: dict[str, dict[str, Method]] = {}
 # Where shapes are recorded. Not a context variable: on a GPU, PyTorch calls gradients in a thread of its own.
 _recorders: list[dict[str, GradientShape]] = []
-
-
-@functools.cache
-def card(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def use(name: str, faster: dict[str, Any]) -> None:

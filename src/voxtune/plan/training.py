@@ -25,6 +25,7 @@ from voxtune.plan.passes import BY_NAME, Context, PassStage, Precision, select
 from voxtune.plan.plan import Plan
 from voxtune.plan.recompute import Group, Recomputation, recomputation
 from voxtune.plan.run import leaves_of
+from voxtune.plan.weight_gradients import load_weight_gradients
 
 # Their results depend on the batch, or on chance, in training mode: an inference graph computes something else.
 _DIFFERS = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd, nn.AlphaDropout)
@@ -278,6 +279,8 @@ def training_network(
     from voxtune.kernels.gradients import differentiable, register_gradients
 
     register_gradients()
+    if target.device.type == "cuda":
+        load_weight_gradients(target.device)
     captured.graph.eliminate_dead_code()
     parameters = {name for name, _ in model.named_parameters()}
     before = _used(captured) & parameters

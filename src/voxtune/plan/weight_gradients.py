@@ -59,6 +59,8 @@ class WeightGradientTimes:
 
 def load_weight_gradients(device: torch.device) -> None:
     """Uses what was measured on this card before; reads the file once per process."""
+    if importlib.util.find_spec("triton") is None:
+        return
     path = TABLE.path(device)
     if path not in _loaded:
         _loaded.add(path)
@@ -176,7 +178,8 @@ def _is_entry(entry: Any) -> bool:
 
 
 def _use(device: torch.device, table: dict[str, dict[str, Any]]) -> None:
-    from voxtune.kernels.conv3d_weight_gradient import card, use
+    from voxtune.kernels.conv3d_weight_gradient import use
+    from voxtune.kernels.measured_tiles import card
 
     times = (WeightGradientTimes(key, **entry) for key, entry in table.items())
     use(card(device), {t.key: t.method for t in times})
