@@ -141,6 +141,8 @@ def test_optimize_measures_them_for_training():
     fast = voxtune.optimize(net, args, precision="bf16", train=True)
     log.info(f"{time.monotonic() - started:.1f} s\n{fast.report()}")
     assert fast.plan.names, fast.report()
-    assert any(key.startswith("1 96 96 96 ") for key in json.loads(measured.TABLE.path(CUDA).read_text())["times"])
+    # The shapes at 96^3 belong to the own kernel without a measurement.
+    keys = json.loads(measured.TABLE.path(CUDA).read_text())["times"]
+    assert any(k.startswith("1 48 48 48 ") for k in keys) and not any(k.startswith("1 96 ") for k in keys)
     fast(*args).square().mean().backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in net.parameters())

@@ -82,6 +82,21 @@ def test_a_segmentation_network_is_rewritten_whole(name):
     assert theirs == left
 
 
+def test_biases_before_an_instance_norm_have_gradients_of_zero():
+    """Convolutions that no pass takes leave their biases to the norm, where these have no effect. nnU-Net names them twice."""
+    net, args, _ = make_users("nnunet_plain")
+    expected = {name for name, p in net.named_parameters() if _trained(net, args, p)}
+    network = training_network(net, args, {}, Plan.of(*training_passes("fp32")).without("conv3d", "edges"))
+    network(*args).square().sum().backward()
+    assert {name for name, p in net.named_parameters() if p.grad is not None} == expected
+    bias = net.get_parameter("encoder.stages.0.0.convs.0.conv.bias")
+    assert not bias.grad.any() and "encoder.stages.0.0.convs.0.conv.weight" in expected
+
+
+def _trained(net, args, parameter):
+    return torch.autograd.grad(net(*args).sum(), parameter, allow_unused=True)[0] is not None
+
+
 def test_other_sizes_are_rewritten_at_their_first_call():
     net, x = small()
     fast = voxtune.optimize(net, x, PLAN, train=True, say=lambda line: None)

@@ -313,8 +313,11 @@ def method_for(dy: Tensor, sources: Sequence[Tensor], padding: tuple[int, ...]) 
             shapes[shape.key] = shape
         if shape.key in measured:
             return measured[shape.key]
-    large = dy.shape[0] * math.prod(dy.shape[2:]) >= MEASURED_VOXELS
-    return "hopper" if large and dy.is_cuda and Device.of(dy.device).halo else "cudnn"
+    return by_rule(dy.shape[0] * math.prod(dy.shape[2:]), dy.device)
+
+
+def by_rule(voxels: int, device: torch.device) -> Method:
+    return "hopper" if voxels >= MEASURED_VOXELS and device.type == "cuda" and Device.of(device).halo else "cudnn"
 
 
 def shape_of(dy: Tensor, sources: Sequence[Tensor], padding: tuple[int, ...]) -> GradientShape:

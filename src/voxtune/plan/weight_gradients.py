@@ -76,20 +76,23 @@ def measure_weight_gradients(
 ) -> list[WeightGradientTimes]:
     """Times the weight gradients of a network rewritten for training, of shapes that were not timed on this card before.
 
-    Runs one forward and backward pass. On a CPU nothing is measured. Deterministic runs keep the rule, which does not depend on
-    measurements.
+    Runs one forward and backward pass. Shapes that the rule gives to the own kernel keep it: their rival needs much memory. On a
+    CPU nothing is measured. Deterministic runs keep the rule for all shapes, which does not depend on measurements.
     """
     parameters = [p for p in network.parameters() if p.requires_grad]
     if not parameters or parameters[0].device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return []
     if torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic:
         return []
+    from voxtune.kernels.conv3d_weight_gradient import by_rule
+
     device = parameters[0].device
     load_weight_gradients(device)
     try:
         shapes = gradient_shapes(network, parameters, args, kwargs or {})
         torch.cuda.empty_cache()
-        return faster_methods(list(shapes.values()), device, seconds)
+        left = [s for s in shapes.values() if by_rule(s.N * math.prod(s.voxels), device) == "cudnn"]
+        return faster_methods(left, device, seconds)
     except torch.OutOfMemoryError as error:
         log.info("weight gradients were not timed: %s", one_line(error))
         return []
