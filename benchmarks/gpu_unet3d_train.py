@@ -8,7 +8,8 @@ peak_gib is what PyTorch reserved at most from the first step on, warm-up and re
 that held tensors. held_gib is what is reserved while steps run, after the cache was emptied once.
 
 `voxtune` is the plan of `voxtune train` for this project's networks, and what `voxtune.optimize(net, inputs, train=True)` returns
-for others; its step is recorded as a CUDA graph. With `--passes`, every pass that matched is left out once.
+for others; its step is recorded as a CUDA graph. With `--passes`, every pass that matched is left out once; one without which the
+others do not run is measured on top of those before it.
 
     python benchmarks/gpu_unet3d_train.py --cases 128,monai,nnunet --prepare 150       # compile ahead, several at a time
     python benchmarks/gpu_unet3d_train.py --cases 128 --ways voxtune --passes --breakdown --keep FILE
@@ -491,6 +492,9 @@ def run_case(case: Case, given: argparse.Namespace, results: Results) -> None:
             results.add(result)
             if given.passes and way == "voxtune" and "failed" not in result:
                 waiting += [w for w in ways_of_passes(result["passes"]) if w not in waiting]
+            if way.startswith(WITHOUT) and "failed" in result:
+                # What remains does not run: the pass is measured on top of those before it.
+                waiting.append(UP_TO + way.removeprefix(WITHOUT))
 
 
 def report(result: dict[str, Any]) -> None:
