@@ -54,7 +54,7 @@ FEATURES, STRIDES = (32, 64, 128, 256, 320, 320), [1, 2, 2, 2, 2, 2]
 
 
 def nnunet_plain() -> nn.Module:
-    """nnU-Net's default architecture for patches of 128^3, one channel and five labels."""
+    """nnU-Net's default architecture for patches of 128^3, with one channel and four classes."""
     from dynamic_network_architectures.architectures.unet import PlainConvUNet
 
     return PlainConvUNet(1, 6, FEATURES, nn.Conv3d, 3, STRIDES, 2, 4, 2, **NNUNET)
