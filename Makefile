@@ -58,6 +58,7 @@ bench-gpu: $(STAMP) ## Measure denoising steps, volumes, the ladder and single k
 	$(BIN)/python benchmarks/gpu_doubling_conv.py
 	$(BIN)/python benchmarks/gpu_elementwise.py
 	$(BIN)/python benchmarks/gpu_gradients.py
+	$(BIN)/python benchmarks/gpu_unet3d_train.py --cases 128,batch_2,batch_4,brats,256,monai,nnunet,segresnet --passes --breakdown
 
 wheel: $(STAMP) ## Build the wheel into dist/
 	$(BIN)/python -m build --wheel --no-isolation

@@ -232,14 +232,22 @@ def _packed_gradient(
     dy: Tensor, sources: list[Tensor], packed: Tensor, kernel: tuple[int, ...], padding: tuple[int, ...]
 ) -> Tensor:
     """Of a packed weight, each source's columns from that source."""
-    lasting, method = [_lasting(s) for s in sources], _own.method_for(dy)
+    lasting = [_lasting(s) for s in sources]
+    method = _own.method_for(dy, lasting, padding) if kernel == _conv3d.CUBE else "cudnn"
     if method != "cudnn":
         reason = _own.why_not(dy, lasting, kernel, padding, hopper=method == "hopper")
         if _runs_kernel(dy, reason, "the weight gradient of conv3d"):
             return _own.weight_gradient(dy, lasting, padding, packed.dtype, hopper=method == "hopper")
-    shapes = [(packed.shape[1], s.shape[1], *kernel) for s in sources]
+    return packed_by_cudnn(dy, sources, packed.dtype, kernel, padding)
+
+
+def packed_by_cudnn(
+    dy: Tensor, sources: Sequence[Tensor], dtype: torch.dtype, kernel: tuple[int, ...], padding: tuple[int, ...]
+) -> Tensor:
+    """The gradient of a packed weight by PyTorch's operators, which are cuDNN's on a GPU."""
+    shapes = [(dy.shape[1], s.shape[1], *kernel) for s in sources]
     weights = [_weight_gradient(dy, _padded(s, padding), shape) for s, shape in zip(sources, shapes, strict=True)]
-    return _joined([_conv3d.pack(w) for w in weights], 2).to(packed.dtype)
+    return _joined([_conv3d.pack(w) for w in weights], 2).to(dtype)
 
 
 def _weight_gradient(

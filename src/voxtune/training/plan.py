@@ -119,7 +119,10 @@ class RewrittenForward:
         args = (x, t_N) if cond is None else (x, t_N, cond)
         shapes = tuple(a.shape for a in args)
         if self._rewritten is None:
+            from voxtune.plan.weight_gradients import measure_weight_gradients
+
             self._rewritten, self._shapes = self.rewrite(args), shapes
+            measure_weight_gradients(self._rewritten, args)
         return self._rewritten(*args) if shapes == self._shapes else self._plain(x, t_N, cond)
 
     def rewrite(self, args: tuple[Tensor, ...]) -> TrainingNetwork:
