@@ -306,10 +306,6 @@ def method_for(dy: Tensor, sources: Sequence[Tensor], padding: tuple[int, ...]) 
     """For a 3x3x3 kernel: the method that was faster on this card, or by the rule."""
     if METHOD is not None:
         return METHOD
-<<<<<<< HEAD
-    large = dy.shape[0] * math.prod(dy.shape[2:]) >= MEASURED_VOXELS
-    return "hopper" if large and Device.of(dy.device).halo else "cudnn"
-=======
     measured = _faster.get(card(dy.device), {})
     if measured or _recorders:
         shape = shape_of(dy, sources, padding)
@@ -321,7 +317,7 @@ def method_for(dy: Tensor, sources: Sequence[Tensor], padding: tuple[int, ...]) 
 
 
 def by_rule(voxels: int, device: torch.device) -> Method:
-    return "hopper" if voxels >= MEASURED_VOXELS and device.type == "cuda" and Device.of(device).halo else "cudnn"
+    return "hopper" if voxels >= MEASURED_VOXELS and Device.of(device).halo else "cudnn"
 
 
 def shape_of(dy: Tensor, sources: Sequence[Tensor], padding: tuple[int, ...]) -> GradientShape:
@@ -335,7 +331,6 @@ def own_method(dy: Tensor, sources: Sequence[Tensor], padding: tuple[int, ...]) 
     candidates: tuple[Method, ...] = ("hopper", "triton")
     fitting = (m for m in candidates if why_not(dy, sources, CUBE, padding, hopper=m == "hopper") is None)
     return next(fitting, None)
->>>>>>> w-bench
 
 
 def default_tile(dy: Tensor, *, hopper: bool) -> GradientTile:
