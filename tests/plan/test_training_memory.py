@@ -110,7 +110,7 @@ def test_a_budget_is_met_by_what_costs_least(memory, choices, monkeypatch):
     assert costs == sorted(costs) and costs[0] > 0 and costs[-1] < 1
     monkeypatch.setattr("voxtune.plan.training_memory.MOST_STEPS", 1)
     with pytest.raises(InputError, match="needs at least"):
-        TrainingMemory(memory.network, memory.args).within(1000)
+        memory.within(1000)
 
 
 def test_what_is_chosen_changes_no_gradient(wide, choices):

@@ -205,13 +205,18 @@ def _memory(config: TrainConfig, device: str) -> Callable[[Overview], float]:
     """The estimated memory of a run with these settings."""
     from voxtune.analysis.estimate import Recipe, training_bytes
     from voxtune.training.distributed import process_count
+    from voxtune.training.plan import budget_of
 
     requested = config.requested_precision
     half = requested in ("bf16", "fp16") or (requested == "auto" and device != "cpu")
     precision: Any = "half" if half else "fp32"
     compiled = config.requested_plan == "compile"
-    recipe = Recipe(precision=precision, channels_last=config.channels_last, compiled=compiled)
     batch = min(config.batch, -(-config.samples_per_step // process_count()))
+    if config.requested_plan == "voxtune":
+        plan = Recipe(precision="tf32" if requested == "tf32" else precision, plan=True)
+        more: dict[str, Any] = {"accumulated": config.accumulation > 1, "budget": budget_of(config)}
+        return lambda facts: training_bytes(facts.network, facts.size, batch, plan, **more)  # type: ignore[arg-type]
+    recipe = Recipe(precision=precision, channels_last=config.channels_last, compiled=compiled)
     return lambda facts: training_bytes(facts.network, facts.size, batch, recipe)  # type: ignore[arg-type]
 
 

@@ -113,6 +113,9 @@ class SimulatedStep:
         return StepMemory(**totals)
 
 
+_UNCHANGED = frozenset({FakeTensor, int, float, bool, type(None), torch.dtype, torch.memory_format, torch.layout})
+
+
 class _Allocations(TorchDispatchMode):
     """Follows the storages of fake tensors; own operators run their implementations, and real tensors become fake ones."""
 
@@ -160,7 +163,9 @@ class _Allocations(TorchDispatchMode):
         return self._fakes[id(x)][0]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(self._here, (args, kwargs or {}))
+        kwargs = kwargs or {}
+        if not _UNCHANGED.issuperset(map(type, (*args, *kwargs.values()))):  # most have nothing to convert
+            args, kwargs = tree_map(self._here, (args, kwargs))
         if function.namespace != "voxtune":
             y = function(*args, **kwargs)
             self.track(y)

@@ -18,6 +18,9 @@ from voxtune.plan.training import TrainingNetwork
 PRODUCTS_PER_BYTE = 75
 # Results that a search tries to compute again, and that it then tries to keep after all.
 MOST_STEPS, MOST_REMOVED = 24, 4
+# Searches whose result is kept.
+REMEMBERED = 8
+_within: dict[tuple[Any, ...], tuple[Group, ...]] = {}
 # Of the budget: what a search in large steps must reach so that one in small steps is tried.
 WITHIN_REACH = 1.25
 
@@ -90,6 +93,22 @@ class TrainingMemory:
 
     def within(self, budget: int) -> tuple[Group, ...]:
         """The groups that compute least again among those that fit; InputError, with the smallest figure, if none does."""
+        key = self._key(budget)
+        if key not in _within:
+            if len(_within) >= REMEMBERED:
+                del _within[next(iter(_within))]
+            _within[key] = self._cheapest(budget)
+        return _within[key]
+
+    def _key(self, budget: int) -> tuple[Any, ...]:
+        """What the groups depend on: a run rewrites copies of its network several times."""
+        from voxtune.kernels.conv3d_tiles import Device
+
+        shapes = tuple(tuple(x.shape) for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor))
+        device = Device.of(next(self.network.parameters()).device)
+        return str(self.network.rewritten.graph), shapes, device, self.accumulated, budget
+
+    def _cheapest(self, budget: int) -> tuple[Group, ...]:
         least = self.step().total
         if least <= budget:
             return ()
