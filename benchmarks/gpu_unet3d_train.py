@@ -5,7 +5,8 @@ fields. The error is that of the whole gradient, relative, against float64, or a
 too large for float64.
 
 peak_gib is what PyTorch reserved at most from the first step on, warm-up and recording included; allocated_gib is the part of it
-that held tensors. held_gib is what is reserved while steps run, after the cache was emptied once.
+that held tensors. held_gib is what is reserved while steps run, after the cache was emptied once. What `voxtune.optimize` needs
+to choose and gate a plan is not part of them.
 
 `voxtune` is the plan of `voxtune train` for this project's networks, and what `voxtune.optimize(net, inputs, train=True)` returns
 for others; its step is recorded as a CUDA graph. With `--passes`, every pass that matched is left out once; one without which the
@@ -30,33 +31,29 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from networks import FOREIGN, SEGMENTATION, inputs, network
+from networks import SEGMENTATION, inputs, network
 from results_file import RESULTS, row, show, timed, write
 from step_breakdown import breakdown_of, launches_of, mark
 from torch import Tensor, nn
 from torch.nn import functional as F
+from training_ways import UP_TO, WITHOUT, Forward, last, way_of, ways_of_passes
 
-import voxtune
 from voxtune.plan.gate import volumes_of
-from voxtune.plan.passes import BY_NAME, PASSES, PassStage
-from voxtune.plan.plan import Plan
-from voxtune.plan.training import training_network, training_passes
-from voxtune.plan.weight_gradients import measure_weight_gradients
 from voxtune.precision import tf32_allowed
 
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 # Float64 gradients of larger volumes do not fit, or take minutes.
 LARGEST_FLOAT64 = 64**3
 # A float32 reference of more volumes of 128^3 than this does not fit; what exceeds KEPT_GIB then waits in host memory.
 LARGEST_ON_GPU, KEPT_GIB = 6.0, 85
+# The measured steps of one way take at most this long, unless five take longer.
+LONGEST_MS = 6000
 # Volumes of 128^3 whose steps fit into the memory together, and processes, of `--prepare`.
 AT_ONCE, PROCESSES = 10.0, 8
-Forward = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -82,126 +79,10 @@ CASES = {
     "batch_4": Case("med-ddpm", CUBE, 4, RIVALS),
     "brats": Case("med-ddpm-brats", (144, 192, 192), 1, RIVALS),
     "256": Case("med-ddpm", (256, 256, 256), 1, RIVALS),
-    "monai": Case("monai", CUBE, 1, ("autocast_bf16", *RIVALS)),
-    "nnunet": Case("nnunet_plain", CUBE, 1, ("autocast_bf16", *RIVALS)),
-    "segresnet": Case("segresnet", CUBE, 1, ("autocast_bf16", *RIVALS)),
+    "monai": Case("monai", CUBE, 1, RIVALS),
+    "nnunet": Case("nnunet_plain", CUBE, 1, RIVALS),
+    "segresnet": Case("segresnet", CUBE, 1, RIVALS),
 }
-
-
-def last(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=FORMATS[x.dim()]) if x.dim() in FORMATS else x
-
-
-def plain(net: nn.Module, _xs: tuple[Tensor, ...]) -> Forward:
-    return net
-
-
-def autocast(net: nn.Module, _xs: tuple[Tensor, ...]) -> Forward:
-    def forward(*xs: Tensor) -> Any:
-        with torch.autocast("cuda", torch.bfloat16):
-            return net(*xs)
-
-    return forward
-
-
-def compiled(net: nn.Module, xs: tuple[Tensor, ...]) -> Forward:
-    for p in net.parameters():
-        p.data = last(p.data)
-    return autocast(torch.compile(net, dynamic=False), xs)
-
-
-def planned(plan: Plan) -> Callable[[nn.Module, tuple[Tensor, ...]], Forward]:
-    def build(net: nn.Module, xs: tuple[Tensor, ...]) -> Forward:
-        rewritten = training_network(net, xs, None, plan)
-        measure_weight_gradients(rewritten, xs)
-        return rewritten
-
-    return build
-
-
-def optimized(net: nn.Module, xs: tuple[Tensor, ...]) -> Forward:
-    fast = voxtune.optimize(
-        net, xs, precision="bf16", train=True, say=lambda line: print("   ", line, file=sys.stderr, flush=True)
-    )
-    print("   ", fast.report().replace("\n", "\n    "), file=sys.stderr, flush=True)
-    return fast
-
-
-def cudnn_weight_gradients(net: nn.Module, xs: tuple[Tensor, ...]) -> Forward:
-    from voxtune.kernels import conv3d_weight_gradient
-
-    conv3d_weight_gradient.METHOD = "cudnn"
-    return planned(whole_plan())(net, xs)
-
-
-def whole_plan() -> Plan:
-    return Plan.of(*training_passes("bf16"))
-
-
-@dataclass(frozen=True)
-class Way:
-    """How the network is computed. `graph`: the step is one CUDA graph. `chooses`: `build` measures and gates candidates."""
-
-    build: Callable[[nn.Module, tuple[Tensor, ...]], Forward]
-    tf32: bool = True
-    channels_last: bool = True
-    graph: bool = False
-    chooses: bool = False
-
-
-WAYS = {
-    "baseline_fp32": Way(plain, tf32=False, channels_last=False),
-    "tf32": Way(plain, channels_last=False),
-    "autocast_bf16": Way(autocast, channels_last=False),
-    "torch_compile_bf16": Way(compiled),
-    "torch_compile_bf16_graph": Way(compiled, graph=True),
-    "voxtune_eager": Way(planned(whole_plan())),
-    "voxtune": Way(planned(whole_plan()), graph=True),
-    "voxtune_ungated": Way(planned(whole_plan()), graph=True),
-    "voxtune_cudnn_weight_gradients": Way(cudnn_weight_gradients, graph=True),
-}
-OF_OTHERS = {
-    "voxtune": Way(optimized, graph=True, chooses=True),
-    "voxtune_eager": Way(optimized, chooses=True),
-}
-WITHOUT, UP_TO = "voxtune_without_", "voxtune_up_to_"
-
-
-def way_of(name: str, network_name: str) -> Way:
-    if name in OF_OTHERS and network_name in FOREIGN:
-        return OF_OTHERS[name]
-    if name.startswith(WITHOUT):
-        return Way(planned(whole_plan().without(known_pass(name.removeprefix(WITHOUT)))), graph=True)
-    if name.startswith(UP_TO):
-        return Way(planned(plan_up_to(known_pass(name.removeprefix(UP_TO)))), graph=True)
-    if name not in WAYS:
-        raise SystemExit(f"unknown way {name!r}; choose from {', '.join(WAYS)}, {WITHOUT}PASS, {UP_TO}PASS")
-    return WAYS[name]
-
-
-def known_pass(name: str) -> str:
-    if name not in whole_plan().names:
-        raise SystemExit(f"{name!r} is not a pass of the plan: {', '.join(whole_plan().names)}")
-    return name
-
-
-def basis(name: str) -> bool:
-    """Whether the other passes require it: it chooses the precision or the memory format."""
-    return BY_NAME[name].precision is not None or BY_NAME[name].stage == PassStage.LAYOUT
-
-
-def plan_up_to(name: str) -> Plan:
-    """Those that others require, and the further ones in the order in which they run, up to this one."""
-    names = whole_plan().names
-    order = [*(n for n in names if basis(n)), *(p.name for p in PASSES if p.name in names and not basis(p.name))]
-    return Plan.of(*order[: order.index(name) + 1])
-
-
-def ways_of_passes(applied: Sequence[str]) -> list[str]:
-    """What each matching pass gains: the plan without it. Those that others require cannot be left out: all others are."""
-    others = [name for name in applied if not basis(name)]
-    base = [name for name in whole_plan().names if basis(name)]
-    return [*(WITHOUT + name for name in others), UP_TO + base[-1]]
 
 
 class Step:
@@ -260,18 +141,25 @@ def segmentation_loss(y: Tensor, target: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(y, target) + dice.mean()
 
 
-def targets_of(name: str, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+def targets_of(case: Case, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """For results of these shapes. A batch repeats one sample, so that its gradient is that of the sample."""
     generator = torch.Generator().manual_seed(1)
-    noise = [torch.randn(*shape, generator=generator).cuda() for shape in shapes]
-    return [(x > 0.5).float() for x in noise] if name in SEGMENTATION else noise
+    noise = [torch.randn(1, *shape[1:], generator=generator) for shape in shapes]
+    targets = [(x > 0.5).float() for x in noise] if case.network in SEGMENTATION else noise
+    return [repeated(x, case.batch).cuda() for x in targets]
 
 
 def inputs_of(case: Case) -> tuple[Tensor, ...]:
-    return tuple(x.repeat(case.batch, *[1] * (x.dim() - 1)).cuda() for x in inputs(case.network, case.size))
+    return tuple(repeated(x, case.batch).cuda() for x in inputs(case.network, case.size))
+
+
+def repeated(x: Tensor, batch: int) -> Tensor:
+    return x.repeat(batch, *[1] * (x.dim() - 1))
 
 
 def network_of(case: Case) -> nn.Module:
-    return network(case.network).cuda().train()
+    """In host memory."""
+    return network(case.network).train()
 
 
 def release() -> None:
@@ -305,24 +193,27 @@ def offloaded() -> Any:
 
 
 def true_gradient(case: Case) -> dict[str, Any]:
-    """The gradient of the same loss, its type, and the shapes of the results."""
-    net, xs = network_of(case), inputs_of(case)
-    kind = "float64" if case.batch * math.prod(case.size) <= LARGEST_FLOAT64 else "float32"
+    """The gradient of the same loss for one sample, its type, and the shapes of the results."""
+    case = replace(case, batch=1)
+    net, xs = network_of(case).cuda(), inputs_of(case)
+    kind = "float64" if math.prod(case.size) <= LARGEST_FLOAT64 else "float32"
     if kind == "float64":
         net = net.double()
         xs = tuple(x.double() if x.is_floating_point() else x for x in xs)
     with settings(tf32=False, search=False), offloaded() if case.volumes > LARGEST_ON_GPU else nullcontext():
         output = net(*xs)
         shapes = [list(y.shape) for y in volumes_of(output)]
-        targets = [t.to(y.dtype) for t, y in zip(targets_of(case.network, shapes), volumes_of(output), strict=True)]
+        targets = [t.to(y.dtype) for t, y in zip(targets_of(case, shapes), volumes_of(output), strict=True)]
         loss_of(case.network, output, targets).backward()
-    return {"gradient": flat(list(net.parameters())), "kind": kind, "shapes": shapes}
+    gradient = flat(list(net.parameters()))
+    return {"gradient": gradient if kind == "float64" else gradient.float(), "kind": kind, "shapes": shapes}
 
 
-def measure(case: Case, way_name: str, runs: int, truth: dict[str, Any], *, broken_down: bool) -> dict[str, Any]:
+def measure(
+    case: Case, way_name: str, net: nn.Module, runs: int, truth: dict[str, Any], *, broken_down: bool
+) -> dict[str, Any]:
     way = way_of(way_name, case.network)
-    net, xs = network_of(case), inputs_of(case)
-    targets = targets_of(case.network, truth["shapes"])
+    net, xs, targets = net.cuda(), inputs_of(case), targets_of(case, truth["shapes"])
     if way.channels_last:
         xs, targets = tuple(map(last, xs)), list(map(last, targets))
     release()
@@ -346,7 +237,8 @@ def measure(case: Case, way_name: str, runs: int, truth: dict[str, Any], *, brok
         peaks = [torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()]
         release()
         torch.cuda.reset_peak_memory_stats()
-        times = timed(run, runs, warm=3)
+        once = timed(run, 1)[0]
+        times = timed(run, max(5, min(runs, int(LONGEST_MS / once))), warm=2)
         held = torch.cuda.max_memory_reserved()
         reserved, allocated = max(peaks[0], held), max(peaks[1], torch.cuda.max_memory_allocated())
         result = row(case.label(way_name), list(case.size), times, reserved / 2**30, error)
@@ -366,9 +258,9 @@ def measure(case: Case, way_name: str, runs: int, truth: dict[str, Any], *, brok
 
 def profile(case: Case, way_name: str) -> None:
     way = way_of(way_name, case.network)
-    net, xs = network_of(case), inputs_of(case)
+    net, xs = network_of(case).cuda(), inputs_of(case)
     with torch.no_grad():
-        targets = targets_of(case.network, [y.shape for y in volumes_of(net(*xs))])
+        targets = targets_of(case, [y.shape for y in volumes_of(net(*xs))])
     if way.channels_last:
         xs, targets = tuple(map(last, xs)), list(map(last, targets))
     with settings(tf32=way.tf32):
@@ -390,26 +282,43 @@ def command_of(case: Case, way: str, *more: str) -> list[str]:
     return [*command, "--batch", str(case.batch), "--ways", way, *more]
 
 
-def apart(case: Case, way: str, given: argparse.Namespace, truth: Path, *, broken_down: bool) -> dict[str, Any]:
-    """One row, by a process of its own."""
-    more = ["--here", "--truth", str(truth), "--runs", str(given.runs), *(["--breakdown"] if broken_down else [])]
-    failed = {"name": case.label(way), "shape": list(case.size), "batch": case.batch}
-    try:
-        done = subprocess.run(
-            command_of(case, way, *more), timeout=given.limit, check=False, stdout=subprocess.PIPE, text=True
+class Process:
+    """Measures one row. It prepares itself in host memory, and uses the GPU when it is its turn."""
+
+    def __init__(self, case: Case, way: str, given: argparse.Namespace, truth: Path):
+        self.case, self.way, self.limit = case, way, given.limit
+        broken_down = given.breakdown and way.startswith("voxtune") and not way.startswith((WITHOUT, UP_TO))
+        more = ["--here", "--truth", str(truth), "--runs", str(given.runs), *(["--breakdown"] if broken_down else [])]
+        self.running = subprocess.Popen(
+            command_of(case, way, *more), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return result
-    except subprocess.TimeoutExpired:
-        return failed | {"failed": f"did not finish within {given.limit:.0f} s"}
-    except (IndexError, json.JSONDecodeError):
-        return failed | {"failed": f"ended with exit code {done.returncode}"}
+
+    def row(self) -> dict[str, Any]:
+        failed = {"name": self.case.label(self.way), "shape": list(self.case.size), "batch": self.case.batch}
+        try:
+            output, _ = self.running.communicate("start\n", timeout=self.limit)
+            result: dict[str, Any] = json.loads(output.splitlines()[-1])
+            return result
+        except subprocess.TimeoutExpired:
+            return failed | {"failed": f"did not finish within {self.limit:.0f} s"}
+        except (IndexError, json.JSONDecodeError):
+            return failed | {"failed": f"ended with exit code {self.running.returncode}"}
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        self.running.kill()
+        self.running.wait()
 
 
 def here(case: Case, way: str, runs: int, truth: Path, *, broken_down: bool) -> None:
-    content = torch.load(truth, weights_only=True)
+    import torch._dynamo
+    import torch.export
+
+    net, content = network_of(case), torch.load(truth, weights_only=True)
+    sys.stdin.readline()
     try:
-        result = measure(case, way, runs, content, broken_down=broken_down)
+        result = measure(case, way, net, runs, content, broken_down=broken_down)
     except torch.OutOfMemoryError as error:
         result = {"name": case.label(way), "shape": list(case.size), "batch": case.batch}
         result["failed"] = f"out of memory: {str(error).splitlines()[0][:120]}"
@@ -418,7 +327,7 @@ def here(case: Case, way: str, runs: int, truth: Path, *, broken_down: bool) -> 
 
 def compile_only(case: Case, way_name: str) -> None:
     way = way_of(way_name, case.network)
-    net, xs = network_of(case), inputs_of(case)
+    net, xs = network_of(case).cuda(), inputs_of(case)
     xs = tuple(map(last, xs)) if way.channels_last else xs
     with settings(tf32=way.tf32, search=False):
         results = volumes_of(way.build(net, xs)(*xs))
@@ -477,17 +386,19 @@ class Results:
         write(self.out, self.rows, breakdown=self.breakdown)
 
 
-def run_case(case: Case, given: argparse.Namespace, results: Results) -> None:
+def run_case(case: Case, given: argparse.Namespace, results: Results, truth: Path) -> None:
     print(f"{case.network} {'x'.join(map(str, case.size))}, batch {case.batch}:", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        truth = Path(folder) / "gradient.pt"
+    if not truth.is_file():
         torch.save(true_gradient(case), truth)
         release()
-        waiting = list(case.ways)
+    waiting = list(case.ways)
+    following: Process | None = None
+    try:
         while waiting:
             way = waiting.pop(0)
-            broken_down = given.breakdown and way.startswith("voxtune") and not way.startswith((WITHOUT, UP_TO))
-            result = apart(case, way, given, truth, broken_down=broken_down)
+            process = following or Process(case, way, given, truth)
+            following = Process(case, waiting[0], given, truth) if waiting else None
+            result = process.row()
             report(result)
             results.add(result)
             if given.passes and way == "voxtune" and "failed" not in result:
@@ -495,6 +406,9 @@ def run_case(case: Case, given: argparse.Namespace, results: Results) -> None:
             if way.startswith(WITHOUT) and "failed" in result:
                 # What remains does not run: the pass is measured on top of those before it.
                 waiting.append(UP_TO + way.removeprefix(WITHOUT))
+    finally:
+        if following is not None:
+            following.end()
 
 
 def report(result: dict[str, Any]) -> None:
@@ -549,17 +463,18 @@ def main() -> None:
         return here(alone, alone.ways[0], options.runs, options.truth, broken_down=options.breakdown)
     cases = [alone]
     if options.cases:
-        chosen = [CASES[name] for name in options.cases.split(",")]
-        cases = [Case(c.network, c.size, c.batch, ways or c.ways) for c in chosen]
+        cases = [replace(CASES[name], ways=ways or CASES[name].ways) for name in options.cases.split(",")]
     if options.prepare:
         prepare(cases, options.prepare)
     results = Results(options.out, options.keep)
-    for case in cases:
-        try:
-            run_case(case, options, results)
-        except torch.OutOfMemoryError as error:
-            print(f"no reference gradient: {str(error).splitlines()[0]}", flush=True)
-        release()
+    with tempfile.TemporaryDirectory() as folder:
+        for case in cases:
+            truth = Path(folder) / f"{case.network}-{'-'.join(map(str, case.size))}.pt"
+            try:
+                run_case(case, options, results, truth)
+            except torch.OutOfMemoryError as error:
+                print(f"no reference gradient: {str(error).splitlines()[0]}", flush=True)
+            release()
     return None
 
 
