@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from voxtune.kernels.conv3d_tiles import Device, simulates_device
@@ -113,3 +113,12 @@ def test_a_source_that_is_computed_again_is_released_before_its_gradient_is_comp
     assert len(wide) >= 2
     last = sorted(wide, key=lambda b: b.first)[:2]
     assert last[0].end <= last[1].first
+
+
+def test_weights_of_any_device_become_fake_ones_of_one_device():
+    net = torch.nn.Linear(2, 3, device="meta")  # not the device of the fake tensors, like a GPU
+    allocations = step_memory._Allocations(FakeTensorMode(allow_non_fake_inputs=True))
+    with allocations.mode, step_memory._fake_weights(net, allocations.fake) as parameters, allocations:
+        assert {p.device.type for p in parameters} == {"cpu"}
+        assert net(torch.empty(4, 2)).shape == (4, 3)
+    assert net.weight.device.type == "meta"

@@ -181,6 +181,7 @@ def test_the_gate_accepts_the_rewritten_network(precision, record_property):
     assert (plan.name, plan.precision) == ("voxtune", precision)
 
 
+@pytest.mark.alone
 def test_recording_saves_time(record_property):
     config = config_of()
     search = _Choice(config, model_of(config), Blobs(size=SIZE), GPU, print)

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -28,6 +29,7 @@ from voxtune.kernels.compile_workers import Worker, active
 log = logging.getLogger("voxtune")
 # Seconds before a thread must release the interpreter, for which launches in the body wait; Python's default is ten times this.
 SWITCH_INTERVAL = 0.0005
+_threads = threading.local()
 _rehearsing: ContextVar[bool] = ContextVar("voxtune_rehearsing", default=False)
 
 
@@ -46,9 +48,20 @@ class _Ready:
                 return None
             if _rehearsing.get():
                 return self.kernel.run(*args, grid=grid, warmup=True, **kwargs)
+            _give_context()
             return self.kernel[grid](*args, **kwargs)
 
         return launch
+
+
+def _give_context() -> None:
+    """Makes the GPU's context this thread's own: PyTorch's threads for gradients have none before their first allocation.
+
+    Triton encodes a descriptor of a tensor with a function of the driver, which fails without.
+    """
+    if not getattr(_threads, "has_context", False) and torch.cuda.is_initialized():
+        torch.cuda.mem_get_info()
+        _threads.has_context = True
 
 
 def _is_fake(argument: Any) -> bool:

@@ -307,7 +307,7 @@ def _fake_weights(network: nn.Module, fake: Callable[[Tensor], Tensor]) -> Itera
 
     def of(x: Tensor) -> Tensor:
         if id(x) not in fakes:
-            made = fake(x.detach())
+            made = fake(x)
             fakes[id(x)] = nn.Parameter(made, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else made
         return fakes[id(x)]
 

@@ -66,7 +66,8 @@ def usable_memory(device: torch.device) -> int:
     """Bytes that this process may use: what is free, and what it holds itself; at most its share of the GPU."""
     free, total = torch.cuda.mem_get_info(device)
     share: Any = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: 1.0)
-    return int(USABLE * min(free + torch.cuda.memory_reserved(device), share(device) * total))
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(USABLE * min(free + torch.cuda.memory_reserved(device), share(index) * total))
 
 
 def settings_that_fit(config: TrainConfig, model: Model, plan: TrainingPlan, memory: int) -> Fit | None:
