@@ -10,7 +10,6 @@ import torch
 
 from tests.factories.tiny_training import Blobs, tiny_config
 from voxtune.errors import InputError
-from voxtune.plan.training_memory import TrainingMemory
 from voxtune.runtime.model import Model
 from voxtune.training import fit as fitting
 from voxtune.training.checkpoint import checkpoints, read_checkpoint
@@ -19,7 +18,7 @@ from voxtune.training.fit import MOST_FITS, Fit, StepMemoryError, naming_setting
 from voxtune.training.folder import read_run
 from voxtune.training.loop import train
 from voxtune.training.model import model_config
-from voxtune.training.plan import RewrittenForward, TrainingPlan, rewriting_plan, zeros
+from voxtune.training.plan import TrainingPlan, rewriting_plan
 from voxtune.training.step import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -33,16 +32,16 @@ def tiny():
         patch.setattr("voxtune.plan.training_memory.MOST_STEPS", 4)
         config = tiny_config(batch=8, accumulation=3, model=replace(tiny_config().model, size=(16, 16, 16)))
         model = Model(model_config(config))
-        args = zeros(model, config.batch)
-        network = RewrittenForward(rewriting_plan("fp32"), model.network).rewrite(args)
-        steps = [step for _, step in TrainingMemory(network, args, accumulated=True).choices()]
         estimates = list(fitting._estimates(config, model, rewriting_plan("fp32")))
-        assert estimates[0] == (8, False, steps[0]) and estimates[1] == (8, True, steps[-1])
-        assert estimates[-2] == (1, False, steps[0].of_batch(1 / 8)) and len(estimates) == 8
+        (_, _, kept), (_, _, again) = estimates[:2]
+        assert [(batch, budget) for batch, budget, _ in estimates] == [
+            (n, b) for n in (8, 4, 2, 1) for b in (False, True)
+        ]
+        assert estimates[-2][2] == kept.of_batch(1 / 8)
         patch.setattr(fitting, "_estimates", lambda *_: iter(estimates))  # each takes seconds
-        one = steps[0].of_batch(1 / 8).total
-        assert one < steps[-1].total < steps[0].total
-        yield config, model, steps[0].total, steps[-1].total, one
+        one = kept.of_batch(1 / 8).total
+        assert one < again.total < kept.total
+        yield config, model, kept.total, again.total, one
 
 
 def test_plain_pytorch_gives_way_to_the_rewritten_network(tiny):
