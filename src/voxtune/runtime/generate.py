@@ -158,7 +158,7 @@ class VolumeJob(Job[PlannedVolume, GeneratedVolume]):
         picture: Callable[[GeneratedVolume, Path, bool], None] | None = None,
     ):
         self.masks, self.noise, self.picture, self.contract = masks, noise, picture, mask_contract(model)
-        volumes = plan_volumes(masks.paths, count, self.contract, noise=noise, flat=flat, picture=picture is not None)
+        volumes = plan_volumes(masks.names, count, self.contract, noise=noise, flat=flat, picture=picture is not None)
         super().__init__(
             model,
             out,
@@ -179,7 +179,7 @@ class VolumeJob(Job[PlannedVolume, GeneratedVolume]):
             **self.provenance,
             "seed": self.seed,
             "index": item.index,
-            "noise": {"rule": self.noise, "stem": mask_stem(mask.path), "replicate": item.replicate},
+            "noise": {"rule": self.noise, "stem": mask_stem(mask.named), "replicate": item.replicate},
             **self.settings.record(),
             "mask": mask.path.name,
             "Sources": [recorded_path(path, self.out) for path in (mask.path, *mask.images)],
