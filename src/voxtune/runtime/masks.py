@@ -109,6 +109,7 @@ class Masks(Sequence[MaskRequest]):
         placed = sys.intern(request.placement.describe())
         self.checked.append(CheckedMask(path=path, images=images, sha256=request.sha256, placement=placed, alias=alias))
         self.warnings += request.warnings
+        self._last = (len(self.checked) - 1, request)
         return request
 
 

@@ -173,6 +173,7 @@ class Tally:
     idle: float = 0.0
     started: float = field(default_factory=time.monotonic)
     ended: float | None = None
+    first: tuple[float, int] | None = None  # when the first volumes were written, and how many
 
     @property
     def done(self) -> int:
@@ -185,6 +186,14 @@ class Tally:
     @property
     def per_hour(self) -> float:
         return 3600 * self.drawn / max(self.seconds, 1e-9)
+
+    @property
+    def sustained_per_hour(self) -> float | None:
+        """Volumes per hour since the first ones were written: without the start of the workers."""
+        if self.first is None or self.drawn == self.first[1]:
+            return None
+        end = time.monotonic() if self.ended is None else self.ended
+        return 3600 * (self.drawn - self.first[1]) / max(end - self.first[0], 1e-9)
 
     @property
     def idle_share(self) -> float | None:
@@ -223,6 +232,7 @@ class Tally:
             "retries": self.retries,
             "seconds": round(self.seconds, 3),
             "volumes_per_hour": round(self.per_hour, 1),
+            "sustained_per_hour": None if self.sustained_per_hour is None else round(self.sustained_per_hour, 1),
             "idle_share": None if share is None else round(share, 4),
             "cost_per_1000": None if cost is None else round(cost, 4),
             "failed": [
@@ -286,7 +296,7 @@ class ShardDriver:
         stopping: Stopping | None = None,
     ):
         self.engine, self.log, self.tally, self.report = engine, log, tally, report
-        self.stopping = stopping or Stopping(lambda _line: None)
+        self.stopping = Stopping(lambda _line: None) if stopping is None else stopping
         self._again: deque[Task] = deque()
         self._running = 0
         self._unwritten = 0
@@ -344,6 +354,8 @@ class ShardDriver:
                 recorded.add(volume[1])
                 self.tally.drawn += 1
                 self.tally.reduced += line.reduced
+        if recorded and self.tally.first is None:
+            self.tally.first = time.monotonic(), self.tally.drawn
         rest = tuple(number for number in task.numbers if number not in recorded)
         if not rest and problem is None:
             self._unwritten = 0

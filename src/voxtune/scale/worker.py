@@ -194,6 +194,7 @@ class VolumeWorker:
             with recording_paths(self.settings.record_paths):
                 job = self._job(task)
                 request = job.read(job.items[0])
+                stage = "disk"
                 lines += self._store_mask(task, job, request)
                 if not task.numbers:
                     return TaskResult(task=task, lines=tuple(lines))

@@ -1,0 +1,31 @@
+"""Manifests of many rows: how long a start takes, what a task costs, and how much memory the driver needs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.scale.test_local import ROOT, environment
+
+
+def measured(folder, count):
+    command = [sys.executable, "-m", "tests.scale.many_checks", str(folder), str(count)]
+    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.scale
+def test_fifty_thousand_tasks(tmp_path, record_property):
+    few, many = measured(tmp_path / "few", 1000), measured(tmp_path / "many", 50_000)
+    for name, value in many.items():
+        record_property(name, round(value, 3))
+        record_property(f"{name}_of_1000", round(few[name], 3))
+    for row in (few, many):
+        assert row["drawn"] == row["verified"] == row["tasks"] and row["problems"] == row["again_drawn"] == 0
+        assert row["task_ms"] < 5 and row["driver_peak_gib"] < 1
+    assert many["start_s"] < 30 and many["again_s"] < 30
+    assert many["driver_task_ms"] < 1.5 * few["driver_task_ms"] + 0.1, "flat"
