@@ -211,8 +211,8 @@ class Killer(threading.Thread):
 
 @pytest.mark.scale
 def test_killed_workers_and_drivers_leave_the_bytes_of_an_undisturbed_run(job, model, tmp_path, record_property):
-    """2,000 volumes; a worker is killed at random moments, 20 times and more, the driver twice."""
-    masks = write_masks(tmp_path / "many", 200)
+    """600 volumes; a worker is killed at random moments, 20 times and more, the driver twice."""
+    masks = write_masks(tmp_path / "many", 60)
     whole = job.but(manifest=masks, out=tmp_path / "whole", per_mask=10, batch=2)
     assert (
         subprocess.run(command(whole, "--workers", 2), env=environment(), capture_output=True, check=False).returncode
@@ -229,7 +229,7 @@ def test_killed_workers_and_drivers_leave_the_bytes_of_an_undisturbed_run(job, m
             count = len(volumes(disturbed.out))
             wait_for(
                 lambda count=count, process=process: (
-                    len(volumes(disturbed.out)) > count + 150 or process.poll() is not None
+                    len(volumes(disturbed.out)) > count + 60 or process.poll() is not None
                 )
             )
             if process.poll() is None:
@@ -242,13 +242,13 @@ def test_killed_workers_and_drivers_leave_the_bytes_of_an_undisturbed_run(job, m
             if killer.killed >= 20:
                 break
             # Too fast: a part of the volumes is drawn again while workers are killed.
-            for path in random.Random(starts).sample(volumes(disturbed.out), 400):
+            for path in random.Random(starts).sample(volumes(disturbed.out), 200):
                 path.unlink()
     killer.stop = True
     result = verify(disturbed.out)
-    assert (result.verified, result.problems, result.reduced) == (2000, [], 0)
+    assert (result.verified, result.problems, result.reduced) == (600, [], 0)
     assert contents(disturbed.out) == contents(whole.out)
-    record_property("volumes", 2000)
+    record_property("volumes", 600)
     record_property("workers_killed", killer.killed)
     record_property("drivers_killed", drivers)
     record_property("starts", starts)
