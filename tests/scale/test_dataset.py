@@ -394,3 +394,23 @@ def test_an_automatic_plan_is_fixed_at_the_first_start(job, tmp_path, monkeypatc
     monkeypatch.setenv("VOXTUNE_CACHE", str(tmp_path / "second"))
     assert job.run(InlineEngine(VolumeWorker)).drawn == 1
     assert contents(job.out) == whole
+
+
+def test_damaged_masks_and_volumes_are_replaced_once(job):
+    """Files that no longer look like those of Voxtune are replaced if the ledger lists them; other files never are."""
+    job.run(InlineEngine())
+    whole = contents(job.out)
+    anat = job.out / "sub-0" / "anat"
+    for file in anat.iterdir():
+        file.write_bytes(b"not a file of this project")
+    tally = job.run(InlineEngine(backwards=True))
+    assert (tally.drawn, tally.missing, tally.retries) == (3, 0, 0), tally.problems
+    assert contents(job.out) == whole and verify(job.out).problems == []
+    file = DatasetLedger(job.out).shard_file(1, 1)
+    kept = [line for line in file.read_bytes().splitlines(keepends=True) if b'"sub-1_desc-synth01"' not in line]
+    file.write_bytes(b"".join(kept))
+    foreign = job.out / "sub-1" / "anat" / "sub-1_desc-synth01_T1w.json"
+    foreign.write_bytes(b"mine")
+    tally = job.run(InlineEngine())
+    assert tally.missing == 1 and "was not written by Voxtune" in next(iter(tally.problems.values()))
+    assert foreign.read_bytes() == b"mine"

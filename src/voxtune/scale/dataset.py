@@ -50,7 +50,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """One start of a shard. `model` is the loaded model of `settings.model`, which only answers questions here."""
+    """One start of a shard. `identity` is what the ledger compares with the first start (`identity_of`)."""
 
     settings: WorkerSettings
     rows: Sequence[ManifestRow]

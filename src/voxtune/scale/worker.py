@@ -243,15 +243,12 @@ class VolumeWorker:
 
     def _store_mask(self, task: Task, job: VolumeJob, request: MaskRequest) -> list[LedgerLine]:
         """Writes the mask beside its volumes, in the values of the model."""
-        name = dataset_mask(task.named)
-        file = self.settings.out / name
-        for damaged in task.damaged:
-            discard(self.settings.out / damaged)
         if not task.store_mask:
             return []
+        name = dataset_mask(task.named)
+        file = self.settings.out / name
         mask = self.reader.read(task.mask, task.images)
-        # A killed worker may have left a part of a file here.
-        delete_leftovers(file.parent)
+        self._make_room(task, (name,))
         write_volume(file, mask.array, mask, overwrite=True)
         state = task.mask.stat()
         source = WrittenFile(sha256=request.sha256[0], size=state.st_size, time_ns=state.st_mtime_ns)
@@ -302,6 +299,13 @@ class VolumeWorker:
             self._smaller = optimize(Model(self.model.config, network.original), plan=Plan(steps), search=False)
         return self._smaller
 
+    def _make_room(self, task: Task, names: Sequence[str]) -> None:
+        """Deletes what killed workers left beside files that are to be written, and their damaged versions."""
+        delete_leftovers((self.settings.out / names[0]).parent)
+        for name in task.damaged:
+            if name in names:
+                discard(self.settings.out / name)
+
     def _write(
         self, task: Task, job: VolumeJob, number: int, request: MaskRequest, sample: np.ndarray, batch: int
     ) -> LedgerLine:
@@ -312,7 +316,7 @@ class VolumeWorker:
             made_by["batch_reduced_from"] = self.fixed["batch"]
         out = self.settings.out
         item = job.items[number - 1]
-        delete_leftovers((out / item.names[0]).parent)
+        self._make_room(task, item.outputs)
         job.write(item, request, sample, made_by)
         files = {name: WrittenFile.of(out / name) for name in item.outputs}
         return LedgerLine(name=volume_name(task.subject, number), files=files, reduced=reduced)
