@@ -14,6 +14,7 @@ from tests.factories.small_jobs import identities, small_disk
 from tests.scale.datasets import Job, contents, write_masks, write_model
 from tests.scale.workers import InlineEngine, InvalidWorker, ShortOfMemoryWorker
 from voxtune.data.cases import find_cases
+from voxtune.data.labels import parse_labels
 from voxtune.data.pairing import pair_folders
 from voxtune.errors import FilesError, InputError
 from voxtune.files import locked_file
@@ -414,3 +415,17 @@ def test_damaged_masks_and_volumes_are_replaced_once(job):
     tally = job.run(InlineEngine())
     assert tally.missing == 1 and "was not written by Voxtune" in next(iter(tally.problems.values()))
     assert foreign.read_bytes() == b"mine"
+
+
+def test_the_ledger_names_no_folder(job, tmp_path):
+    table = tmp_path / "secret" / "dseg.tsv"
+    table.parent.mkdir()
+    table.write_text("index\tname\n1\tbrain\n2\ttumour\n")
+    labels = parse_labels(str(table))
+    (job.manifest / "sub-1_dseg.nii.gz").write_bytes(b"damaged")
+    job.but(settings={"labels": labels}).run(InlineEngine())
+    for file in job.out.rglob("*.json*"):
+        assert str(tmp_path) not in file.read_text(), file
+    assert job.but(settings={"labels": parse_labels("brain=1; tumour=2")}).run(InlineEngine()).drawn == 0
+    with pytest.raises(InputError, match="labels is"):
+        job.run(InlineEngine())
