@@ -248,7 +248,8 @@ class Stopping:
         self.signals.append(number)
         if len(self.signals) > 1:
             self._raise(number, frame)
-        self.say("finishing the volumes that are being drawn; press Ctrl-C again to end at once")
+        with contextlib.suppress(RuntimeError):  # in the middle of another line
+            self.say("finishing the volumes that are being drawn; press Ctrl-C again to end at once")
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number)
