@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-stamp
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu test-hostile lint format docs bench bench-gpu wheel clean
+.PHONY: help setup demo test test-slow test-gpu test-hostile test-scale lint format docs bench bench-gpu wheel clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -21,10 +21,13 @@ demo: $(STAMP) ## Generate a brain MRI from a mask on a CPU
 	$(BIN)/voxtune demo -o out/demo
 
 test: $(STAMP) ## Run the quick tests (no GPU needed)
-	$(BIN)/python -m pytest -m "not gpu and not slow and not hostile" -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not gpu and not slow and not hostile and not scale" -n 2 --dist worksteal
 
 test-slow: $(STAMP) ## Run the slow tests; the record to commit is benchmarks/results/slow-tests.json
-	$(BIN)/python -m pytest -m "slow and not gpu and not hostile" -n 2 --dist worksteal --record=benchmarks/results/slow-tests.json
+	$(BIN)/python -m pytest -m "slow and not gpu and not hostile and not scale" -n 2 --dist worksteal --record=benchmarks/results/slow-tests.json
+
+test-scale: $(STAMP) ## Run the campaign of large data sets and killed processes; the record is benchmarks/results/scale-tests.json
+	$(BIN)/python -m pytest -m "scale and not gpu" --record=benchmarks/results/scale-tests.json
 
 test-gpu: $(STAMP) ## Run the tests that need a CUDA device; the records are benchmarks/results/gpu-tests.json and gpu-tests-alone.json
 	$(BIN)/python -m pytest -m "gpu and not alone" -n 8 --dist worksteal --record=benchmarks/results/gpu-tests.json

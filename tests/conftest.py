@@ -40,7 +40,7 @@ def pytest_terminal_summary(terminalreporter):
             f"{len(skipped)} browser tests skipped: install Chromium (.ci/browser) or set VOXTUNE_CHROMIUM to its program"
         )
     for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
-        if report.duration > LONG_SECONDS and not {"slow", "gpu", "hostile"} & set(report.keywords):
+        if report.duration > LONG_SECONDS and not {"slow", "gpu", "hostile", "scale"} & set(report.keywords):
             line = f"{report.nodeid} took {report.duration:.0f} s; make it faster or mark it `slow`"
             terminalreporter.write_line(line)
 

@@ -17,7 +17,8 @@ import re
 import shlex
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -379,17 +380,47 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def locked_file(file: Path) -> Iterator[None]:
+def locked_file(file: Path, *, waiting: Callable[[], None] | None = None) -> Iterator[None]:
     """Locks an output file for this process, by a hidden file beside it; creates its folder like `locked_folder`.
 
-    Deletes temporary files of killed processes in this folder, where locks tell them from those of running ones.
+    Deletes temporary files of killed processes in this folder, where locks tell them from those of running ones. With
+    `waiting`, waits for another process that has locked the file, and calls it every half second.
     """
-    # The name of the file may be as long as a name can be.
-    stem = os.fsencode(file.name)[: MAX_NAME_BYTES - 20].decode(errors="ignore")
-    with _created(file.parent), _lock(file.with_name(f".{stem}.voxtune.lock"), file):
+    with _created(file.parent), _lock(_lock_file(file), file, waiting):
         with reporting_os_errors(file):
             _delete_leftovers(file.parent.glob(".*.part"), alone=False)
         yield
+
+
+def _lock_file(file: Path) -> Path:
+    # The name of the file may be as long as a name can be.
+    stem = os.fsencode(file.name)[: MAX_NAME_BYTES - 20].decode(errors="ignore")
+    return file.with_name(f".{stem}.voxtune.lock")
+
+
+def is_locked(file: Path) -> bool:
+    """Whether another process has locked the file with `locked_file`."""
+    try:
+        handle = os.open(_lock_file(file), os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
+    except OSError:  # nobody has
+        return False
+    try:
+        return _try_lock(handle) is False
+    finally:
+        os.close(handle)
+
+
+def delete_leftovers(folder: Path) -> None:
+    """Deletes the temporary files of killed processes in a folder, where locks tell them from those of running ones."""
+    with reporting_os_errors(folder):
+        _delete_leftovers(folder.glob(".*.part"), alone=False)
+
+
+def discard(file: Path) -> None:
+    """Deletes a regular file that a record of Voxtune lists as its own, whatever it contains by now."""
+    with reporting_os_errors(file):
+        if file.is_file() and not file.is_symlink():
+            file.unlink()
 
 
 @contextmanager
@@ -407,9 +438,9 @@ def _created(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _lock(path: Path, output: Path) -> Iterator[None]:
+def _lock(path: Path, output: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
     with reporting_os_errors(path):
-        handle = _locked_handle(path, output)
+        handle = _locked_handle(path, output, waiting)
     try:
         yield
     finally:
@@ -426,7 +457,7 @@ def _unlock(path: Path, handle: int) -> None:
         os.close(handle)
 
 
-def _locked_handle(path: Path, output: Path) -> int:
+def _locked_handle(path: Path, output: Path, waiting: Callable[[], None] | None) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
     while True:
         handle = os.open(path, flags, 0o666)
@@ -434,6 +465,10 @@ def _locked_handle(path: Path, output: Path) -> int:
         if locked is False:
             pid = os.read(handle, 20).decode(errors="replace").strip()
             os.close(handle)
+            if waiting is not None:
+                waiting()
+                time.sleep(0.5)
+                continue
             process = f" (PID {pid})" if pid.isdigit() else ""
             raise InputError(
                 f"{output}: in use by another Voxtune process{process}; wait for it or choose another output"

@@ -122,6 +122,12 @@ def _cards() -> Iterable[str]:
     return cards()
 
 
+def _engines() -> Iterable[str]:
+    from voxtune.scale.engine import ENGINES
+
+    return ENGINES
+
+
 def _studies() -> Iterable[str]:
     return ("paper",)
 
@@ -143,6 +149,7 @@ REGISTRIES: dict[str, Callable[[], Iterable[str]]] = {
     "estimate": _estimate_configs,
     "gpu": _cards,
     "study": _studies,
+    "engine": _engines,
 }
 
 DEFAULTS: dict[str, Callable[[], Iterable[str]]] = {

@@ -7,6 +7,7 @@ Every command exits with one of EXIT_CODES. Some codes have a more specific mean
 | check | 1 | slower than allowed |
 | check | 3 | the spread of the timings is too large to decide |
 | doctor | 3 | a problem was found |
+| generate | 3 | some volumes are missing; with --verify, the data set is not complete and intact |
 | profile | 3 | a configuration could not be recorded, or the self-check failed |
 | sample | 3 | some volumes were skipped (--on-error skip) |
 | train | 130, 143 | stopped by Ctrl-C or SIGTERM after writing a checkpoint |
@@ -40,7 +41,7 @@ EXIT_CODES = {
     EXIT_INTERNAL: "internal error (check: slower than allowed)",
     EXIT_INPUT: "wrong input or usage (one line on standard error; a table if several files have errors)",
     EXIT_NEGATIVE: "negative result (doctor: a problem was found, profile: not everything was recorded, "
-    "sample: volumes were skipped, check: undecided)",
+    "sample: volumes were skipped, generate: volumes are missing or damaged, check: undecided)",
     EXIT_INTERRUPTED: "interrupted by Ctrl-C (143: by SIGTERM)",
 }
 

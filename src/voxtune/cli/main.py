@@ -27,6 +27,7 @@ from voxtune.files import one_line
 COMMANDS = (
     "demo",
     "sample",
+    "generate",
     "evaluate",
     "steps",
     "usefulness",

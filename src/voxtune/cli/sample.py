@@ -352,7 +352,7 @@ def _read_masks(
 ) -> Masks:
     """Checks all masks and prints how they are placed."""
     from voxtune.data.labels import MaskReader
-    from voxtune.data.pairing import images_of_masks
+    from voxtune.data.pairing import images_of_masks, mask_files
     from voxtune.runtime.masks import mask_contract, prepare
 
     contract, label_map = mask_contract(model), parse_labels(labels)
@@ -362,7 +362,7 @@ def _read_masks(
         raise InputError(
             "--images applies to a label that is taken from the image, such as --labels brain=image; omit it"
         )
-    files = _mask_files(masks)
+    files = mask_files(masks)
     partners = None
     if images is not None:
         partners, other_kinds = images_of_masks(files, images, contract.images)
@@ -399,23 +399,6 @@ def _say_placements(masks: Masks, output: Output) -> None:
     _say_some(
         output, [f"{counted(count, 'mask')}: {placement}" for placement, count in counts.most_common()], "placements"
     )
-
-
-def _mask_files(paths: list[Path]) -> list[Path]:
-    """The masks: files as they are, folders by the masks in them. In a folder without mask names, every file is a mask."""
-    from voxtune.data.modality import MASK_ENDINGS, NIFTI_ENDINGS, split_name
-    from voxtune.data.pairing import nifti_files
-
-    files: list[Path] = []
-    for path in paths:
-        if not path.is_dir():
-            files.append(path)
-            continue
-        inside = nifti_files(path)
-        if not inside:
-            raise InputError(f"{path}: no NIfTI masks ({NIFTI_ENDINGS}) in this folder")
-        files += [p for p in inside if split_name(p)[1] in MASK_ENDINGS] or inside
-    return files
 
 
 def _planned(job: SampleJob, picture: bool) -> list[dict[str, Any]]:

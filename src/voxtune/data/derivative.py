@@ -69,14 +69,29 @@ def output_names(
     ]
 
 
+def volume_files(mask: Path, number: int, images: Sequence[str]) -> tuple[str, ...]:
+    """The files of the images of volume `number` of a mask, relative to the dataset."""
+    return tuple(_bids_name(mask, image, f"synth{number:02d}") for image in images)
+
+
+def dataset_mask(mask: Path) -> str:
+    """The file of a mask that is stored beside its volumes, relative to the dataset."""
+    subject = bids_subject(mask)
+    return "/".join([*_folders(subject), f"{subject}_dseg.nii.gz"])
+
+
 def _flat_name(mask: Path, image: str, description: str) -> str:
     return f"{mask_stem(mask)}_desc-{description}_{slug(image, default='image')}.nii.gz"
 
 
 def _bids_name(mask: Path, image: str, description: str) -> str:
     subject = bids_subject(mask)
+    return "/".join([*_folders(subject), f"{bids_stem(subject, image, description)}.nii.gz"])
+
+
+def _folders(subject: str) -> list[str]:
     folders = [part for part in subject.split("_") if part.startswith(("sub-", "ses-"))]
-    return "/".join([*dict.fromkeys(folders), "anat", f"{bids_stem(subject, image, description)}.nii.gz"])
+    return [*dict.fromkeys(folders), "anat"]
 
 
 def bids_subject(mask: Path) -> str:

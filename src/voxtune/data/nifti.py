@@ -34,8 +34,11 @@ def gzip_bytes(data: bytes, level: int = 4) -> bytes:
     """
     view = memoryview(data)
     pieces = [view[start : start + PIECE] for start in range(0, len(view), PIECE)] or [view]
-    with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1)) as pool:
-        parts = list(pool.map(lambda n: _deflated(pieces[n], level, last=n == len(pieces) - 1), range(len(pieces))))
+    if len(pieces) == 1:
+        parts = [_deflated(view, level, last=True)]
+    else:
+        with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1)) as pool:
+            parts = list(pool.map(lambda n: _deflated(pieces[n], level, last=n == len(pieces) - 1), range(len(pieces))))
     return b"".join([HEADER, *parts, struct.pack("<LL", zlib.crc32(view), len(view) & 0xFFFFFFFF)])
 
 

@@ -203,6 +203,20 @@ def nifti_files(folder: str | Path) -> list[Path]:
     return sorted(files)
 
 
+def mask_files(paths: Iterable[Path]) -> list[Path]:
+    """The masks: files as they are, folders by the masks in them. In a folder without mask names, every file is a mask."""
+    files: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            files.append(path)
+            continue
+        inside = nifti_files(path)
+        if not inside:
+            raise InputError(f"{path}: no NIfTI masks ({NIFTI_ENDINGS}) in this folder")
+        files += [p for p in inside if split_name(p)[1] in MASK_ENDINGS] or inside
+    return files
+
+
 def _names(paths: list[Path]) -> str:
     more = f" and {len(paths) - 4} more" if len(paths) > 4 else ""
     return ", ".join(map(str, paths[:4])) + more

@@ -49,11 +49,18 @@ class BatchChoice:
 
 
 def choose_batch(
-    model: Model, condition: Callable[[int], Tensor | None], size: tuple[int, ...], *, volumes: int, steps: int
+    model: Model,
+    condition: Callable[[int], Tensor | None],
+    size: tuple[int, ...],
+    *,
+    volumes: int,
+    steps: int,
+    padded: bool = False,
 ) -> BatchChoice:
     """The fastest batch size of `volumes` samples of `steps` steps; `condition(n)` is the encoded mask of the first n.
 
-    Sizes 1, 2, 4, ... are measured while that pays and memory allows. The choice counts the last batch, which may be smaller.
+    Sizes 1, 2, 4, ... are measured while that pays and memory allows. The choice counts the last batch, which may be smaller,
+    unless it is `padded` to a full one.
     """
     if volumes == 1:
         return BatchChoice(batch=1, seconds={}, reason="one sample")
@@ -91,7 +98,7 @@ def choose_batch(
             break
     if not measured:
         return BatchChoice(batch=1, seconds={}, reason=reason)
-    chosen = fastest_batch(measured, volumes, padded=pads_last_batch(model))
+    chosen = fastest_batch(measured, volumes, padded=padded or pads_last_batch(model))
     if chosen == volumes:
         reason = "all samples"
     elif chosen < max(measured):

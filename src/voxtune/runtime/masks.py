@@ -45,12 +45,17 @@ class MaskRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedMask:
-    """A mask file that passed the checks."""
+    """A mask file that passed the checks. Its volumes and their noise are named after `alias` instead of the file, if given."""
 
     path: Path
     images: tuple[Path, ...]
     sha256: tuple[str, ...]
     placement: str
+    alias: Path | None = None
+
+    @property
+    def named(self) -> Path:
+        return self.alias or self.path
 
 
 @dataclass(kw_only=True)
@@ -76,8 +81,9 @@ class Masks(Sequence[MaskRequest]):
         return None if labels is None else labels.file_names(self.reader.contract)
 
     @property
-    def paths(self) -> list[Path]:
-        return [mask.path for mask in self.checked]
+    def names(self) -> list[Path]:
+        """What the volumes are named after."""
+        return [mask.named for mask in self.checked]
 
     def __len__(self) -> int:
         return len(self.checked)
@@ -97,12 +103,13 @@ class Masks(Sequence[MaskRequest]):
         digests = tuple(file_sha256(file) for file in (path, *images))
         return replace(request, path=path, images=images, sha256=digests)
 
-    def add(self, path: Path, images: tuple[Path, ...], *, fix: str) -> MaskRequest:
+    def add(self, path: Path, images: tuple[Path, ...], *, fix: str, alias: Path | None = None) -> MaskRequest:
         """Checks one more mask file."""
         request = self._read(path, images, fix=fix)
         placed = sys.intern(request.placement.describe())
-        self.checked.append(CheckedMask(path=path, images=images, sha256=request.sha256, placement=placed))
+        self.checked.append(CheckedMask(path=path, images=images, sha256=request.sha256, placement=placed, alias=alias))
         self.warnings += request.warnings
+        self._last = (len(self.checked) - 1, request)
         return request
 
 

@@ -84,6 +84,12 @@ class Planned(nn.Module):
             self.parts[depth] = full, shallow
         return self.parts[depth]
 
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans in use, those of the parts included."""
+        parts = [part for pair in self.parts.values() for part in pair]
+        return [network.plan for network in self.optimized.values()] + [plan for part in parts for plan in part.plans]
+
     def _ran(self, passes: tuple[str, ...]) -> None:
         self.passes = passes
 
