@@ -96,7 +96,8 @@ def train_table() -> str:
 def _train_figures(row: dict[str, Any]) -> list[str]:
     if "failed" in row:
         return [row["failed"], "", "", ""]
-    memory = [f"{row['peak_gib']:.1f}", f"{row['held_gib']:.1f}"]
+    # The first record has no held memory.
+    memory = [f"{row[name]:.1f}" if name in row else "" for name in ("peak_gib", "held_gib")]
     return [f"{row['p50_ms']:.1f}", *memory, f"{row['error']:.1e} ({row['error_against']})"]
 
 
