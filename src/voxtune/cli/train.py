@@ -30,6 +30,7 @@ from voxtune.cli.common import (
     choose_device,
     parse_labels,
     parse_size,
+    simulators,
 )
 from voxtune.errors import InputError
 from voxtune.files import recorded_command
@@ -65,6 +66,7 @@ def command(
         str | None, _option(help="File of packed subjects. Its held-out subjects are not trained on.")
     ] = None,
     cohort: Annotated[int | None, _option(help="Train on this many simulated subjects of the embedded cohort.")] = None,
+    cohort_version: Annotated[int | None, _option(help="Version of the simulated cohort, 1 or 2. Default: 1.")] = None,
     workload: Annotated[str | None, _option(help="Workload: {trainable}. Default: {default_workload}.")] = None,
     init: Annotated[str | None, _option(help="Model folder, run folder or checkpoint to fine-tune.")] = None,
     size: Annotated[
@@ -151,7 +153,7 @@ def command(
 
     output = Output(json=json, quiet=quiet) if is_leader() else Silence()
     plain: dict[str, Any] = {"data.images": _absolute(images), "data.masks": _absolute(masks), "data.cohort": cohort}
-    plain |= {"data.subjects": _absolute(subjects)}
+    plain |= {"data.subjects": _absolute(subjects), "data.cohort_version": cohort_version}
     plain |= {"model.workload": workload, "model.init": _absolute(init), "model.base": base}
     plain |= {"steps": steps, "batch": batch, "accumulation": accumulation, "learning_rate": learning_rate}
     plain |= {"epochs": epochs, "minutes": minutes, "warmup": warmup, "decay": decay}
@@ -397,6 +399,7 @@ SEGMENTER_SETTINGS = {
         "data.masks",
         "data.cohort",
         "data.cohort_seed",
+        "data.cohort_version",
         "data.labels",
         "data.label_map",
         "data.overlapping",
@@ -466,13 +469,14 @@ def train_segment(
 
 def _sources(settings: dict[str, Any], output: Output) -> tuple[Any, Any, str]:
     from voxtune.data.subjects import open_sources, unpack
+    from voxtune.training.data import cache_limit
 
     given = {name: settings.get(f"data.{name}") for name in ("cohort", "images", "masks")}
-    names = ("data.subjects", "data.modalities", "model.size", "data.cohort_seed")
-    subjects, modalities, size, seed = (settings.get(name) for name in names)
+    names = ("data.subjects", "data.modalities", "model.size", "data.cohort_seed", "data.cohort_version")
+    subjects, modalities, size, seed, version = (settings.get(name) for name in names)
     labels, overlapping = _segmenter_labels(settings), settings.get("data.overlapping")
     if subjects is not None:
-        if any(value is not None for value in (*given.values(), labels, overlapping, modalities, size, seed)):
+        if any(value is not None for value in (*given.values(), labels, overlapping, modalities, size, seed, version)):
             raise InputError(
                 "--subjects cannot be combined with --cohort, --images, --masks, --labels, --image, --size or "
                 "data.cohort_seed"
@@ -484,6 +488,9 @@ def _sources(settings: dict[str, Any], output: Output) -> tuple[Any, Any, str]:
         tuple(size or SEGMENTER_SIZE),
         **given,
         seed=seed,
+        version=version,
+        workers=simulators(version),
+        cache_bytes=cache_limit("auto"),
         labels=labels,
         overlapping=bool(overlapping),
         modalities=images,
