@@ -34,7 +34,10 @@ def command(
     overlapping: OverlappingOption = False,
     image: ImageOption = None,
     held_out: Annotated[
-        int | None, typer.Option(min=1, help="Number of held-out subjects; default 24, or a tenth of --images.")
+        int | None,
+        typer.Option(
+            min=1, help="Number of held-out subjects; default 24 (96 of --cohort-version 2), or a tenth of --images."
+        ),
     ] = None,
     size: Annotated[str | None, typer.Option(help="Size in voxels as depth,height,width; default 64,64,64.")] = None,
     model: Annotated[

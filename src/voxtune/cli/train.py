@@ -463,6 +463,10 @@ def train_segment(
         output.say(
             f"Dice {name}: {dice['mean']:.4f} (minimum {dice['least']:.4f}) on {dice['subjects']} held-out subjects"
         )
+    for name, row in result.lesions.items():
+        output.say(
+            f"Lesions {name.replace('_', ' ')}: Dice {row['dice']:.4f}, {row['detection']:.0%} of {row['lesions']} detected"
+        )
     output.say(f"Trained {result.steps} steps in {result.seconds:.0f} s. Segmenter: {result.folder}")
     output.result({**result.to_json(), "overview": screen.to_json()})
 

@@ -32,7 +32,8 @@ from voxtune.reading import MAX_JSON_BYTES, check_memory, opening_zip, parse_jso
 
 log = logging.getLogger("voxtune")
 
-COHORT_HELD_OUT = 24
+# By version: more, so that there are some lesions of each size.
+COHORT_HELD_OUT = {1: 24, 2: 96}
 # The width of the grid of `head_contract`: 128 voxels of 1.5 mm.
 HEAD_MM = 192.0
 # Images are stored as integers: [-1, 1] becomes 0 .. 4095, finer than their noise.
@@ -225,7 +226,8 @@ def open_sources(
         _check_cohort_options(labels, overlapping, modalities, version)
         if contract is None:
             contract = replace(cohort_contract(shape), images=modalities or (T1W.name,))
-        n_held_out, seed, version = COHORT_HELD_OUT if held_out is None else held_out, seed or 0, version or 1
+        seed, version = seed or 0, version or 1
+        n_held_out = COHORT_HELD_OUT.get(version, 24) if held_out is None else held_out
         options: dict[str, Any] = {"version": version, "cache_bytes": cache_bytes, "workers": workers, "warn": warn}
         sources = cohort_sources(contract, seed, cohort, n_held_out, **options)
         return *sources, cohort_origin(seed, cohort, n_held_out, version)
