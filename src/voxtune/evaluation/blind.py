@@ -133,7 +133,19 @@ def _pair_pictures(pair: BlindPair, kind: str, mask: Path | None) -> dict[str, b
     files = {pair.synthetic: pair.synth.images[kind].path, other: pair.real.images[kind].path}
     volumes = {side: read_volume(path) for side, path in files.items()}
     labels = None if mask is None else read_labels(mask)
-    return {side: _picture(volumes[side], _centre(volumes[other], labels)) for side in SIDES}
+    box, centre = _box(volumes[other]), _centre(volumes[other], labels)
+    return {side: _picture(volumes[side], centre, box) for side in SIDES}
+
+
+def _box(reference: Volume) -> np.ndarray:
+    """Both ends of what the reference shows, as fractions of the grid in RAS (2, 3), with a margin."""
+    array_DHW = ras_array(reference)[0]
+    low, high = np.percentile(array_DHW, WINDOW)
+    places = np.argwhere(array_DHW > low + 0.1 * (high - low))
+    last = np.maximum(1, np.array(array_DHW.shape) - 1)
+    if not len(places):
+        return np.array([[0.0] * 3, [1.0] * 3])
+    return np.clip(np.stack([places.min(axis=0) - 3, places.max(axis=0) + 3]) / last, 0.0, 1.0)
 
 
 def _centre(reference: Volume, labels: Volume | None) -> np.ndarray:
@@ -145,15 +157,19 @@ def _centre(reference: Volume, labels: Volume | None) -> np.ndarray:
     return np.asarray(middle / np.maximum(1, np.array(array_DHW.shape) - 1))
 
 
-def _picture(volume: Volume, centre: np.ndarray) -> bytes:
-    """Axial, coronal and sagittal slices side by side, superior and anterior at the top."""
+def _picture(volume: Volume, centre: np.ndarray, box: np.ndarray) -> bytes:
+    """Axial, coronal and sagittal slices side by side, superior and anterior at the top, cut to the box."""
     from PIL import Image
 
     array_DHW, spacing_DHW = ras_array(volume)
     grey_DHW = array_DHW.astype(np.float64)
     low, high = np.percentile(grey_DHW, WINDOW)
     grey_DHW = np.clip((grey_DHW - low) / max(float(high - low), 1e-12), 0.0, 1.0)
-    d, h, w = np.rint(centre * (np.array(grey_DHW.shape) - 1)).astype(int)
+    last = np.array(grey_DHW.shape) - 1
+    first, end = np.rint(box * last).astype(int)
+    d, h, w = np.rint(centre * last).astype(int) - first
+    grey_DHW = grey_DHW[tuple(slice(a, b + 1) for a, b in zip(first, end, strict=True))]
+    d, h, w = (min(max(0, i), n - 1) for i, n in zip((d, h, w), grey_DHW.shape, strict=True))
     depth, height, width = spacing_DHW
     slices = (
         (grey_DHW[d, ::-1, :], height, width),

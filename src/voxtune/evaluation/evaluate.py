@@ -198,7 +198,9 @@ class _Report:
             name = metric.full_name(part)
             values, real = self.generated.get(metric, part), self.real.get(metric, part)
             self._add(metric, name, part, values, real)
-            if metric.real_note is not None:
+            # A size of lesions that no subject has is skipped once.
+            absent = bool(metric.missing) and values is None and real is None
+            if metric.real_note is not None and not absent:
                 self._add(metric, f"{name}_real", part, real, real, of_real=True)
 
     def _parts(self, metric: Metric) -> Iterable[str]:

@@ -1,6 +1,6 @@
 """Contrast of tissues and of lesions in single volumes, and how well a segmenter finds lesions of each size.
 
-Tissues are told apart by intensity: a mixture of three normal distributions is fitted to the histogram of the healthy
+Tissues are separated by intensity: a mixture of three normal distributions is fitted to the histogram of the healthy
 voxels, fluid with its own spread, grey and white matter with a common one. A volume in which grey and white matter have the
 same intensity gets a contrast near 0, which separate spreads would not give.
 
@@ -116,11 +116,11 @@ class LesionScore:
 
 def lesion_scores(lesion: Tensor, predicted: Tensor, voxel_ml: float) -> list[LesionScore]:
     """Scores of each connected lesion. What is predicted at its place are the connected predictions that touch it."""
-    truth, found = components(lesion), components(predicted)
-    sizes = np.bincount(found.ravel())
+    truth, guess = components(lesion), components(predicted)
+    sizes = np.bincount(guess.ravel())
     scores = []
     for number in range(1, int(truth.max(initial=0)) + 1):
-        at = found[truth == number]
+        at = guess[truth == number]
         touching = np.unique(at[at > 0])
         common, total = int((at > 0).sum()), len(at)
         dice = 2 * common / (total + int(sizes[touching].sum()))
