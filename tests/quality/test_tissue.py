@@ -60,9 +60,10 @@ def test_contrast_falls_with_the_difference_and_does_not_depend_on_the_scale():
     assert fit_tissues(*brain((0.2, 0.6, 0.6), 0.05)).contrast < 1.5
 
 
-def test_too_few_or_equal_voxels_have_no_tissues():
+def test_too_few_voxels_have_no_tissues_and_equal_ones_no_contrast():
     image, healthy = brain()
-    assert fit_tissues(torch.zeros_like(image), healthy) is None
+    constant = fit_tissues(torch.zeros_like(image), healthy)
+    assert constant.contrast == 0 and math.isnan(constant.shares[0])
     assert fit_tissues(image, torch.zeros_like(healthy)) is None
 
 

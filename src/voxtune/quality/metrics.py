@@ -313,7 +313,7 @@ def _neighbours(kind: str, quantity: str, needs: Iterable[Need], *, per_image: b
     )
 
 
-NO_TISSUE = "no mask of these volumes contains the organ, or its intensities are all equal"
+NO_TISSUE = "no mask of these volumes contains enough of the healthy organ"
 METRICS: tuple[Metric, ...] = (
     Metric(
         name="dice",

@@ -45,18 +45,21 @@ class TissueFit:
     @property
     def contrast(self) -> float:
         """The difference of white and grey matter in units of their spread."""
-        return abs(self.means[2] - self.means[1]) / self.spread
+        return abs(self.means[2] - self.means[1]) / self.spread if self.spread else 0.0
 
 
 def fit_tissues(image: Tensor, healthy: Tensor, *, bright_fluid: bool = False) -> TissueFit | None:
-    """Fits the three tissues to the intensities of the healthy voxels; None if these are too few or all equal."""
+    """Fits the three tissues to the intensities of the healthy voxels; None if these are too few.
+
+    Equal intensities have no contrast, and their shares are unknown.
+    """
     values = image[healthy].float()
     if len(values) < 3 * BINS // 2:
         return None
     ordered = values.sort().values
     low, high = (float(ordered[int(q * (len(ordered) - 1))]) for q in (0.001, 0.999))
     if not high > low:
-        return None
+        return TissueFit(means=(low, low, low), shares=(math.nan,) * 3, spread=0.0)
     counts = torch.histc(values.clamp(low, high), BINS, low, high).double().cpu().numpy()
     centres = (np.arange(BINS) + 0.5) / BINS
     if bright_fluid:  # fluid is fitted as the darkest tissue
