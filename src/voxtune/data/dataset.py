@@ -256,7 +256,8 @@ class CohortSource(_Prepared):
         if count < 1:
             return
         try:
-            for index, prepared in enumerate(map_in_processes(self.simulation(first), count, processes), first):
+            work = partial(_following, self.simulation(), first)
+            for index, prepared in enumerate(map_in_processes(work, count, processes), first):
                 self._cache.put(index, prepared)
         except (BrokenProcessPool, TimeoutError) as error:
             reason = "timeout" if isinstance(error, TimeoutError) else "a process died, possibly out of memory"
@@ -264,12 +265,16 @@ class CohortSource(_Prepared):
                 f"simulating subjects with {processes} processes failed ({reason}); continuing with one"
             )
 
-    def simulation(self, first: int = 0) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
-        """The function index -> subject `first` + index, without `self`, so that the cache is not pickled."""
-        return partial(_simulate, self.contract, self.seed, self.spacing, self.healthy_fraction, self.version, first)
+    def simulation(self) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
+        """The function index -> subject, without `self`, so that the cache is not pickled."""
+        return partial(_simulate, self.contract, self.seed, self.spacing, self.healthy_fraction, self.version)
 
     def _prepare(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         return self.simulation()(index)
+
+
+def _following(work: Callable[[int], T], first: int, number: int) -> T:
+    return work(first + number)
 
 
 def _simulate(
@@ -278,7 +283,6 @@ def _simulate(
     spacing: float,
     healthy_fraction: float,
     version: int,
-    first: int,
     index: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     # An unknown name of a single image is that of a T1w image in version 1.
@@ -286,7 +290,7 @@ def _simulate(
     simulated = simulated_subject(
         version,
         seed,
-        first + index,
+        index,
         _ras_size(contract),
         spacing=spacing,
         healthy_fraction=healthy_fraction,
