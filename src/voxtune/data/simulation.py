@@ -30,6 +30,8 @@ from voxtune.errors import InputError
 HALF_AXES = (66.0, 86.0, 62.0)
 # Volumes of lesions in ml, log-uniform.
 LESION_ML = (0.2, 60.0)
+# Standard deviation of a lesion's radius over its surface.
+IRREGULAR = 0.16
 VENTRICLE_CENTRES = ((-14.0, -14.0, 14.0), (14.0, -14.0, 14.0))
 VENTRICLE_AXES = (12.0, 34.0, 14.0)
 # The signal of the brightest healthy tissue, where 1 is the largest intensity: lesions are brighter in T1ce and FLAIR.
@@ -213,13 +215,14 @@ def _draw_tumour(rng: np.random.Generator, magnification: float) -> Tumour:
     stretch = rng.uniform(0.8, 1.25, 3)
     volume_ml = math.exp(rng.uniform(*np.log(LESION_ML)))
     radius = (3000.0 * volume_ml / (4.0 * math.pi)) ** (1 / 3)
-    irregular = SmoothField.draw(rng, REACH_MM, max(4.0, 0.7 * radius), 0.13)
+    irregular = SmoothField.draw(rng, REACH_MM, max(4.0, 0.55 * radius), IRREGULAR)
     necrotic = rng.random() < 0.8
     core = rng.uniform(0.45, 0.8)
     return Tumour(
         centre=centre,
         shape=np.diag(stretch / np.prod(stretch) ** (1 / 3)) @ turn,
-        radius_mm=radius * magnification,
+        # An irregular surface encloses more than a ball of its mean radius: by 1 + 6 IRREGULAR^2, to second order.
+        radius_mm=radius * magnification * (1.0 - 2.0 * IRREGULAR**2),
         irregular=irregular,
         push=rng.uniform(0.05, 0.3),
         core=core if necrotic else 0.0,
