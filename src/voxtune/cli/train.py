@@ -433,7 +433,7 @@ def train_segment(
         check_model_folder(out, overwrite=overwrite)
     names = ("steps", "batch", "learning_rate", "autocast", "seed", "minutes")
     training = SegmentTraining(**{name: settings[name] for name in names if name in settings})
-    train, held_out, data = _sources(settings, output)
+    train, held_out, data = _sources(settings, output, ahead=not dry_run)
     recipe = Recipe(precision="fp32" if training.autocast == "none" else "half")
     screen = Screen(output, lambda facts: segmenter_bytes(facts.network, facts.size, training.batch, recipe))  # type: ignore[arg-type]
     options: dict[str, Any] = {
@@ -471,7 +471,8 @@ def train_segment(
     output.result({**result.to_json(), "overview": screen.to_json()})
 
 
-def _sources(settings: dict[str, Any], output: Output) -> tuple[Any, Any, str]:
+def _sources(settings: dict[str, Any], output: Output, *, ahead: bool) -> tuple[Any, Any, str]:
+    """Training and held-out subjects, and their description; simulated ones are simulated `ahead` of training."""
     from voxtune.data.subjects import open_sources, unpack
     from voxtune.training.data import cache_limit
 
@@ -493,7 +494,7 @@ def _sources(settings: dict[str, Any], output: Output) -> tuple[Any, Any, str]:
         **given,
         seed=seed,
         version=version,
-        workers=simulators(version),
+        workers=simulators(version) if ahead else 1,
         cache_bytes=cache_limit("auto"),
         labels=labels,
         overlapping=bool(overlapping),

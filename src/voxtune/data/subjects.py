@@ -228,6 +228,8 @@ def open_sources(
             contract = replace(cohort_contract(shape), images=modalities or (T1W.name,))
         seed, version = seed or 0, version or 1
         n_held_out = COHORT_HELD_OUT.get(version, 24) if held_out is None else held_out
+        if workers > 1:
+            say(f"simulating {cohort + n_held_out} subjects with {workers} processes")
         options: dict[str, Any] = {"version": version, "cache_bytes": cache_bytes, "workers": workers, "warn": warn}
         sources = cohort_sources(contract, seed, cohort, n_held_out, **options)
         return *sources, cohort_origin(seed, cohort, n_held_out, version)
