@@ -14,6 +14,7 @@ from voxtune.cli.main import main
 from voxtune.config import to_mapping
 from voxtune.data.bids import write_cohort
 from voxtune.data.cohort import cohort_contract
+from voxtune.quality.tissue import SIZES
 from voxtune.segmentation.segmenter import Segmenter, SegmenterConfig, load_segmenter, save_segmenter, shipped_segmenter
 from voxtune.workloads.segment import SegmentConfig
 
@@ -70,9 +71,21 @@ def test_every_metric_has_its_interval_count_seed_and_hash(capsys, folders, tmp_
     )
     assert set(expected.split()) <= set(metrics)
     assert {"nearest_voxel_ratio", "nearest_feature_copies"} <= set(metrics)
-    assert stored["left_out"] == {}
-    for figure in metrics.values():
-        assert figure["seed"] == 7 and figure["n"] >= 3 and figure["resamples"] >= 25, figure
+    assert {
+        "grey_white_contrast",
+        "grey_white_contrast_real",
+        "grey_white_ratio",
+        "csf_fraction",
+        "lesion_contrast",
+    } <= set(metrics)
+    # Sizes that no lesion of these few subjects has.
+    sized = {name for name in (*metrics, *stored["left_out"]) if name.startswith(("lesion_dice_", "lesion_detection_"))}
+    every = {f"{name}_{size}" for name in ("lesion_dice", "lesion_detection") for size in SIZES}
+    assert every <= sized and set(stored["left_out"]) < sized
+    assert all("no mask of these volumes has a lesion of this size" in reason for reason in stored["left_out"].values())
+    for name, figure in metrics.items():
+        if name not in sized:
+            assert figure["seed"] == 7 and figure["n"] >= 3 and figure["resamples"] >= 25, figure
         assert figure["low"] <= figure["high"], figure
     assert metrics["ms_ssim"]["low"] <= metrics["ms_ssim"]["value"] <= metrics["ms_ssim"]["high"]
     assert "| fid |" in (tmp_path / "out" / "metrics.md").read_text()
@@ -105,7 +118,10 @@ def test_metrics_with_missing_inputs_are_skipped_with_the_reason(capsys, folders
     code, out, err = run(capsys, real, tmp_path / "s", "-o", tmp_path / "out", "--resamples", 50, "--features", network)
     assert code == 0, err
     assert "skipped psnr, ms_ssim: no synthetic volume matches a reference volume by name" in out
-    assert "skipped dice: no masks" in out
+    assert (
+        "skipped dice, grey_white_contrast, grey_white_ratio, csf_fraction" in out
+        and ": no masks; pass their folder" in out
+    )
     assert "fid" in out
 
 

@@ -116,7 +116,9 @@ def test_a_network_of_all_kinds_measures_volumes(folders, tmp_path, capsys):
     result, _ = run(capsys, tmp_path / "out", real, synth, every, "--masks", masks, "--training", training)
     metrics = figures(result)
     assert {"fid", "mmd", "nearest_feature", "dice_brain", "dice_tumour", "psnr_T2w"} <= metrics.keys()
-    assert not any(name.startswith(("fid_", "mmd_")) for name in metrics) and not result["left_out"]
+    assert not any(name.startswith(("fid_", "mmd_")) for name in metrics)
+    assert all(name.startswith(("lesion_dice_", "lesion_detection_")) for name in result["left_out"])
+    assert {"grey_white_contrast_T2w", "csf_fraction_FLAIR", "lesion_contrast_T1ce"} <= metrics.keys()
     assert result["segmenter"]["images"] == ["T1", "T1ce", "T2", "FLAIR"]
     assert result["volumes"][0]["nearest"] in {file.name for file in Path(training).iterdir()}
     # The order of --image is that of the result; the network has its own.

@@ -8,10 +8,12 @@ import nibabel as nib
 import numpy as np
 import pytest
 
+from voxtune.cli.main import main
 from voxtune.data import bids
-from voxtune.data.bids import write_cohort
+from voxtune.data.bids import is_simulated, write_cohort
 from voxtune.data.cohort import subject
 from voxtune.data.pairing import pair_folders
+from voxtune.data.simulation import simulate
 from voxtune.errors import InputError
 
 SIZE = (16, 18, 20)
@@ -164,3 +166,30 @@ def test_a_cohort_that_was_killed_is_replaced(tmp_path):
 def test_invalid_number_of_subjects(tmp_path):
     with pytest.raises(InputError, match="1 or more"):
         write_cohort(tmp_path / "x", 0, 0, SIZE)
+
+
+def test_version_2_has_several_kinds_a_sheet_and_a_template(tmp_path, capsys):
+    command = ["cohort", "2", "-o", str(tmp_path / "c"), "--size", "24,24,24", "--quiet"]
+    kinds = ["--cohort-version", "2", "--image", "t1,t1ce,flair", "--healthy", "0"]
+    extra = ["--contact-sheet", str(tmp_path / "sheet.png"), "--write-template", str(tmp_path / "t.safetensors")]
+    assert main([*command, *kinds, *extra]) == 0
+    folder = tmp_path / "c" / "sub-0001" / "anat"
+    names = ["sub-0001_FLAIR.nii.gz", "sub-0001_T1w.nii.gz", "sub-0001_ce-gadolinium_T1w.nii.gz"]
+    assert sorted(p.name for p in folder.iterdir()) == names
+    drawn = simulate(0, 1, (24, 24, 24), kinds=("T1w", "T1ce", "FLAIR"), healthy_fraction=0.0)
+    stored = nib.load(folder / names[2]).get_fdata().transpose(2, 1, 0) / 1000
+    assert np.abs(stored - drawn.images_DHW["T1ce"]).max() <= 0.00051
+    text = (tmp_path / "c" / "dataset_description.json").read_text()
+    assert '\\"version\\": 2' in text and is_simulated(folder / names[0])
+    assert "None of the subjects is a real person" in (tmp_path / "c" / "README").read_text().replace("\n", " ")
+    assert (tmp_path / "sheet.png").read_bytes().startswith(b"\x89PNG") and (
+        tmp_path / "t.safetensors"
+    ).stat().st_size > 2**20
+    # A sheet is not replaced without --overwrite; version 1 replaces all kinds of version 2.
+    assert main([*command, *kinds, *extra[:2]]) == 2
+    assert "sheet.png" in capsys.readouterr().err
+    assert main([*command, "--overwrite"]) == 0
+    assert [p.name for p in folder.iterdir()] == ["sub-0001_T1w.nii.gz"]
+    assert '\\"version\\"' not in (tmp_path / "c" / "dataset_description.json").read_text()
+    assert main([*command, "--image", "t2", "--overwrite"]) == 2
+    assert "--cohort-version 2" in capsys.readouterr().err

@@ -77,7 +77,7 @@ def test_the_cache_stays_below_its_limit(monkeypatch):
     before = [source[i][0] for i in range(3)]
     assert source._cache.bytes == 2 * one
     calls = []
-    monkeypatch.setattr("voxtune.data.dataset.subject", lambda *a, **k: calls.append(a[1]) or subject(*a, **k))
+    monkeypatch.setattr("voxtune.data.simulation.subject", lambda *a, **k: calls.append(a[1]) or subject(*a, **k))
     assert all(np.array_equal(source[i][0], before[i]) for i in range(3)) and calls == [2]
 
 

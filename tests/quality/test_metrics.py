@@ -63,7 +63,8 @@ def test_volumes_are_measured_for_the_metrics_that_need_no_more():
         )
         for m, p in ((mask, mask), (mask, None))
     ]
-    assert [set(row) for row in rows] == [{"dice"}, {"dice"}]
+    names = {"dice", "grey_white", "fluid_share", "lesion_contrast", "lesion_dice", "lesion_detection"}
+    assert [set(row) for row in rows] == [names, names]
     result = collect(rows)
     # The second volume has no labels; no mask has a tumour.
     assert list(result.by_part["dice"]) == ["brain"]

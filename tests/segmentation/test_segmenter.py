@@ -12,7 +12,8 @@ import torch
 from tests.factories.core_only import voxtune_bare
 from voxtune.cli.main import main
 from voxtune.data import subjects
-from voxtune.data.contract import generic_contract
+from voxtune.data.cohort import cohort_contract
+from voxtune.data.contract import DataContract, Label, generic_contract
 from voxtune.data.dataset import CohortSource
 from voxtune.errors import InputError
 from voxtune.segmentation import train as segmenttrain
@@ -185,3 +186,47 @@ def test_the_shipped_segmenter_labels_held_out_subjects():
     )  # nor was measured on for its card
     assert min(row["brain"] for row in rows) > 0.97
     assert np.mean([row["tumour"] for row in rows]) > 0.4
+
+
+def test_lesions_are_reported_by_size(tmp_path, capsys):
+    """Through the command line, on simulated subjects of version 2."""
+    out = tmp_path / "out"
+    command = ["train", "--workload", "segment", "--cohort", "2", "--cohort-version", "2", "--size", "16,16,16"]
+    command += ["--steps", "2", "--batch", "1", "--base", "4", "--device", "cpu", "-o", str(out), "--json"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(subjects.COHORT_HELD_OUT, 2, 4)
+        patch.setattr("voxtune.cli.train.simulators", lambda _version: 1)
+        assert main(command) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert sum(row["lesions"] for row in result["lesions"].values()) >= 3
+    assert all(0 <= row["detection"] <= 1 and 0 <= row["dice"] <= 1 for row in result["lesions"].values())
+    card = (out / "README.md").read_text()
+    assert (
+        "| size of the lesion | lesions | Dice, mean | detected |" in card and "version 2 of the cohort, seed 0" in card
+    )
+
+
+def test_scores_by_size_of_a_perfect_and_a_blind_segmenter():
+    class Fixed(Segmenter):
+        def describe(self, images):
+            labels = torch.zeros(images.shape[0], *images.shape[2:], dtype=torch.long)
+            return (labels if blind else (images[:, 0] > 0.5).long() * 2), torch.zeros(1, 1)
+
+    labels = (Label(name="brain", value=1, channel=0), Label(name="tumour", value=2, channel=1))
+    contract = DataContract(size=(16,) * 3, spacing=(10.0,) * 3, orientation="RAS", labels=labels)
+    image = -np.ones((1, 16, 16, 16), np.float32)
+    image[0, 2:4, 2:4, 2:4] = 1  # 8 ml
+    image[0, 8:14, 8:14, 8:14] = 1  # 216 ml
+    cond = np.stack([-np.ones_like(image[0]), image[0]])
+    for blind in (False, True):
+        segmenter = Fixed(SegmenterConfig(network=SegmentConfig(base=4), data=contract))
+        rows, scores = segmenttrain.held_out_scores(segmenter, [(image, cond)])
+        sizes = segmenttrain.lesions_by_size(scores)
+        value = 0.0 if blind else 1.0
+        row = {"lesions": 1, "dice": value, "detection": value}
+        assert sizes == {"5_to_20_ml": row, "over_20_ml": row} and rows == [{"tumour": value}]
+
+
+def test_large_grids_have_a_level_more():
+    contract = cohort_contract((128, 128, 128))
+    assert (segmenttrain._network(contract, None).levels, segmenttrain._network(CONTRACT, None).levels) == (4, 3)

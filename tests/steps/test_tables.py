@@ -223,7 +223,8 @@ def test_two_images_have_their_own_metrics():
     assert {"fid", "mmd", "dice_brain"} <= names
     assert not {"psnr", "psnr_T2", "dice_brain_T1w", "fid_T1w"} & names
     single = set(one.rows[0].metrics)
-    split = {name for name in single if name not in ("fid", "mmd") and not name.startswith("dice_")}
+    whole = ("dice_", "lesion_dice_", "lesion_detection_")
+    split = {name for name in single if name not in ("fid", "mmd") and not name.startswith(whole)}
     assert names == {f"{name}_{kind}" for name in split for kind in ("T1w", "T2w")} | (single - split)
     assert {"histogram_w1_T1w", "histogram_w1_T2w"} <= set(result.rows[2].failed)
     stored = result.to_json()

@@ -46,6 +46,7 @@ def train(
     image: str | Sequence[str] | None = None,
     subjects: PathLike | None = None,
     cohort: int | None = None,
+    cohort_version: int | None = None,
     workload: str | None = None,
     init: PathLike | None = None,
     size: Sequence[int] | None = None,
@@ -106,6 +107,7 @@ def train(
             raise InputError(f"{name}: expected a function, got {type(function).__name__}")
     paths = {"data.images": images, "data.masks": masks, "data.subjects": subjects, "model.init": init}
     values: dict[str, Any] = {name: _absolute(path, name.partition(".")[2]) for name, path in paths.items()}
+    values |= {"data.cohort_version": cohort_version}
     values |= {"data.cohort": cohort, "model.workload": workload, "model.size": size, "model.base": base}
     values |= {"epochs": epochs, "memory_budget": memory_budget, "cache": cache, "deterministic": deterministic or None}
     values |= {"model.multipliers": multipliers, "steps": steps, "minutes": minutes, "batch": batch}

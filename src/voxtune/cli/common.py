@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import sys
 import time
@@ -319,3 +320,10 @@ def parse_labels(text: str | None) -> LabelMap | None:
     from voxtune.data.labels import parse_labels as parse
 
     return None if text is None else parse(text)
+
+
+def simulators(cohort_version: int | None) -> int:
+    """How many processes simulate subjects in advance; those of version 1 are simulated when they are needed."""
+    if (cohort_version or 1) == 1:
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

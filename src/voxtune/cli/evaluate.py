@@ -24,6 +24,7 @@ from voxtune.errors import printable
 from voxtune.files import check_outputs, counted, locked_folder, recorded_path
 
 if TYPE_CHECKING:
+    from voxtune.evaluation.describe import EvaluationSets
     from voxtune.quality.result import Evaluation
 
 
@@ -58,8 +59,16 @@ def command(
         Path | None, typer.Option(help="Segmenter folder. Default: the one that ships with Voxtune.")
     ] = None,
     resamples: ResamplesOption = 1000,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed of the bootstrap.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the bootstrap, or of the order of --blind.")] = 0,
     max_pairs: Annotated[int, typer.Option(min=1, help="Most pairs of volumes compared for diversity.")] = 100,
+    blind: Annotated[
+        bool,
+        typer.Option(
+            "--blind",
+            help="Instead of metrics, write a page on which a person judges which volume of a pair is synthetic, and its key.",
+        ),
+    ] = False,
+    blind_pairs: Annotated[int, typer.Option(min=1, max=200, help="Most pairs on the page of --blind.")] = 24,
     overwrite: OverwriteOption = False,
     record_paths: RecordPathsOption = False,
     device: DeviceOption = "auto",
@@ -80,6 +89,9 @@ def command(
     from voxtune.quality.bootstrap import Bootstrap
 
     output = Output(json=json, quiet=quiet)
+    if blind:
+        _write_blind(find_sets(real, synth, masks, None, image), out, blind_pairs, seed, overwrite, output)
+        return
     label_map = parse_labels(labels)
     settings = Bootstrap(resamples=resamples, seed=seed)
     check_outputs(result_files(out), overwrite=overwrite, folder=out)
@@ -110,6 +122,19 @@ def command(
     output.say(f"wrote {files[0]}, {files[1]} in {time.perf_counter() - started:.1f} s")
     recorded = without_paths(result, folders)
     output.result(recorded.to_json(folders=recorded_folders(folders), max_pairs=max_pairs))
+
+
+def _write_blind(sets: EvaluationSets, out: Path, pairs: int, seed: int, overwrite: bool, output: Output) -> None:
+    from voxtune.evaluation.blind import blind_files, write_blind
+
+    check_outputs(blind_files(out), overwrite=overwrite, folder=out)
+    for warning in sets.warnings:
+        output.warn(warning)
+    page, key, count = write_blind(sets, out, count=pairs, seed=seed, overwrite=overwrite)
+    if count < pairs:
+        output.warn(f"the volumes give only {counted(count, 'pair')}")
+    output.say(f"wrote {page} with {counted(count, 'pair')}; the answers are in {key}, which the judge must not see")
+    output.result({"page": str(page), "key": str(key), "pairs": count, "seed": seed})
 
 
 def _print(result: Evaluation, output: Output) -> None:

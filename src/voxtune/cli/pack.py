@@ -17,6 +17,7 @@ from voxtune.cli.common import (
     QuietOption,
     parse_labels,
     parse_size,
+    simulators,
 )
 
 
@@ -24,13 +25,19 @@ def command(
     out: Annotated[Path, typer.Option("--out", "-o", help="Output file, such as subjects.npz.")],
     cohort: Annotated[int | None, typer.Option(min=1, help="Number of simulated subjects to train on.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Random seed of the simulated subjects; default 0.")] = None,
+    cohort_version: Annotated[
+        int | None, typer.Option(min=1, help="Version of the simulated cohort, 1 or 2; default 1.")
+    ] = None,
     images: Annotated[Path | None, typer.Option(help="Folder of NIfTI images, instead of simulated subjects.")] = None,
     masks: Annotated[Path | None, typer.Option(help="Folder of masks, matched to --images by name.")] = None,
     labels: LabelsOption = None,
     overlapping: OverlappingOption = False,
     image: ImageOption = None,
     held_out: Annotated[
-        int | None, typer.Option(min=1, help="Number of held-out subjects; default 24, or a tenth of --images.")
+        int | None,
+        typer.Option(
+            min=1, help="Number of held-out subjects; default 24 (96 of --cohort-version 2), or a tenth of --images."
+        ),
     ] = None,
     size: Annotated[str | None, typer.Option(help="Size in voxels as depth,height,width; default 64,64,64.")] = None,
     model: Annotated[
@@ -52,6 +59,7 @@ def command(
     from voxtune.errors import InputError
     from voxtune.files import check_outputs, locked_file
     from voxtune.runtime.storage import load
+    from voxtune.training.data import cache_limit
 
     check_outputs([out], overwrite=overwrite)
     if model is not None and (size is not None or overlapping or image is not None):
@@ -64,6 +72,9 @@ def command(
         contract=None if model is None else mask_model_contract(load(model).config.data),
         cohort=cohort,
         seed=seed,
+        version=cohort_version,
+        workers=simulators(cohort_version),
+        cache_bytes=cache_limit("auto"),
         images=images,
         masks=masks,
         labels=parse_labels(labels),

@@ -30,6 +30,7 @@ from voxtune.cli.common import (
     choose_device,
     parse_labels,
     parse_size,
+    simulators,
 )
 from voxtune.errors import InputError
 from voxtune.files import recorded_command
@@ -65,6 +66,7 @@ def command(
         str | None, _option(help="File of packed subjects. Its held-out subjects are not trained on.")
     ] = None,
     cohort: Annotated[int | None, _option(help="Train on this many simulated subjects of the embedded cohort.")] = None,
+    cohort_version: Annotated[int | None, _option(help="Version of the simulated cohort, 1 or 2. Default: 1.")] = None,
     workload: Annotated[str | None, _option(help="Workload: {trainable}. Default: {default_workload}.")] = None,
     init: Annotated[str | None, _option(help="Model folder, run folder or checkpoint to fine-tune.")] = None,
     size: Annotated[
@@ -155,7 +157,7 @@ def command(
 
     output = Output(json=json, quiet=quiet) if is_leader() else Silence()
     plain: dict[str, Any] = {"data.images": _absolute(images), "data.masks": _absolute(masks), "data.cohort": cohort}
-    plain |= {"data.subjects": _absolute(subjects)}
+    plain |= {"data.subjects": _absolute(subjects), "data.cohort_version": cohort_version}
     plain |= {"model.workload": workload, "model.init": _absolute(init), "model.base": base}
     plain |= {"steps": steps, "batch": batch, "accumulation": accumulation, "learning_rate": learning_rate}
     plain |= {"epochs": epochs, "minutes": minutes, "warmup": warmup, "decay": decay}
@@ -408,6 +410,7 @@ SEGMENTER_SETTINGS = {
         "data.masks",
         "data.cohort",
         "data.cohort_seed",
+        "data.cohort_version",
         "data.labels",
         "data.label_map",
         "data.overlapping",
@@ -441,7 +444,7 @@ def train_segment(
         check_model_folder(out, overwrite=overwrite)
     names = ("steps", "batch", "learning_rate", "autocast", "seed", "minutes")
     training = SegmentTraining(**{name: settings[name] for name in names if name in settings})
-    train, held_out, data = _sources(settings, output)
+    train, held_out, data = _sources(settings, output, ahead=not dry_run)
     recipe = Recipe(precision="fp32" if training.autocast == "none" else "half")
     screen = Screen(output, lambda facts: segmenter_bytes(facts.network, facts.size, training.batch, recipe))  # type: ignore[arg-type]
     options: dict[str, Any] = {
@@ -471,19 +474,25 @@ def train_segment(
         output.say(
             f"Dice {name}: {dice['mean']:.4f} (minimum {dice['least']:.4f}) on {dice['subjects']} held-out subjects"
         )
+    for name, row in result.lesions.items():
+        output.say(
+            f"Lesions {name.replace('_', ' ')}: Dice {row['dice']:.4f}, {row['detection']:.0%} of {row['lesions']} detected"
+        )
     output.say(f"Trained {result.steps} steps in {result.seconds:.0f} s. Segmenter: {result.folder}")
     output.result({**result.to_json(), "overview": screen.to_json()})
 
 
-def _sources(settings: dict[str, Any], output: Output) -> tuple[Any, Any, str]:
+def _sources(settings: dict[str, Any], output: Output, *, ahead: bool) -> tuple[Any, Any, str]:
+    """Training and held-out subjects, and their description; simulated ones are simulated `ahead` of training."""
     from voxtune.data.subjects import open_sources, unpack
+    from voxtune.training.data import cache_limit
 
     given = {name: settings.get(f"data.{name}") for name in ("cohort", "images", "masks")}
-    names = ("data.subjects", "data.modalities", "model.size", "data.cohort_seed")
-    subjects, modalities, size, seed = (settings.get(name) for name in names)
+    names = ("data.subjects", "data.modalities", "model.size", "data.cohort_seed", "data.cohort_version")
+    subjects, modalities, size, seed, version = (settings.get(name) for name in names)
     labels, overlapping = _segmenter_labels(settings), settings.get("data.overlapping")
     if subjects is not None:
-        if any(value is not None for value in (*given.values(), labels, overlapping, modalities, size, seed)):
+        if any(value is not None for value in (*given.values(), labels, overlapping, modalities, size, seed, version)):
             raise InputError(
                 "--subjects cannot be combined with --cohort, --images, --masks, --labels, --image, --size or "
                 "data.cohort_seed"
@@ -495,6 +504,9 @@ def _sources(settings: dict[str, Any], output: Output) -> tuple[Any, Any, str]:
         tuple(size or SEGMENTER_SIZE),
         **given,
         seed=seed,
+        version=version,
+        workers=simulators(version) if ahead else 1,
+        cache_bytes=cache_limit("auto"),
         labels=labels,
         overlapping=bool(overlapping),
         modalities=images,

@@ -113,10 +113,10 @@ class SmoothField:
         for coords in (x_mm, y_mm, z_mm):
             # Contracts the first control axis and appends the coordinates: after three rounds the order is X, Y, Z.
             values = np.moveaxis(values, 1, -1)
-            values = sum(values[..., index] * weight for index, weight in self._taps(coords, self.controls.shape[1]))
+            values = sum(values[..., index] * weight for index, weight in self.taps(coords, self.controls.shape[1]))
         return values
 
-    def _taps(self, coords_mm: np.ndarray, n: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def taps(self, coords_mm: np.ndarray, n: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The four control points around each coordinate and their spline weights, which are 0 beyond the last point."""
         place = coords_mm / self.step_mm + n // 2
         first = np.floor(place).astype(np.int64) - 1

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from voxtune.data.cohort import LABELS, TUMOUR, Subject, subject
+from voxtune.data.cohort import LABELS, TUMOUR, Subject
 from voxtune.data.contract import Shape
+from voxtune.data.contrast import KINDS
 from voxtune.data.derivative import DESCRIPTION, dataset_root, read_json, sidecar_path
+from voxtune.data.modality import bids_name
 from voxtune.data.nifti import volume_bytes
 from voxtune.data.pairing import Pair
+from voxtune.data.simulation import check_version, simulated_subject
 from voxtune.errors import FileProblems, InputError, overwrite_advice
 from voxtune.files import (
     LOCK,
@@ -49,6 +52,11 @@ README = """Simulated subjects of the cohort of voxtune: the MNI152 average brai
 bias fields, with simulated lesions. None of the subjects is a real person.
 Masks are in derivatives/masks: 0 background, 1 brain, 2 tumour.
 """
+README_2 = """Simulated subjects of the cohort of voxtune, version 2: the tissue maps of the MNI152 average brain, varied by
+smooth warps and random sulci, with the signal of each tissue in each sequence, and with simulated lesions of core, rim and
+oedema. None of the subjects is a real person.
+Masks are in derivatives/masks: 0 background, 1 brain, 2 tumour (core and rim, without oedema).
+"""
 
 
 def write_cohort(
@@ -61,16 +69,21 @@ def write_cohort(
     overwrite: bool = False,
     healthy_fraction: float = 0.1,
     first: int = 0,
+    version: int = 1,
+    kinds: Sequence[str] = ("T1w",),
 ) -> list[Pair]:
     """Writes `n` simulated subjects of cohort `seed`, starting with number `first`; the same call writes the same bytes.
+
+    Version 2 of the cohort has images of several `kinds`.
 
     `callback(done, n)` is called after each subject.
     """
     folder = Path(folder)
     if n < 1:
         raise InputError(f"number of subjects is {n}; it must be 1 or more")
+    check_version(version, kinds)
     numbers = range(first, first + n)
-    new = [file for number in numbers for file in _subject_files(folder, f"sub-{number:04d}")]
+    new = [file for number in numbers for file in _subject_files(folder, f"sub-{number:04d}", kinds)]
 
     def check() -> list[Path]:
         earlier = _earlier_subjects(folder, overwrite)
@@ -84,10 +97,11 @@ def write_cohort(
         _delete(old)
         provenance = {"seed": seed, "size": list(size), "subjects": n, "healthy_fraction": healthy_fraction}
         provenance |= {"first": first} if first else {}
-        _write_descriptions(folder, provenance, overwrite=overwrite)
+        provenance |= {"version": version, "images": list(kinds)} if version != 1 else {}
+        _write_descriptions(folder, provenance, README if version == 1 else README_2, overwrite=overwrite)
         rows, pairs = ["participant_id\tseed\tindex\ttumour_ml\torigin"], []
         for index in numbers:
-            simulated = subject(seed, index, size, healthy_fraction=healthy_fraction)
+            simulated = simulated_subject(version, seed, index, size, healthy_fraction=healthy_fraction, kinds=kinds)
             pairs.append(_write_subject(folder, simulated))
             millilitres = (simulated.labels_DHW == TUMOUR).sum() * np.linalg.det(simulated.affine[:3, :3]) / 1000
             rows.append(f"{simulated.id}\t{seed}\t{index}\t{millilitres:.3f}\tsimulated")
@@ -98,21 +112,25 @@ def write_cohort(
     return pairs
 
 
-def _subject_files(folder: Path, name: str) -> tuple[Path, Path]:
-    """The image and the mask of a subject."""
-    return folder / name / "anat" / f"{name}_T1w.nii.gz", folder / MASKS / name / "anat" / f"{name}_dseg.nii.gz"
+def _subject_files(folder: Path, name: str, kinds: Sequence[str]) -> list[Path]:
+    """The images and the mask of a subject."""
+    endings = ["_".join(part for part in bids_name(kind) if part) for kind in kinds]
+    images = [folder / name / "anat" / f"{name}_{ending}.nii.gz" for ending in endings]
+    return [*images, folder / MASKS / name / "anat" / f"{name}_dseg.nii.gz"]
 
 
 def _write_subject(folder: Path, simulated: Subject) -> Pair:
-    image, labels = simulated.image_volume(), simulated.label_volume()
-    image_path, mask_path = _subject_files(folder, simulated.id)
+    labels = simulated.label_volume()
+    *image_paths, mask_path = _subject_files(folder, simulated.id, simulated.kinds)
     # Those of an earlier cohort are deleted by now.
-    write_file(image_path, volume_bytes(np.rint(image.array * INTENSITY_STEPS).astype(np.int16), image))
+    for kind, path in zip(simulated.kinds, image_paths, strict=True):
+        image = simulated.image_volume(kind)
+        write_file(path, volume_bytes(np.rint(image.array * INTENSITY_STEPS).astype(np.int16), image))
     write_file(mask_path, volume_bytes(labels.array, labels))
-    return Pair(id=simulated.id, images=(image_path,), mask=mask_path)
+    return Pair(id=simulated.id, images=tuple(image_paths), mask=mask_path)
 
 
-def _write_descriptions(folder: Path, provenance: dict[str, Any], *, overwrite: bool) -> None:
+def _write_descriptions(folder: Path, provenance: dict[str, Any], readme: str, *, overwrite: bool) -> None:
     description = f"simulated subjects: voxtune cohort {json.dumps(provenance)}"
     made_by = [{"Name": "voxtune", "Version": __version__, "Description": description}]
     raw = {"Name": NAME, "BIDSVersion": "1.9.0", "DatasetType": "raw", "GeneratedBy": made_by}
@@ -121,7 +139,7 @@ def _write_descriptions(folder: Path, provenance: dict[str, Any], *, overwrite: 
     write_json(folder / MASKS / DESCRIPTION, masks, overwrite=overwrite)
     rows = ["index\tname", "0\tbackground", *(f"{label.value}\t{label.name}" for label in LABELS)]
     write_file(folder / MASKS / "dseg.tsv", "\n".join(rows) + "\n", overwrite=overwrite)
-    write_file(folder / "README", README, overwrite=overwrite)
+    write_file(folder / "README", readme, overwrite=overwrite)
 
 
 def _earlier_subjects(folder: Path, overwrite: bool) -> list[Path]:
@@ -145,7 +163,7 @@ def _earlier_subjects(folder: Path, overwrite: bool) -> list[Path]:
     others = FileProblems()
     for file in files:
         names = filter(COHORT_SUBJECT.fullmatch, file.relative_to(folder).parts)
-        own = any(file in _subject_files(folder, name) for name in names)
+        own = any(file in _subject_files(folder, name, KINDS) for name in names)
         if not own or file.is_symlink() or not written_by_voxtune(file):
             others.add(
                 file, "is not a file of this cohort, whose subjects are replaced; move it or choose another folder"

@@ -1,4 +1,4 @@
-"""The simulated cohort: subject i of a seed, at any resolution, without a download.
+"""The simulated cohort, version 1: subject i of a seed, at any resolution, without a download.
 
 A subject is the MNI152 template under a random smooth deformation, with its own contrast and bias field, and with lesions
 that displace the tissue around them. All random values are drawn once per subject and are in millimetres, so a subject
@@ -9,7 +9,8 @@ Legend: points (3, X, Y, Z) in millimetres; arrays of a Subject are (D, H, W) = 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from voxtune.data.contract import DataContract, Label, Shape, check_size
 from voxtune.data.nifti import Volume
 from voxtune.errors import InputError
 
+# Stored results depend on version 1, which stays as it is; version 2 is in simulation.py.
+VERSIONS = (1, 2)
 # Subjects with this number or higher are never used for training.
 HELD_OUT = 100_000
 BRAIN, TUMOUR = 1, 2
@@ -31,16 +34,23 @@ VENTRICLES = np.array([0.0, -14.0, 14.0])
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Subject:
-    """A simulated subject: a T1 image in [0, 1] and its labels (0 background, 1 brain, 2 tumour) in RAS."""
+    """A simulated subject: images in [0, 1] and its labels (0 background, 1 brain, 2 tumour) in RAS."""
 
     id: str
     image_DHW: np.ndarray
     labels_DHW: np.ndarray
     affine: np.ndarray
+    # By kind, in version 2 of the cohort; `image_DHW` is the first.
+    images_DHW: Mapping[str, np.ndarray] = field(default_factory=dict)
 
-    def image_volume(self) -> Volume:
-        """The image as a volume (X, Y, Z)."""
-        return Volume(array=np.ascontiguousarray(self.image_DHW.transpose(2, 1, 0)), affine=self.affine)
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(self.images_DHW) or ("T1w",)
+
+    def image_volume(self, kind: str | None = None) -> Volume:
+        """The image of a kind, by default the first, as a volume (X, Y, Z)."""
+        image_DHW = self.image_DHW if kind is None else self.images_DHW.get(kind, self.image_DHW)
+        return Volume(array=np.ascontiguousarray(image_DHW.transpose(2, 1, 0)), affine=self.affine)
 
     def label_volume(self) -> Volume:
         """The label map as a volume (X, Y, Z)."""
@@ -134,7 +144,7 @@ def draw_traits(rng: np.random.Generator, healthy_fraction: float) -> Traits:
     ventricles = rng.uniform(-0.1, 0.35)
     count = 0 if rng.random() < healthy_fraction else 1 + int(rng.random() < 0.2)
     return Traits(
-        linear=_rotation(angles) @ np.diag(1.0 / scales),
+        linear=rotation(angles) @ np.diag(1.0 / scales),
         shift=shift,
         warps=warps,
         gamma=gamma,
@@ -150,7 +160,7 @@ def draw_traits(rng: np.random.Generator, healthy_fraction: float) -> Traits:
 def _draw_lesion(rng: np.random.Generator) -> Lesion:
     sites = lesion_sites()
     centre = sites[rng.integers(len(sites))] + rng.uniform(-1.5, 1.5, 3)
-    turn = _rotation(rng.uniform(-np.pi, np.pi, 3))
+    turn = rotation(rng.uniform(-np.pi, np.pi, 3))
     return Lesion(
         centre=centre,
         stretch=np.diag(rng.uniform(0.75, 1.3, 3)) @ turn,
@@ -236,7 +246,7 @@ def _noisy(image: np.ndarray, sd: float, rng: np.random.Generator) -> np.ndarray
     return np.clip(np.sqrt((image + noise[0]) ** 2 + noise[1] ** 2), 0.0, 1.0)
 
 
-def _rotation(angles: np.ndarray) -> np.ndarray:
+def rotation(angles: np.ndarray) -> np.ndarray:
     (cx, cy, cz), (sx, sy, sz) = np.cos(angles), np.sin(angles)
     about_x = np.array([[1, 0, 0], [0, cx, -sx], [0, sx, cx]])
     about_y = np.array([[cy, 0, sy], [0, 1, 0], [-sy, 0, cy]])

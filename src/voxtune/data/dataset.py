@@ -24,16 +24,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from voxtune.data.cohort import FIELD_OF_VIEW, LABELS, cohort_spacing, subject
+from voxtune.data.cohort import FIELD_OF_VIEW, LABELS, cohort_spacing
 from voxtune.data.contract import DataContract, Shape, check_known, encode_channels, encode_mask, scale_image
 from voxtune.data.geometry import GeometrySummary
 from voxtune.data.grid import Mode, Placement, fit
 from voxtune.data.labels import LabelMap, MaskReader
-from voxtune.data.modality import T1W, find_kind
+from voxtune.data.modality import T1W, find_kind, kind_name
 from voxtune.data.nifti import Volume, read_volume
 from voxtune.data.orientation import reorder
 from voxtune.data.pairing import Pair, nifti_files, pair_folders
 from voxtune.data.preflight import MODEL, Consumer, Report, check_lost_labels, check_pair, error_finding
+from voxtune.data.simulation import check_version, simulated_subject
 from voxtune.errors import InputError
 
 T = TypeVar("T")
@@ -84,8 +85,8 @@ def _one_thread_each() -> Iterator[None]:
 log = logging.getLogger("voxtune")
 
 CACHE_BYTES = 2 * 2**30
-# Of a simulated subject: a float32 image and uint8 labels.
-BYTES_PER_VOXEL = 5
+# Of a simulated subject: float32 images and uint8 labels.
+IMAGE_BYTES, LABEL_BYTES = 4, 1
 
 
 class _Prepared:
@@ -218,19 +219,24 @@ class CohortSource(_Prepared):
         *,
         healthy_fraction: float = 0.1,
         cache_bytes: int = CACHE_BYTES,
+        version: int = 1,
     ) -> None:
         if count < 1:
             raise InputError(f"number of subjects is {count}; it must be 1 or more")
-        if len(contract.images) != 1 or not {label.value for label in LABELS} <= set(contract.all_values):
+        several = version == 1 and len(contract.images) != 1
+        if several or not {label.value for label in LABELS} <= set(contract.all_values):
             raise InputError(
                 f"the simulated cohort has one T1w image and the labels 1 (brain), 2 (tumour), but the model has "
                 f"{len(contract.images)} images and {contract.describe_labels()}; use your own images and masks"
             )
-        if (find_kind(contract.images[0]) or T1W) is not T1W:
+        if version == 1 and (find_kind(contract.images[0]) or T1W) is not T1W:
             raise InputError(
                 f"the simulated cohort has T1w images, but {contract.images[0]} is required; use your own images and masks"
             )
+        if version != 1:
+            check_version(version, contract.images)
         self.contract = contract
+        self.version = version
         self.seed = seed
         self.count = count
         self.healthy_fraction = healthy_fraction
@@ -240,16 +246,18 @@ class CohortSource(_Prepared):
     def __len__(self) -> int:
         return self.count
 
-    def warm(self, processes: int, warn: Callable[[str], None] | None = None) -> None:
-        """Simulates all subjects that fit into the cache, in parallel; one takes a tenth of a second or more.
+    def warm(self, processes: int, warn: Callable[[str], None] | None = None, *, first: int = 0) -> None:
+        """Simulates all subjects from `first` on that fit into the cache, in parallel; one takes a tenth of a second or more.
 
         If a process fails, `warn` is called, and the remaining subjects are simulated when they are needed.
         """
-        count = min(self.count, self._cache.capacity(math.prod(self.contract.size) * BYTES_PER_VOXEL))
+        voxel_bytes = len(self.contract.images) * IMAGE_BYTES + LABEL_BYTES
+        count = min(self.count - first, self._cache.capacity(math.prod(self.contract.size) * voxel_bytes))
         if count < 1:
             return
         try:
-            for index, prepared in enumerate(map_in_processes(self.simulation(), count, processes)):
+            work = partial(_following, self.simulation(), first)
+            for index, prepared in enumerate(map_in_processes(work, count, processes), first):
                 self._cache.put(index, prepared)
         except (BrokenProcessPool, TimeoutError) as error:
             reason = "timeout" if isinstance(error, TimeoutError) else "a process died, possibly out of memory"
@@ -259,17 +267,37 @@ class CohortSource(_Prepared):
 
     def simulation(self) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
         """The function index -> subject, without `self`, so that the cache is not pickled."""
-        return partial(_simulate, self.contract, self.seed, self.spacing, self.healthy_fraction)
+        return partial(_simulate, self.contract, self.seed, self.spacing, self.healthy_fraction, self.version)
 
     def _prepare(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         return self.simulation()(index)
 
 
+def _following(work: Callable[[int], T], first: int, number: int) -> T:
+    return work(first + number)
+
+
 def _simulate(
-    contract: DataContract, seed: int, spacing: float, healthy_fraction: float, index: int
+    contract: DataContract,
+    seed: int,
+    spacing: float,
+    healthy_fraction: float,
+    version: int,
+    index: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    simulated = subject(seed, index, _ras_size(contract), spacing=spacing, healthy_fraction=healthy_fraction)
-    return _on_grid([simulated.image_volume()], simulated.label_volume(), contract, "pad")
+    # An unknown name of a single image is that of a T1w image in version 1.
+    kinds = ("T1w",) if version == 1 else tuple(kind_name(image) for image in contract.images)
+    simulated = simulated_subject(
+        version,
+        seed,
+        index,
+        _ras_size(contract),
+        spacing=spacing,
+        healthy_fraction=healthy_fraction,
+        kinds=kinds,
+    )
+    images = [simulated.image_volume(kind) for kind in kinds]
+    return _on_grid(images, simulated.label_volume(), contract, "pad")
 
 
 class _Cache:

@@ -12,6 +12,7 @@ import math
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -31,7 +32,8 @@ from voxtune.reading import MAX_JSON_BYTES, check_memory, opening_zip, parse_jso
 
 log = logging.getLogger("voxtune")
 
-COHORT_HELD_OUT = 24
+# By version: more, so that there are some lesions of each size.
+COHORT_HELD_OUT = {1: 24, 2: 96}
 # The width of the grid of `head_contract`: 128 voxels of 1.5 mm.
 HEAD_MM = 192.0
 # Images are stored as integers: [-1, 1] becomes 0 .. 4095, finer than their noise.
@@ -106,21 +108,48 @@ class Packed:
         return Packed(self.contract, self.images_NCDHW[span], self.labels_NDHW[span], self.origin)
 
 
-def cohort_sources(contract: DataContract, seed: int, count: int, held_out: int) -> tuple[VolumeSource, VolumeSource]:
-    """Simulated subjects 0 .. count-1 of cohort `seed` for training, and `held_out` others."""
-    from voxtune.data.dataset import CohortSource
+def cohort_sources(
+    contract: DataContract,
+    seed: int,
+    count: int,
+    held_out: int,
+    *,
+    version: int = 1,
+    cache_bytes: int | None = None,
+    workers: int = 1,
+    warn: Callable[[str], None] = log.warning,
+) -> tuple[VolumeSource, VolumeSource]:
+    """Simulated subjects 0 .. count-1 of cohort `seed` for training, and `held_out` others.
+
+    With several `workers`, that many processes simulate them in advance, as far as they fit into `cache_bytes`.
+    """
+    from voxtune.data.dataset import CACHE_BYTES, CohortSource
 
     if count > HELD_OUT:
         raise InputError(
             f"--cohort {count}: must be {HELD_OUT} or less, because subjects from {HELD_OUT} on are held out"
         )
-    rest = SourceRange(CohortSource(contract, seed, HELD_OUT + held_out, healthy_fraction=0.0), HELD_OUT, held_out)
-    return CohortSource(contract, seed, count), rest
+    limit = CACHE_BYTES if cache_bytes is None else cache_bytes
+    share = held_out / (count + held_out)
+    others = CohortSource(
+        contract,
+        seed,
+        HELD_OUT + held_out,
+        healthy_fraction=0.0,
+        version=version,
+        cache_bytes=CACHE_BYTES if cache_bytes is None else int(limit * share),
+    )
+    train = CohortSource(contract, seed, count, version=version, cache_bytes=limit)
+    if workers > 1:
+        train.warm(workers, warn)
+        others.warm(workers, warn, first=HELD_OUT)
+    return train, SourceRange(others, HELD_OUT, held_out)
 
 
-def cohort_origin(seed: int, count: int, held_out: int) -> str:
+def cohort_origin(seed: int, count: int, held_out: int, version: int = 1) -> str:
     last = HELD_OUT + held_out - 1
-    return f"simulated subjects 0 to {count - 1} of the cohort, seed {seed}; held out: {HELD_OUT} to {last}, all with lesions"
+    cohort = "the cohort" if version == 1 else f"version {version} of the cohort"
+    return f"simulated subjects 0 to {count - 1} of {cohort}, seed {seed}; held out: {HELD_OUT} to {last}, all with lesions"
 
 
 def folder_sources(
@@ -165,6 +194,9 @@ def open_sources(
     contract: DataContract | None = None,
     cohort: int | None = None,
     seed: int | None = None,
+    version: int | None = None,
+    workers: int = 1,
+    cache_bytes: int | None = None,
     images: str | Path | None = None,
     masks: str | Path | None = None,
     labels: LabelMap | None = None,
@@ -178,7 +210,8 @@ def open_sources(
 
     `labels` are those of the masks in the folders, `overlapping` allows one value in several of them; `modalities` are the
     image kinds, by default the one of the folder, which is passed to `say`. `contract` is that of a model, instead of
-    `size`, `overlapping` and `modalities`; `labels` then map the masks to its labels.
+    `size`, `overlapping` and `modalities`; `labels` then map the masks to its labels. `version` is that of the cohort, which
+    `workers` processes simulate in advance, as far as it fits into `cache_bytes`.
     """
     if contract is not None:
         size = contract.size
@@ -190,15 +223,18 @@ def open_sources(
     if (cohort is None and images is None) or (images is None) != (masks is None):
         raise InputError("no data: pass --images DIR --masks DIR, or --cohort N for simulated subjects")
     if cohort is not None:
-        if labels is not None:
-            raise InputError("--labels cannot be combined with --cohort, which has its own labels")
-        if overlapping:
-            raise InputError("--overlapping-labels cannot be combined with --cohort")
-        if modalities is not None:
-            raise InputError("--image cannot be combined with --cohort, which has T1w images")
-        n_held_out, seed = COHORT_HELD_OUT if held_out is None else held_out, seed or 0
-        sources = cohort_sources(contract or cohort_contract(shape), seed, cohort, n_held_out)
-        return *sources, cohort_origin(seed, cohort, n_held_out)
+        _check_cohort_options(labels, overlapping, modalities, version)
+        if contract is None:
+            contract = replace(cohort_contract(shape), images=modalities or (T1W.name,))
+        seed, version = seed or 0, version or 1
+        n_held_out = COHORT_HELD_OUT.get(version, 24) if held_out is None else held_out
+        if workers > 1:
+            say(f"simulating {cohort + n_held_out} subjects with {workers} processes")
+        options: dict[str, Any] = {"version": version, "cache_bytes": cache_bytes, "workers": workers, "warn": warn}
+        sources = cohort_sources(contract, seed, cohort, n_held_out, **options)
+        return *sources, cohort_origin(seed, cohort, n_held_out, version)
+    if version is not None:
+        raise InputError("--cohort-version requires --cohort; it cannot be combined with --images and --masks")
     if seed is not None:
         raise InputError("--seed requires --cohort; it cannot be combined with --images and --masks")
     assert images is not None and masks is not None
@@ -212,6 +248,19 @@ def open_sources(
         contract = head_contract(shape, named, modalities, overlapping=overlapping)
     train, rest = folder_sources(images, masks, contract, held_out, labels, new=new, warn=warn)
     return train, rest, f"{len(train)} subjects of the folder `{Path(images).name}`; {len(rest)} held out"
+
+
+def _check_cohort_options(
+    labels: LabelMap | None, overlapping: bool, modalities: tuple[str, ...] | None, version: int | None
+) -> None:
+    if labels is not None:
+        raise InputError("--labels cannot be combined with --cohort, which has its own labels")
+    if overlapping:
+        raise InputError("--overlapping-labels cannot be combined with --cohort")
+    if modalities is not None and (version or 1) == 1:
+        raise InputError(
+            "--image cannot be combined with --cohort, which has T1w images (--cohort-version 2 has others)"
+        )
 
 
 def pack(

@@ -6,6 +6,7 @@ current row, of the reference and of the real subjects stay in memory.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from torch import Tensor
 from voxtune.data.modality import kind_name
 from voxtune.data.splits import HeldOut
 from voxtune.errors import InputError
+from voxtune.evaluation.describe import roles_of
 from voxtune.precision import tf32_allowed
 from voxtune.quality.bootstrap import Bootstrap
 from voxtune.quality.metrics import (
@@ -126,7 +128,8 @@ class Bench:
         # Metrics are computed in float32, whatever precision generated the volumes.
         with tf32_allowed(False):
             volumes = [units(volume) for volume in volumes_NCDHW]
-            kinds = [kind_name(name) for name in self.subjects.contract.images]
+            contract = self.subjects.contract
+            kinds = [kind_name(name) for name in contract.images]
             rows = []
             for number, images_CDHW in enumerate(volumes):
                 logits, features = self.segmenter.network.forward_both(images_CDHW[None] * 2 - 1)
@@ -139,7 +142,11 @@ class Bench:
                         features=features[0].double().cpu(),
                         mask=self.subjects.classes_NDHW[number],
                         predicted=logits.argmax(dim=1)[0],
-                        classes=self.subjects.contract.classes,
+                        classes=contract.classes,
+                        kind=kind,
+                        masked=images_CDHW[channel],
+                        voxel_ml=math.prod(contract.spacing) / 1000,
+                        **roles_of(contract, contract.classes),
                     )
                     for channel, kind in enumerate(kinds)
                 }

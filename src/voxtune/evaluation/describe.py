@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,14 @@ def grid_of(features: Segmenter | None) -> DataContract:
     return GRID if features is None else features.config.data
 
 
+def roles_of(contract: DataContract, numbers: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    """What the numbers of labels in a mask are: those of the pathology, and those of the healthy organ."""
+    pathology = {n for label in contract.labels if label.kind == "pathology" for n in numbers[label.name]}
+    organs = [contract.organ] if contract.organ is not None else contract.labels
+    healthy = {n for label in organs for n in numbers[label.name]} - pathology
+    return {"healthy": tuple(sorted(healthy)), "pathology": tuple(sorted(pathology))}
+
+
 class Reader:
     """Reads volumes one at a time, takes the measurements that `metrics` need, and collects errors of files.
 
@@ -230,7 +239,11 @@ class Reader:
             except InputError as error:
                 self.errors.add(next(iter(placed.values())).file.path, error)
                 return
-        inputs = {kind: VolumeInput(image=image, features=features, **adherence) for kind, image in images.items()}
+        masked = adherence.pop("masked", {})
+        inputs = {
+            kind: VolumeInput(image=image, features=features, kind=kind, masked=masked.get(kind), **adherence)
+            for kind, image in images.items()
+        }
         row = measure_images(inputs, metrics)
         if self.feature_part and "features" in row:
             row["features"] = {self.feature_part: row["features"]}
@@ -258,13 +271,20 @@ class Reader:
                     masks=self.mask_reader,
                     references=self.references.get(placed[kind].file.subject, ()),
                 )
-                for kind in kinds_read(self.segmenter, self.kinds)
+                for kind in placed
             }
-            self.domain.add(self.segmenter, list(placed.values()))
+            self.domain.add(self.segmenter, [placed[kind] for kind in kinds_read(self.segmenter, self.kinds)])
             labels_DHW = self.segmenter.describe(self._input(self.segmenter, placed))[0][0]
         mask_DHW = next(iter(placed.values())).labels_DHW
         assert mask_DHW is not None and labels_DHW is not None
-        return {"mask": torch.from_numpy(mask_DHW), "predicted": labels_DHW, "classes": values}
+        return {
+            "mask": torch.from_numpy(mask_DHW),
+            "predicted": labels_DHW,
+            "classes": values,
+            "masked": {kind: torch.from_numpy((image.image_DHW + 1) / 2) for kind, image in placed.items()},
+            "voxel_ml": math.prod(contract.spacing) / 1000,
+            **roles_of(contract, values),
+        }
 
     def _step(self) -> None:
         self.done += 1

@@ -5,7 +5,7 @@ Pairs are compared on their own grid; everything else is measured on a common gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -194,12 +194,19 @@ class _Report:
     notes: Notes
 
     def add(self, metric: Metric) -> None:
-        for part in self.labels if metric.per_label else self.generated.parts(metric):
+        for part in self._parts(metric):
             name = metric.full_name(part)
             values, real = self.generated.get(metric, part), self.real.get(metric, part)
             self._add(metric, name, part, values, real)
-            if metric.real_note is not None:
+            # A size of lesions that no subject has is skipped once.
+            absent = bool(metric.missing) and values is None and real is None
+            if metric.real_note is not None and not absent:
                 self._add(metric, f"{name}_real", part, real, real, of_real=True)
+
+    def _parts(self, metric: Metric) -> Iterable[str]:
+        if metric.per_label:
+            return self.labels
+        return metric.parts or self.generated.parts(metric)
 
     def _add(self, metric: Metric, name: str, part: str, values: Any, real: Any, *, of_real: bool = False) -> None:
         if values is not None and real is None and metric.uses_real:
@@ -208,8 +215,9 @@ class _Report:
         if reason is not None:
             self.notes.leave_out(name, reason)
             return
-        if metric.per_label:
+        if metric.per_label or metric.missing:
             values = values[~np.isnan(values)]
+            real = real[~np.isnan(real)] if metric.sets == 2 else real
         parameter = None if metric.parameter is None else metric.parameter(values, real)
         note = (metric.real_note or "") if of_real else metric.note
         note = note.format(parameter=parameter, neighbour=self.neighbour, **_pair_counts(values))
@@ -236,12 +244,8 @@ class _Report:
 
     def _reason(self, metric: Metric, part: str, values: Any, real: Any) -> str | None:
         """Why the metric cannot be computed from these values; None if it can."""
-        if values is None and metric.per_label:
-            return (
-                f"no mask of these volumes contains label {'/'.join(map(str, self.labels[part]))} ({part}) on this grid"
-            )
-        if values is None:
-            return "a single reference volume has no other neighbour"
+        if values is None or (real is None and metric.sets == 2):
+            return metric.missing or self._without_values(metric, part)
         if metric.sets == 2 and min(_count(values), _count(real)) < metric.min_volumes:
             return "requires at least two volumes in each set"
         if _count(values) < metric.min_volumes:
@@ -249,6 +253,12 @@ class _Report:
         if metric.undefined and np.isnan(values).any():
             return metric.undefined
         return None
+
+    def _without_values(self, metric: Metric, part: str) -> str:
+        if not metric.per_label:
+            return "a single reference volume has no other neighbour"
+        values = "/".join(map(str, self.labels[part]))
+        return f"no mask of these volumes contains label {values} ({part}) on this grid"
 
 
 def _count(values: Any) -> int:

@@ -33,6 +33,7 @@ from voxtune.quality.distributions import (
 )
 from voxtune.quality.per_volume import copies, detail, dice
 from voxtune.quality.similarity import WINDOW, ms_ssim, psnr
+from voxtune.quality.tissue import BRIGHT_FLUID, SIZES, TissueFit, by_size, fit_tissues, lesion_contrast, lesion_scores
 
 Direction = Literal["higher", "lower", "closer"]
 Need = Literal["partner", "pairs", "real", "features", "masks", "training", "reference", "subjects"]
@@ -60,6 +61,17 @@ class VolumeInput:
     mask: Tensor | None = None
     predicted: Tensor | None = None  # labels by the segmenter
     classes: Mapping[str, Sequence[int]] = field(default_factory=dict)  # label name -> its numbers in `mask`
+    kind: str = ""
+    masked: Tensor | None = None  # the image on the grid of the mask
+    healthy: tuple[int, ...] = ()  # numbers in `mask` of the organ without pathology
+    pathology: tuple[int, ...] = ()
+    voxel_ml: float = 0.0  # of the mask
+
+    def at(self, numbers: Sequence[int], labels: Tensor | None = None) -> Tensor:
+        """The voxels of the mask, or of other labels, that have one of these numbers."""
+        labels = self.mask if labels is None else labels
+        assert labels is not None
+        return torch.isin(labels, torch.tensor(numbers, device=labels.device))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,7 +112,7 @@ class SetMeasurements:
     def parts(self, metric: Metric) -> list[str]:
         """The labels or image kinds that a metric has values for; [""] for a metric without parts."""
         parts = list(self.by_part.get(metric.measurement, {}))
-        return parts if metric.per_label else parts or [""]
+        return parts if metric.per_label or metric.parts else parts or [""]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +134,10 @@ class Metric:
     sets: Literal[1, 2] = 1
     uses_real: bool = False  # whether the statistic depends on the real volumes; implied by two sets
     per_label: bool = False
+    parts: tuple[str, ...] = ()  # further parts, such as sizes of lesions
+    decides: bool = True  # whether `steps` requires a setting to be non-inferior by it
+    # Why no volume may have a value; where only some have none, they are ignored.
+    missing: str = ""
     per_image: bool = True  # whether each image kind has a value of its own, if the volumes have several images
     parameter: Callable[[Any, Any], float] | None = None
     # Another form of the statistic for paired resampling, equal up to rounding.
@@ -163,9 +179,43 @@ def _dice(volume: VolumeInput) -> dict[str, float]:
     return {name: math.nan if score is None else score for name, score in scores.items()}
 
 
+def _tissues(volume: VolumeInput) -> TissueFit | None:
+    if volume.mask is None or volume.masked is None or not volume.healthy:
+        return None
+    return fit_tissues(volume.masked, volume.at(volume.healthy), bright_fluid=volume.kind in BRIGHT_FLUID)
+
+
+def _grey_white(volume: VolumeInput) -> float:
+    tissues = _tissues(volume)
+    return math.nan if tissues is None else tissues.contrast
+
+
+def _fluid_share(volume: VolumeInput) -> float:
+    tissues = _tissues(volume)
+    return math.nan if tissues is None else tissues.shares[0]
+
+
+def _lesion_contrast(volume: VolumeInput) -> float:
+    if volume.mask is None or volume.masked is None or not volume.pathology:
+        return math.nan
+    return lesion_contrast(volume.masked, volume.at(volume.pathology), volume.at(volume.healthy))
+
+
+def _by_size(volume: VolumeInput, value: str) -> dict[str, float]:
+    if volume.mask is None or volume.predicted is None or not volume.pathology:
+        return dict.fromkeys(SIZES, math.nan)
+    lesion, predicted = volume.at(volume.pathology), volume.at(volume.pathology, volume.predicted)
+    return by_size(lesion_scores(lesion, predicted, volume.voxel_ml), value)
+
+
 # Measurements of one volume, by name. A measurement that several metrics share is taken once.
 MEASUREMENTS: dict[str, Callable[[Any], Any]] = {
     "dice": _dice,
+    "grey_white": _grey_white,
+    "fluid_share": _fluid_share,
+    "lesion_contrast": _lesion_contrast,
+    "lesion_dice": lambda v: _by_size(v, "dice"),
+    "lesion_detection": lambda v: _by_size(v, "detected"),
     "features": lambda v: v.features,
     "histogram": lambda v: histogram(v.image.cpu()),
     "psnr": lambda v: psnr(v.image, v.partner),
@@ -193,6 +243,11 @@ def _ratio_of_sums(values_N: np.ndarray, real_N: np.ndarray) -> Statistic:
 def _ratio_of_means(values_N: np.ndarray, real_N: np.ndarray) -> Statistic:
     near, far = np.asarray(values_N), np.asarray(real_N)
     return lambda a, b: float((a @ near / a.sum()) / (b @ far / b.sum())) if far.any() else math.nan
+
+
+def _ratio_of_known_means(values_N: np.ndarray, real_N: np.ndarray) -> Statistic:
+    near, far = mean_statistic(values_N), mean_statistic(real_N)
+    return lambda a, b: near(a) / far(b)
 
 
 def _share_of_copies(values_N: np.ndarray, real_N: np.ndarray) -> Statistic:
@@ -258,6 +313,7 @@ def _neighbours(kind: str, quantity: str, needs: Iterable[Need], *, per_image: b
     )
 
 
+NO_TISSUE = "no mask of these volumes contains enough of the healthy organ"
 METRICS: tuple[Metric, ...] = (
     Metric(
         name="dice",
@@ -369,18 +425,84 @@ METRICS: tuple[Metric, ...] = (
         target=1.0,
         sets=2,
     ),
+    Metric(
+        name="grey_white_contrast",
+        measurement="grey_white",
+        statistic=mean,
+        needs=frozenset({"masks"}),
+        better="closer",
+        decides=False,
+        missing=NO_TISSUE,
+        note="difference of white and grey matter in units of their spread",
+        real_note="the same for the reference volumes",
+    ),
+    Metric(
+        name="grey_white_ratio",
+        measurement="grey_white",
+        statistic=_ratio_of_known_means,
+        needs=frozenset({"masks", "real"}),
+        better="closer",
+        min_difference=0.05,
+        target=1.0,
+        sets=2,
+        missing=NO_TISSUE,
+        note="synthetic divided by reference",
+    ),
+    Metric(
+        name="csf_fraction",
+        measurement="fluid_share",
+        statistic=mean,
+        needs=frozenset({"masks"}),
+        better="closer",
+        decides=False,
+        missing=NO_TISSUE,
+        note="share of fluid in the healthy brain",
+        real_note="the same for the reference volumes",
+    ),
+    Metric(
+        name="lesion_contrast",
+        measurement="lesion_contrast",
+        statistic=mean,
+        needs=frozenset({"masks"}),
+        better="closer",
+        decides=False,
+        missing="no mask of these volumes has a lesion inside healthy tissue",
+        note="difference of lesions and their surroundings in units of their spread",
+        real_note="the same for the reference volumes",
+    ),
+    *(
+        Metric(
+            name=name,
+            measurement=name,
+            statistic=mean,
+            needs=frozenset({"masks"}),
+            better="higher",
+            decides=False,
+            parts=tuple(SIZES),
+            per_image=False,
+            missing="no mask of these volumes has a lesion of this size",
+            note=note,
+            real_note="the segmenter's own limit, on the reference volumes",
+        )
+        for name, note in (
+            ("lesion_dice", "of each lesion of this size"),
+            ("lesion_detection", "share of lesions of which a tenth or more is found"),
+        )
+    ),
     *_neighbours("voxel", "intensities", ["training"], per_image=True),
     *_neighbours("feature", "features", ["training", "features"], per_image=False),
 )
 
 
 LABEL_MEASUREMENTS = frozenset(metric.measurement for metric in METRICS if metric.per_label)
+# Measurements that some volumes do not have.
+_SPARSE = LABEL_MEASUREMENTS | {metric.measurement for metric in METRICS if metric.missing}
 
 
 def metric_of(name: str) -> Metric | None:
     """The metric of a name in a result, such as fid, dice_brain or psnr_T2w; None for an unknown name."""
-    exact = next((m for m in METRICS if m.name == name and not m.per_label), None)
-    parted = [m for m in METRICS if (m.per_label or m.per_image) and name.startswith(f"{m.name}_")]
+    exact = next((m for m in METRICS if m.name == name and not (m.per_label or m.parts)), None)
+    parted = [m for m in METRICS if (m.per_label or m.per_image or m.parts) and name.startswith(f"{m.name}_")]
     return exact or max(parted, key=lambda m: len(m.name), default=None)
 
 
@@ -456,9 +578,12 @@ def collect(
             by_part[name] = {part: _column([row[part] for row in column]) for part in column[0]}
         else:
             values[name] = _column(column)
-    for name in LABEL_MEASUREMENTS & by_part.keys():
+    for name in _SPARSE & by_part.keys():
         # A label that no mask holds has no values.
         by_part[name] = {label: scores for label, scores in by_part[name].items() if not np.isnan(scores).all()}
+    for name in _SPARSE & values.keys():
+        if np.isnan(values[name]).all():
+            del values[name]
     return SetMeasurements(count=len(rows), values=values, by_part=by_part)
 
 

@@ -133,7 +133,7 @@ def margins(
     limits = {}
     for name, values in reference.items():
         metric = metric_of(name)
-        if metric is None or metric.better is None:
+        if metric is None or metric.better is None or not metric.decides:
             continue
         gap = repeated[name].badness(metric)[1] - values.badness(metric)[1]
         gap = gap[np.isfinite(gap)]

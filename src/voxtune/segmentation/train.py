@@ -21,6 +21,7 @@ from voxtune.data.subjects import Source
 from voxtune.data.training_data import TrainingData
 from voxtune.errors import InputError
 from voxtune.files import locked_folder
+from voxtune.quality.tissue import SIZES, LesionScore, by_size, lesion_scores
 from voxtune.runtime.storage import check_model_folder
 from voxtune.segmentation.segmenter import Segmenter, SegmenterConfig, save_segmenter
 from voxtune.training.data import Loader, read_item
@@ -30,6 +31,8 @@ from voxtune.workloads.segment import SegmentConfig, SegmentUNet
 log = logging.getLogger("voxtune")
 
 WARM_UP = 0.1
+# From this size of the shortest side on, the network has a level more.
+LARGE = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,8 +172,15 @@ def augment(images_NCDHW: Tensor, random: torch.Generator) -> Tensor:
 
 def held_out_dice(segmenter: Segmenter, source: Source) -> list[dict[str, float]]:
     """The Dice of each label by name, for each subject; without labels that neither volume has."""
-    rows = []
+    return held_out_scores(segmenter, source)[0]
+
+
+def held_out_scores(segmenter: Segmenter, source: Source) -> tuple[list[dict[str, float]], list[LesionScore]]:
+    """The Dice of each label by name, for each subject, and the scores of all lesions."""
+    rows, lesions = [], []
     contract = segmenter.config.data
+    pathology = [label.channel for label in contract.labels if label.kind == "pathology"]
+    voxel_ml = math.prod(contract.spacing) / 1000
     for index in range(len(source)):
         image, cond = read_item(source, index)
         assert cond is not None
@@ -183,17 +193,32 @@ def held_out_dice(segmenter: Segmenter, source: Source) -> list[dict[str, float]
             if total:
                 row[label.name] = 2 * int((target & predicted).sum()) / total
         rows.append(row)
-    return rows
+        if pathology:
+            lesion, predicted = (part[pathology].amax(dim=0) > 0 for part in (cond, predicted_LDHW.float()))
+            lesions += lesion_scores(lesion, predicted, voxel_ml)
+    return rows, lesions
+
+
+def lesions_by_size(scores: list[LesionScore]) -> dict[str, dict[str, float]]:
+    """Number of lesions, mean Dice and share of detected lesions, by size; without sizes that no lesion has."""
+    dice, detected = by_size(scores, "dice"), by_size(scores, "detected")
+    counts = {name: sum(least <= s.ml < below for s in scores) for name, (least, below) in SIZES.items()}
+    return {
+        name: {"lesions": counts[name], "dice": dice[name], "detection": detected[name]}
+        for name in SIZES
+        if counts[name]
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentResult:
-    """`dice` holds mean, minimum ("least") and number of held-out subjects for each label."""
+    """`dice` holds mean, minimum ("least") and number of held-out subjects for each label; `lesions`: by size."""
 
     folder: Path
     seconds: float
     steps: int
     dice: dict[str, dict[str, float]]
+    lesions: dict[str, dict[str, float]]
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "folder": str(self.folder)}
@@ -241,10 +266,11 @@ def run_segment(
             train, training, network=network, device=device, progress=count, training_data=facts.statistics
         )
         seconds, steps = time.perf_counter() - started, len(times)
-        dice = summary(held_out_dice(segmenter, held_out))
-        text = card(segmenter, training, steps, seconds, data, command, dice)
+        rows, scores = held_out_scores(segmenter, held_out)
+        dice, lesions = summary(rows), lesions_by_size(scores)
+        text = card(segmenter, training, steps, seconds, data, command, dice, lesions)
         save_segmenter(segmenter, out, card=text, overwrite=overwrite)
-    return SegmentResult(folder=out, seconds=round(seconds, 1), steps=steps, dice=dice)
+    return SegmentResult(folder=out, seconds=round(seconds, 1), steps=steps, dice=dice, lesions=lesions)
 
 
 def dry_run_segment(
@@ -268,7 +294,11 @@ def dry_run_segment(
 
 
 def _network(contract: DataContract, base: int | None) -> SegmentConfig:
-    return SegmentConfig(in_channels=len(contract.images), classes=len(contract.regions) + 1, base=base or 16)
+    # A lesion of 60 ml is 32 voxels wide at 1.5 mm: on large grids the network sees as far as on small ones.
+    levels = 4 if min(contract.size) >= LARGE and not any(side % 16 for side in contract.size) else 3
+    return SegmentConfig(
+        in_channels=len(contract.images), classes=len(contract.regions) + 1, base=base or 16, levels=levels
+    )
 
 
 def _overview(train: Any, held_out: Any, network: SegmentConfig, data: str) -> Overview:
@@ -277,6 +307,20 @@ def _overview(train: Any, held_out: Any, network: SegmentConfig, data: str) -> O
     for line in facts.warnings:
         log.warning(line)
     return facts
+
+
+def _lesion_table(lesions: dict[str, dict[str, float]]) -> list[str]:
+    if not lesions:
+        return []
+    return [
+        "| size of the lesion | lesions | Dice, mean | detected |",
+        "|---|---:|---:|---:|",
+        *(
+            f"| {name.replace('_', ' ')} | {row['lesions']} | {row['dice']:.4f} | {row['detection']:.4f} |"
+            for name, row in lesions.items()
+        ),
+        "",
+    ]
 
 
 def summary(rows: list[dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -293,6 +337,7 @@ def card(
     data: str,
     command: str,
     dice: dict[str, dict[str, float]],
+    lesions: dict[str, dict[str, float]] | None = None,
 ) -> str:
     """The model card: network, data, recipe, accuracy, limits."""
     contract, network = segmenter.config.data, segmenter.config.network
@@ -325,6 +370,7 @@ def card(
         "|---|---:|---:|---:|",
         *(f"| {name} | {d['mean']:.4f} | {d['least']:.4f} | {d['subjects']} |" for name, d in dice.items()),
         "",
+        *_lesion_table(lesions or {}),
         "```",
         command,
         "```",

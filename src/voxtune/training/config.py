@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from voxtune.config import from_mapping, to_mapping
-from voxtune.data.cohort import HELD_OUT
+from voxtune.data.cohort import HELD_OUT, VERSIONS
 from voxtune.data.contract import Label
 from voxtune.data.labels import parse_labels
 from voxtune.data.orientation import check_orientation
@@ -110,6 +110,7 @@ class DataSettings:
     masks: str | None = None
     cohort: int | None = None
     cohort_seed: int = 0
+    cohort_version: int = 1
     subjects: str | None = None
     fit: Literal["auto", "pad", "resample"] = "auto"
     labels: tuple[Label, ...] | None = None
@@ -129,6 +130,9 @@ class DataSettings:
         if self.cohort is not None:
             _check_range("cohort", self.cohort, 1, HELD_OUT)
         _check_range("cohort_seed", self.cohort_seed, 0, 2**63 - 1)
+        _check_range("cohort_version", self.cohort_version, 1, VERSIONS[-1])
+        if self.cohort_version != 1 and self.cohort is None:
+            raise InputError("cohort_version requires cohort, the number of simulated subjects")
         if self.orientation is not None:
             check_orientation(self.orientation[:40])
         if self.label_map is not None:

@@ -231,7 +231,13 @@ def open_source(config: TrainConfig, model: ModelConfig, warn: Warn, *, check: b
     from voxtune.data.preflight import MODEL, NEW_MODEL
 
     if data.cohort is not None:
-        cohort = CohortSource(contract, data.cohort_seed, data.cohort, cache_bytes=cache_limit(config.cache))
+        cohort = CohortSource(
+            contract,
+            data.cohort_seed,
+            data.cohort,
+            cache_bytes=cache_limit(config.cache),
+            version=data.cohort_version,
+        )
         if workers > 2:
             cohort.warm(workers, warn)
         return cohort
@@ -298,7 +304,8 @@ def describe_source(config: TrainConfig, source: Source) -> str:
         folder = recorded_path(data.images or "")
         return f"CIFAR-10 training images of `{folder}`{mirrored}, {subjects} in total; class labels are not used"
     if data.cohort is not None:
-        return f"{subjects} simulated subjects of the embedded cohort, seed {data.cohort_seed}"
+        version = "" if data.cohort_version == 1 else f" version {data.cohort_version} of"
+        return f"{subjects} simulated subjects of{version} the embedded cohort, seed {data.cohort_seed}"
     images, masks = recorded_path(data.images or ""), recorded_path(data.masks or "")
     return f"{subjects} subjects: images of `{images}`, masks of `{masks}`"
 

@@ -1,0 +1,220 @@
+"""A page of pairs for a person to judge which volume is synthetic, without knowing; the answer key is a separate file.
+
+Both volumes of a pair are of the same subject where possible. Their slices are cut at the same place and shown in the same
+way, in an order that depends on the random seed only.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+
+from voxtune.data.bids import is_simulated
+from voxtune.data.grid import ras_array
+from voxtune.data.nifti import Volume, read_labels, read_volume
+from voxtune.data.pixels import WINDOW, png
+from voxtune.data.volumeset import VolumeFiles
+from voxtune.errors import InputError
+from voxtune.evaluation.describe import EvaluationSets
+from voxtune.files import counted, locked_folder, recorded_path, write_file, write_json
+from voxtune.reading import read_json
+from voxtune.report.html import asset, embed, policy
+from voxtune.versions import __version__
+
+PAIRS = 24
+KEY_FORMAT, ANSWERS_FORMAT = "voxtune-blind-key/1", "voxtune-blind-answers/1"
+SIDES = ("A", "B")
+# The longer side of a slice in pixels.
+SLICE = 232
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlindPair:
+    """A reference volume and a synthetic one; `synthetic` is the side on which the synthetic one is shown."""
+
+    real: VolumeFiles
+    synth: VolumeFiles
+    synthetic: str
+
+
+def choose_blind_pairs(sets: EvaluationSets, count: int, seed: int) -> list[BlindPair]:
+    """At most `count` pairs, each volume once: of the same subjects if the sets have such pairs, else at random."""
+    if count < 1:
+        raise InputError(f"--blind-pairs {count}: must be 1 or more")
+    random = np.random.Generator(np.random.Philox(seed))
+    pairs: dict[Path, tuple[VolumeFiles, VolumeFiles]] = {}
+    if sets.pairs:
+        for number in random.permutation(len(sets.pairs)):
+            real, synth = sets.pairs[number]
+            pairs.setdefault(real.path, (real, synth))
+    else:
+        reals, synths = (random.permutation(len(part)) for part in (sets.real, sets.synth))
+        for i, j in zip(reals, synths, strict=False):
+            pairs[sets.real[i].path] = (sets.real[i], sets.synth[j])
+    chosen = list(pairs.values())[:count]
+    sides = [SIDES[int(side)] for side in random.permutation(np.arange(len(chosen)) % 2)]
+    return [BlindPair(real=r, synth=s, synthetic=side) for (r, s), side in zip(chosen, sides, strict=True)]
+
+
+def blind_files(folder: Path) -> tuple[Path, Path]:
+    """The page and its key."""
+    return folder / "blind.html", folder / "blind-key.json"
+
+
+def write_blind(
+    sets: EvaluationSets, folder: Path, *, count: int = PAIRS, seed: int = 0, overwrite: bool = False
+) -> tuple[Path, Path, int]:
+    """Writes the page and the key; returns both paths and the number of pairs."""
+    pairs = choose_blind_pairs(sets, count, seed)
+    kind = sets.kinds[0]
+    pictures = [_pair_pictures(pair, kind, (sets.masks or {}).get(pair.synth.subject)) for pair in pairs]
+    # The page is identified by its pictures, which say nothing about the key.
+    page_id = hashlib.sha256(b"".join(p[side] for p in pictures for side in SIDES)).hexdigest()[:16]
+    simulated = all(is_simulated(pair.real.images[kind].path) for pair in pairs)
+    page = _page(page_id, pictures, simulated)
+    html_file, key_file = blind_files(folder)
+    key = {
+        "format": KEY_FORMAT,
+        "page": page_id,
+        "seed": seed,
+        "reference": "simulated subjects" if simulated else "reference volumes",
+        "pairs": [
+            {
+                "pair": number,
+                "synthetic": pair.synthetic,
+                "reference_file": recorded_path(pair.real.images[kind].path),
+                "synthetic_file": recorded_path(pair.synth.images[kind].path),
+            }
+            for number, pair in enumerate(pairs, 1)
+        ],
+    }
+    with locked_folder(folder):
+        write_file(html_file, page, overwrite=overwrite)
+        write_json(key_file, key, overwrite=overwrite)
+    return html_file, key_file, len(pairs)
+
+
+def _page(page_id: str, pictures: list[dict[str, bytes]], simulated: bool) -> str:
+    other = "a simulated subject (no real person)" if simulated else "a reference volume"
+    data = {
+        "page": page_id,
+        "pairs": [
+            {side: "data:image/png;base64," + base64.b64encode(p[side]).decode() for side in SIDES} for p in pictures
+        ],
+    }
+    script = asset("blind.js")
+    return Template(asset("blind.html")).substitute(
+        policy=escape(policy([script])),
+        version=escape(__version__),
+        style=asset("blind.css"),
+        intro=escape(
+            f"{counted(len(pictures), 'pair')} of volumes. One of each pair is {other}, the other was generated by a model. "
+            "Choose the one that you believe was generated, and how sure you are. The answers stay in this page until you "
+            "save them as a file."
+        ),
+        count=len(pictures),
+        data=embed(data),
+        script=script,
+    )
+
+
+def _pair_pictures(pair: BlindPair, kind: str, mask: Path | None) -> dict[str, bytes]:
+    """The picture of each side: three slices through the same place."""
+    other = SIDES[1 - SIDES.index(pair.synthetic)]
+    files = {pair.synthetic: pair.synth.images[kind].path, other: pair.real.images[kind].path}
+    volumes = {side: read_volume(path) for side, path in files.items()}
+    labels = None if mask is None else read_labels(mask)
+    box, centre = _box(volumes[other]), _centre(volumes[other], labels)
+    return {side: _picture(volumes[side], centre, box) for side in SIDES}
+
+
+def _box(reference: Volume) -> np.ndarray:
+    """Both ends of what the reference shows, as fractions of the grid in RAS (2, 3), with a margin."""
+    array_DHW = ras_array(reference)[0]
+    low, high = np.percentile(array_DHW, WINDOW)
+    places = np.argwhere(array_DHW > low + 0.1 * (high - low))
+    last = np.maximum(1, np.array(array_DHW.shape) - 1)
+    if not len(places):
+        return np.array([[0.0] * 3, [1.0] * 3])
+    return np.clip(np.stack([places.min(axis=0) - 3, places.max(axis=0) + 3]) / last, 0.0, 1.0)
+
+
+def _centre(reference: Volume, labels: Volume | None) -> np.ndarray:
+    """Where the slices are, as fractions of the grid in RAS: the middle of the highest label of a mask, or of the image."""
+    array_DHW = ras_array(reference if labels is None else labels)[0]
+    inside = array_DHW == array_DHW.max() if labels is not None else array_DHW > np.percentile(array_DHW, 60)
+    places = np.argwhere(inside)
+    middle = (np.array(array_DHW.shape) - 1) / 2 if not len(places) else np.median(places, axis=0)
+    return np.asarray(middle / np.maximum(1, np.array(array_DHW.shape) - 1))
+
+
+def _picture(volume: Volume, centre: np.ndarray, box: np.ndarray) -> bytes:
+    """Axial, coronal and sagittal slices side by side, superior and anterior at the top, cut to the box."""
+    from PIL import Image
+
+    array_DHW, spacing_DHW = ras_array(volume)
+    grey_DHW = array_DHW.astype(np.float64)
+    low, high = np.percentile(grey_DHW, WINDOW)
+    grey_DHW = np.clip((grey_DHW - low) / max(float(high - low), 1e-12), 0.0, 1.0)
+    last = np.array(grey_DHW.shape) - 1
+    first, end = np.rint(box * last).astype(int)
+    d, h, w = np.rint(centre * last).astype(int) - first
+    grey_DHW = grey_DHW[tuple(slice(a, b + 1) for a, b in zip(first, end, strict=True))]
+    d, h, w = (min(max(0, i), n - 1) for i, n in zip((d, h, w), grey_DHW.shape, strict=True))
+    depth, height, width = spacing_DHW
+    slices = (
+        (grey_DHW[d, ::-1, :], height, width),
+        (grey_DHW[::-1, h, :], depth, width),
+        (grey_DHW[::-1, :, w], depth, height),
+    )
+    longest = max(max(plane.shape[0] * down, plane.shape[1] * across) for plane, down, across in slices)
+    sheet = Image.new("L", (3 * SLICE, SLICE))
+    for column, (plane, down, across) in enumerate(slices):
+        tile = Image.fromarray((plane * 255).round().astype(np.uint8))
+        size = [max(1, round(n * mm * SLICE / longest)) for n, mm in ((plane.shape[1], across), (plane.shape[0], down))]
+        tile = tile.resize((size[0], size[1]), Image.Resampling.BICUBIC)
+        sheet.paste(tile, (column * SLICE + (SLICE - tile.width) // 2, (SLICE - tile.height) // 2))
+    return png(np.asarray(sheet)[..., None])
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlindScore:
+    """How many answers were right, with the 95 % interval of the share (Wilson). At chance the share is 0.5."""
+
+    right: int
+    answered: int
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        share = self.right / self.answered
+        return f"{self.right} of {self.answered} right: {share:.2f} ({self.low:.2f} to {self.high:.2f}); chance is 0.50"
+
+
+def score_answers(key: Mapping[str, Any] | Path, answers: Mapping[str, Any] | Path) -> BlindScore:
+    """Compares the answers that the page saved with its key; either may be a file."""
+    key, answers = (read_json(part) if isinstance(part, Path) else part for part in (key, answers))
+    if not isinstance(key, Mapping) or key.get("format") != KEY_FORMAT:
+        raise InputError("not a key of voxtune evaluate --blind")
+    if not isinstance(answers, Mapping) or answers.get("format") != ANSWERS_FORMAT:
+        raise InputError("not answers of a page of voxtune evaluate --blind")
+    if answers.get("page") != key["page"]:
+        raise InputError(f"the answers are of page {answers.get('page')}, the key is of page {key['page']}")
+    truth = {row["pair"]: row["synthetic"] for row in key["pairs"]}
+    given = {row["pair"]: row["synthetic"] for row in answers["answers"] if row["pair"] in truth}
+    if not given:
+        raise InputError("no pair was answered")
+    right, n = sum(truth[pair] == side for pair, side in given.items()), len(given)
+    z = 1.959964
+    middle = (right + z * z / 2) / (n + z * z)
+    half = z / (n + z * z) * math.sqrt(right * (n - right) / n + z * z / 4)
+    return BlindScore(right=right, answered=n, low=max(0.0, middle - half), high=min(1.0, middle + half))
