@@ -17,6 +17,7 @@ from voxtune.data.labels import parse_labels
 from voxtune.data.orientation import check_orientation
 from voxtune.diffusion import get_sampler
 from voxtune.diffusion.noise import check_seed
+from voxtune.diffusion.schedule import Prediction
 from voxtune.errors import InputError, install_command, optional_import
 from voxtune.files import recorded_path
 from voxtune.reading import MAX_DEPTH, MAX_FIELD, parse_bytes, parse_json, read_text, reading
@@ -97,6 +98,8 @@ def _loader() -> Any:
 # PyYAML takes 40 seconds for a mebibyte; a config has a few kilobytes.
 MAX_FILE_BYTES = 2**17
 MAX_COUNT = 10**9
+# Averages of the weights that a run keeps; each is a copy of the network.
+MAX_AVERAGES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +158,10 @@ class ModelSettings:
     attention: tuple[int, ...] | None = None
     schedule: Literal["cosine", "linear"] | None = None
     diffusion_steps: int | None = None
+    prediction: Prediction | None = None
+    snr_shift: float | None = None
+    zero_terminal_snr: bool | None = None
+    offset_noise: float | None = None
 
     def __post_init__(self) -> None:
         find_workload(self.workload)
@@ -167,6 +174,12 @@ class ModelSettings:
     @property
     def dimensions(self) -> int:
         return WORKLOADS[self.workload].network.dimensions
+
+    @property
+    def noise(self) -> dict[str, Any]:
+        """The noise levels and the noise that are set: they may change in a model to fine-tune, its prediction may not."""
+        values = {name: getattr(self, name) for name in ("snr_shift", "zero_terminal_snr", "offset_noise")}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 DEFAULT_STEPS = 100_000
@@ -194,6 +207,7 @@ class TrainConfig:
     ema_decay: float = 0.995
     ema_every: int = 10
     ema_start: int = 2000
+    ema_candidates: tuple[float, ...] = ()
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
     plan: Literal["auto", "baseline", "compile", "voxtune"] = "auto"
     autocast: Literal["none", "bf16", "fp16"] | None = None
@@ -236,8 +250,7 @@ class TrainConfig:
             raise InputError(f"warmup {self.warmup}: exceeds the {self.steps} steps of the run")
         if self.minutes is not None and not 0 < self.minutes <= MAX_COUNT:
             raise InputError(f"minutes {self.minutes}: must be above 0; omit it for no limit")
-        if not 0 <= self.ema_decay < 1:
-            raise InputError(f"ema_decay {self.ema_decay}: must be in [0, 1)")
+        _check_averages(self.ema_decay, self.ema_candidates)
         if self.clip is not None and not self.clip > 0:
             raise InputError(f"clip {self.clip}: the maximum gradient norm must be above 0; omit it for no clipping")
         check_plan(self)
@@ -371,6 +384,17 @@ def _check_network_settings(model: ModelSettings) -> None:
 def _check_range(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise InputError(f"{name} {value}: must be in {low} to {high}")
+
+
+def _check_averages(decay: float, candidates: tuple[float, ...]) -> None:
+    if not 0 <= decay < 1:
+        raise InputError(f"ema_decay {decay}: must be in [0, 1)")
+    decays = (decay, *candidates)
+    if len(decays) > MAX_AVERAGES or len(set(decays)) < len(decays) or not all(0 <= d < 1 for d in candidates):
+        raise InputError(
+            f"ema_candidates {list(candidates)[:8]}: at most {MAX_AVERAGES - 1} decays in [0, 1), each different from the "
+            "others and from ema_decay"
+        )
 
 
 def _check_cache(cache: str) -> None:

@@ -20,7 +20,7 @@ from voxtune.precision import deterministic_algorithms
 from voxtune.runtime.model import Model, ModelConfig
 from voxtune.runtime.storage import load, save
 from voxtune.training import checkpoint as disk
-from voxtune.training.checkpoint import CHECKPOINTS, Checkpoint
+from voxtune.training.checkpoint import CHECKPOINTS, Checkpoint, goes_on_from_checkpoint
 from voxtune.training.config import TrainConfig, differences, with_steps
 from voxtune.training.data import (
     Batch,
@@ -163,6 +163,8 @@ def train(
         trainer = Trainer(config, model, len(source), device, plan, processes)
         if checkpoint is not None:
             trainer.restore(checkpoint)
+        elif goes_on_from_checkpoint(config.model.init):
+            trainer.take_averages(disk.read_checkpoint(Path(str(config.model.init))))
         commands = processes.lead(lambda: _write_run(out, config, command, resume=resume))
         card = partial(
             training_card,
@@ -526,10 +528,10 @@ class Run:
 
 
 def load_init(path: str) -> Model:
-    """The model to fine-tune: a model folder, a run folder, a training checkpoint or a published `.pt`."""
+    """The model to start from: a model folder, a run folder, the trained weights of a checkpoint, or a published `.pt`."""
     location = Path(path)
-    if disk.NAME.fullmatch(location.name):
-        return disk.load_ema(location)
+    if goes_on_from_checkpoint(path):
+        return disk.load_weights(disk.read_checkpoint(location))
     return load(location / MODEL if (location / MODEL / "config.json").is_file() else location)
 
 

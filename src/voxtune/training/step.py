@@ -19,6 +19,8 @@ from voxtune.training.checkpoint import (
     Checkpoint,
     RunState,
     ScalerState,
+    average_name,
+    goes_on_from_checkpoint,
     optimizer_tensors,
     random_state,
     restore_network,
@@ -138,7 +140,13 @@ class Trainer:
         self.plan = plan = plan or unmeasured_plan(config, device)
         network = plan.placed(model.network.to(device), model.config.network.dimensions)
         self.network = network.train()
-        self.ema = Ema(network, decay=config.ema_decay, every=config.ema_every, start=config.ema_start)
+        # Averages that go on from a checkpoint are averages from the first step on.
+        start = 0 if goes_on_from_checkpoint(config.model.init) else config.ema_start
+        decays = {"ema": config.ema_decay} | {average_name(decay): decay for decay in config.ema_candidates}
+        self.averages = {
+            name: Ema(network, decay=decay, every=config.ema_every, start=start) for name, decay in decays.items()
+        }
+        self.ema = self.averages["ema"]
         queued = runs_ahead(device)
         self.optimizer = _queued_adam(network, config, device) if queued else _plain_adam(network, config)
         # Only fp16 on a GPU needs a loss scale: bf16 has the range of float32.
@@ -207,7 +215,8 @@ class Trainer:
             if self.config.clip is not None:
                 nn.utils.clip_grads_with_norm_(parameters, self.config.clip, norm)
             self.optimizer.step()
-            self.ema.update(self.network, self.step)
+            for average in self.averages.values():
+                average.update(self.network, self.step)
         self._finish(queued)
 
     def _accumulating(self, *, last: bool) -> Any:
@@ -218,7 +227,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"].fill_(queued.rate)
         outcome = self._queue(self._inputs(queued.batches))
-        self.ema.update(self.network, queued.step, outcome[2])
+        for average in self.averages.values():
+            average.update(self.network, queued.step, outcome[2])
         queued.unread = self._reader.queue(outcome)
         self.step = queued.step
         self._waiting.append(queued)
@@ -284,7 +294,8 @@ class Trainer:
 
     def _inputs(self, batches: list[Batch]) -> list[StepInputs]:
         total, last = len(self.model.schedule), self.plan.channels_last
-        return [step_inputs(b, self.config, total, self.device, channels_last=last) for b in batches]
+        options: dict[str, Any] = {"channels_last": last, "offset_noise": self.model.config.diffusion.offset_noise}
+        return [step_inputs(b, self.config, total, self.device, **options) for b in batches]
 
     def _loss(self, inputs: StepInputs) -> Tensor:
         return self._loss_of(self._forward, inputs)
@@ -352,7 +363,7 @@ class Trainer:
             scaler = ScalerState(scale=float(values["scale"]), growth_tracker=int(values["_growth_tracker"]))
         parts = {
             "model": self.network.state_dict(),
-            "ema": self.ema.network.state_dict(),
+            **{name: average.network.state_dict() for name, average in self.averages.items()},
             "optimizer": optimizer_tensors(self.optimizer, self.network.named_parameters()),
             "rng": random_state(self.device),
         }
@@ -376,6 +387,12 @@ class Trainer:
             tensors={f"{part}.{name}": value for part, state in parts.items() for name, value in state.items()},
         )
 
+    def take_averages(self, checkpoint: Checkpoint) -> None:
+        """Goes on from the averages of another run's checkpoint; one that it does not have starts at its `ema`."""
+        for name, average in self.averages.items():
+            stored = checkpoint.part(f"{name}.") or checkpoint.part("ema.")
+            restore_network(average.network, stored, str(checkpoint.path))
+
     def restore(self, checkpoint: Checkpoint) -> None:
         state, where = checkpoint.state, str(checkpoint.path)
         expected = divmod(state.step * self.config.samples_per_step, state.subjects)
@@ -385,7 +402,8 @@ class Trainer:
                 f"data now has {self.subjects} subjects: restore the data, or start another run with --init"
             )
         restore_network(self.network, checkpoint.part("model."), where)
-        restore_network(self.ema.network, checkpoint.part("ema."), where)
+        for name, average in self.averages.items():
+            restore_network(average.network, checkpoint.part(f"{name}."), where)
         restore_optimizer(self.optimizer, self.network.named_parameters(), checkpoint.part("optimizer."), where)
         restore_random_state(checkpoint.part("rng."), self.device, where)
         if self.scaler is not None and state.scaler is not None:
