@@ -370,7 +370,7 @@ class Model:
         noise = with_offset(noise, self.config.diffusion.offset_noise, seed, indices, shape)
         return get_sampler(settings.sampler)(
             self._denoiser(cond, settings),
-            self._start(noise(0), timesteps[0], cond),
+            self.start(noise(0), timesteps[0], cond),
             self.schedule,
             timesteps,
             noise=noise,
@@ -398,7 +398,13 @@ class Model:
         return self.resolve(**options)
 
     def _timesteps(self, settings: SamplerSettings) -> list[int]:
-        return spaced_steps(self.available_steps, settings.steps, settings.timestep_spacing, self.schedule)
+        if settings.timesteps is None:
+            return spaced_steps(self.available_steps, settings.steps, settings.timestep_spacing, self.schedule)
+        if settings.timesteps[0] >= self.available_steps:
+            raise InputError(
+                f"timesteps {list(settings.timesteps)}: must be below the {self.available_steps} available steps"
+            )
+        return list(settings.timesteps)
 
     def _denoiser(self, cond: Tensor | None, settings: SamplerSettings) -> Denoise:
         """The network for one sampling; with a feature cache, in its two parts."""
@@ -415,7 +421,7 @@ class Model:
     def available_steps(self) -> int:
         return self.config.available_steps
 
-    def _start(self, noise: Tensor, t: int, cond: Tensor | None) -> Tensor:
+    def start(self, noise: Tensor, t: int, cond: Tensor | None) -> Tensor:
         """The initial x: pure noise as published, or noise around the prior of each class of voxels."""
         prior = self.config.sampling.prior
         if prior is None or cond is None:

@@ -21,6 +21,7 @@ from voxtune.diffusion.schedule import Prediction
 from voxtune.errors import InputError, install_command, optional_import
 from voxtune.files import recorded_path
 from voxtune.reading import MAX_DEPTH, MAX_FIELD, parse_bytes, parse_json, read_text, reading
+from voxtune.runtime.sampling import check_timesteps
 from voxtune.workloads import DEFAULT_WORKLOAD, WORKLOADS
 from voxtune.workloads import workload as find_workload
 
@@ -182,6 +183,28 @@ class ModelSettings:
         return {name: value for name, value in values.items() if value is not None}
 
 
+@dataclass(frozen=True, kw_only=True)
+class DistillSettings:
+    """The distillation of the model `init` to a student of `steps` sampling steps.
+
+    `timesteps` None: learned when the run begins. `inputs`: whether a step of the student starts where the teacher is at its
+    timestep, or where the student's own steps before it end. `teacher_sha256` is set when the run begins.
+    """
+
+    steps: int = 4
+    timesteps: tuple[int, ...] | None = None
+    teacher_steps: int = 50
+    inputs: Literal["teacher", "student"] = "student"
+    clip: bool = True
+    teacher_sha256: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_range("steps", self.steps, 1, 1000)
+        _check_range("teacher_steps", self.teacher_steps, 2, 100_000)
+        if self.timesteps is not None:
+            check_timesteps(self.timesteps, self.steps)
+
+
 DEFAULT_STEPS = 100_000
 
 
@@ -194,6 +217,7 @@ class TrainConfig:
 
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
+    distill: DistillSettings | None = None
     steps: int = DEFAULT_STEPS
     epochs: int | None = None
     minutes: float | None = None
@@ -328,6 +352,8 @@ DECAY_LENGTH = frozenset({"steps", "minutes"})
 
 def check_plan(config: TrainConfig) -> None:
     """Raises if the older names of a plan and of a precision, `autocast` and `compile`, contradict the others."""
+    if config.distill is not None and config.model.init is None:
+        raise InputError("distill: the teacher is missing: set model.init, as voxtune distill MODEL does")
     if config.compile and config.plan not in ("auto", "compile"):
         raise InputError(f"compile cannot be combined with plan {config.plan}; omit one of them")
     if config.memory_budget is not None and (
@@ -542,6 +568,6 @@ def setting_names() -> list[str]:
     """All settings of a config file; those of sections as "data.images"."""
     names: list[str] = []
     for outer in fields(TrainConfig):
-        section = {"data": DataSettings, "model": ModelSettings}.get(outer.name)
+        section = {"data": DataSettings, "model": ModelSettings, "distill": DistillSettings}.get(outer.name)
         names += [outer.name] if section is None else [f"{outer.name}.{inner.name}" for inner in fields(section)]
     return names

@@ -33,6 +33,7 @@ from voxtune.training.data import (
     read_item,
     worker_count,
 )
+from voxtune.training.distill import objective
 from voxtune.training.distributed import Processes, join_processes
 from voxtune.training.fit import settings_that_fit, usable_memory
 from voxtune.training.folder import CONFIG, MODEL, add_command, check_new_run, delete_run, write_settings
@@ -160,7 +161,7 @@ def train(
         # Of what one process computes in a step.
         own, opened, start = replace(config, batch=share.batch, accumulation=share.accumulation), source, model
         plan = processes.lead(lambda: choose_plan(own, start, opened, device, say or (lambda line: None), checkpoint))
-        trainer = Trainer(config, model, len(source), device, plan, processes)
+        trainer = Trainer(config, model, len(source), device, plan, processes, objective(config, device))
         if checkpoint is not None:
             trainer.restore(checkpoint)
         elif goes_on_from_checkpoint(config.model.init):
@@ -464,11 +465,12 @@ class Run:
         assert self.log is not None
         image, cond = read_item(self.source, 0)
         flat = self.trainer.model.config.network.dimensions == 2
+        steps = min(self.config.sample_steps, len(self.trainer.model.schedule))
+        options: Any = {} if self.config.distill else {"sampler": self.config.sampler, "steps": steps}
         with self.trainer.autocast():
             samples = self._ema_model().sample(
                 None if cond is None else cond[None],
-                sampler=self.config.sampler,
-                steps=min(self.config.sample_steps, len(self.trainer.model.schedule)),
+                **options,
                 seed=self.config.seed,
                 indices=range(PICTURE_IMAGES if flat else 1),
             )

@@ -19,7 +19,10 @@ from voxtune.errors import InputError
 from voxtune.files import recorded_path
 from voxtune.runtime.card import model_card
 from voxtune.runtime.model import Model, ModelConfig, workload_contract
+from voxtune.runtime.sampling import SamplingConfig
 from voxtune.training.config import ModelSettings, TrainConfig, make_config, read_config
+from voxtune.training.distill import describe as describe_distillation
+from voxtune.training.distill import student_sampling
 from voxtune.versions import __version__
 from voxtune.workloads import WORKLOADS, NetworkConfig
 
@@ -37,7 +40,8 @@ def model_config(config: TrainConfig, start: ModelConfig | None = None) -> Model
         diffusion = replace(start.diffusion, loss=config.loss, **settings.noise)
     except InputError as error:
         raise InputError(f"model: init: {settings.init}: {error}") from None
-    return ModelConfig(network=start.network, size=size, diffusion=diffusion, data=contract)
+    sampling = SamplingConfig() if config.distill is None else student_sampling(config, start.sampling)
+    return ModelConfig(network=start.network, size=size, diffusion=diffusion, sampling=sampling, data=contract)
 
 
 def _check_architecture(settings: ModelSettings, start: ModelConfig) -> None:
@@ -180,6 +184,7 @@ def training_card(
         f"Trained with voxtune {__version__} for {step} of {config.steps} steps{start}; {seconds / 60:.1f} minutes on "
         f"{device}. These are the EMA weights{stored}.",
         "",
+        *([] if config.distill is None else describe_distillation(config)),
         f"- Data: {origin}",
         f"- Recipe: Adam, {_describe_rate(config)}, {config.loss.upper()} loss, batch {config.batch} x {config.accumulation} "
         f"accumulated, EMA {config.ema_decay:g} every {config.ema_every} steps from step {config.ema_start}, {plan}, "
@@ -187,7 +192,8 @@ def training_card(
     ]
     if commands:
         lines += ["", "```", *commands, "```"]
-    return model_card(model, title="A model trained with voxtune", origin="\n".join(lines))
+    title = "A model trained with voxtune" if config.distill is None else "A model distilled with voxtune"
+    return model_card(model, title=title, origin="\n".join(lines))
 
 
 def _describe_rate(config: TrainConfig) -> str:

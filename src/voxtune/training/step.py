@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -118,6 +118,15 @@ class _Queued:
     skipped: bool = False
 
 
+class Objective(Protocol):
+    """What a run trains its network for, in place of predicting the noise that was added to images."""
+
+    def inputs(self, batches: Sequence[StepInputs], student: Any) -> list[StepInputs]:
+        """The parts of a step, from its batches; `student` is the network that is trained."""
+
+    def loss(self, forward: Any, inputs: StepInputs, kind: Literal["l1", "l2"]) -> Tensor: ...
+
+
 class Trainer:
     """Network, moving average, optimizer and loss scale of one run, the same in each of its processes.
 
@@ -134,8 +143,10 @@ class Trainer:
         device: torch.device,
         plan: TrainingPlan | None = None,
         processes: Processes | None = None,
+        objective: Objective | None = None,
     ):
         self.processes = processes = processes or Processes(device)
+        self.objective = objective
         self.config, self.model, self.device, self.subjects = config, model, device, subjects
         self.plan = plan = plan or unmeasured_plan(config, device)
         network = plan.placed(model.network.to(device), model.config.network.dimensions)
@@ -200,9 +211,10 @@ class Trainer:
             group["lr"] = queued.rate
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self.device)
-        for number, inputs in enumerate(self._inputs(queued.batches), 1):
-            with self._accumulating(last=number == len(queued.batches)):
-                batch_loss = self._loss(inputs) / len(queued.batches)
+        parts = self._inputs(queued.batches)
+        for number, inputs in enumerate(parts, 1):
+            with self._accumulating(last=number == len(parts)):
+                batch_loss = self._loss(inputs) / len(parts)
                 batch_loss.backward()
             loss += batch_loss.detach()
         loss = self.processes.mean(loss)
@@ -295,7 +307,11 @@ class Trainer:
     def _inputs(self, batches: list[Batch]) -> list[StepInputs]:
         total, last = len(self.model.schedule), self.plan.channels_last
         options: dict[str, Any] = {"channels_last": last, "offset_noise": self.model.config.diffusion.offset_noise}
-        return [step_inputs(b, self.config, total, self.device, **options) for b in batches]
+        inputs = [step_inputs(b, self.config, total, self.device, **options) for b in batches]
+        if self.objective is None:
+            return inputs
+        with self.autocast():
+            return self.objective.inputs(inputs, self.network)
 
     def _loss(self, inputs: StepInputs) -> Tensor:
         return self._loss_of(self._forward, inputs)
@@ -307,6 +323,8 @@ class Trainer:
 
     def _loss_of(self, forward: Any, inputs: StepInputs) -> Tensor:
         schedule, kind = self.model.schedule, self.config.loss
+        if self.objective is not None:
+            return self.objective.loss(forward, inputs, kind)
         return training_loss(
             lambda x, t: forward(x, t, inputs.conds), schedule, inputs.images, inputs.t_N, inputs.noise, kind
         )
