@@ -33,6 +33,8 @@ COMMANDS = (
     "tune",
     "ladder",
     "train",
+    "distill",
+    "ema",
     "import",
     "info",
     "cohort",

@@ -5,6 +5,9 @@ to end where the teacher is at the step after it, from the same initial noise: t
 leads there (Salimans & Ho 2022, algorithm 2), and that x_0 is the student's target. The student starts with the teacher's
 weights.
 
+A network that predicts the noise gives x_0 as (x - sigma noise) / alpha: near the end of a schedule its errors are multiplied by
+hundreds. Its student therefore begins at a step with some signal, with the initial noise as it is.
+
 One batch of a run is one set of masks and of initial noise; it gives one part of the training step for each of the student's
 steps. All of it depends on the sample numbers and the weights alone, so a run is resumed as any other.
 """
@@ -42,6 +45,8 @@ Say = Callable[[str], None]
 SAMPLER = "ddim"
 # Masks and initial noise with which timesteps are learned, and the seed of that noise.
 LEARNING_SAMPLES, LEARNING_SEED = 4, 2**62
+# Of the first step of a student that predicts the noise.
+MIN_SIGNAL = 0.1
 # Candidates of timesteps whose results are computed at most.
 MAX_CANDIDATES = 200
 
@@ -85,8 +90,19 @@ def check_steps(teacher: Model, settings: DistillSettings) -> None:
             f"distill: steps {settings.steps} must be fewer than the teacher's {settings.teacher_steps}, and these at most the "
             f"{available} available steps"
         )
-    if settings.timesteps is not None and settings.timesteps[0] != available - 1:
-        raise InputError(f"distill: the first of the timesteps must be {available - 1}, where sampling starts")
+    first = first_step(teacher)
+    if first + 1 < settings.steps:
+        raise InputError(f"distill: {first + 1} of the teacher's steps have enough signal for {settings.steps} steps")
+    if settings.timesteps is not None and settings.timesteps[0] != first:
+        raise InputError(f"distill: the first of the timesteps must be {first}, where the student starts")
+
+
+def first_step(teacher: Model) -> int:
+    """The timestep at which a student starts: the teacher's, or for a network that predicts the noise one with signal."""
+    steps = range(teacher.available_steps - 1, -1, -1)
+    if teacher.schedule.prediction == "v":
+        return steps[0]
+    return next((t for t in steps if teacher.schedule.signal_noise(t)[0] >= MIN_SIGNAL), 0)
 
 
 def student_sampling(config: TrainConfig, teacher: SamplingConfig) -> SamplingConfig:
@@ -106,8 +122,8 @@ def student_sampling(config: TrainConfig, teacher: SamplingConfig) -> SamplingCo
 
 
 def fine_grid(teacher: Model, settings: DistillSettings, timesteps: Sequence[int]) -> list[int]:
-    """The teacher's steps: evenly spaced, and the student's among them."""
-    return sorted({*spaced_steps(teacher.available_steps, settings.teacher_steps), *timesteps}, reverse=True)
+    """The teacher's steps: evenly spaced, and those at which the student's steps end among them."""
+    return sorted({*spaced_steps(teacher.available_steps, settings.teacher_steps), *timesteps[1:]}, reverse=True)
 
 
 def sample_by(
@@ -126,7 +142,7 @@ class TrajectoryMatching:
         self.teacher, self.settings, self.timesteps = teacher, settings, settings.timesteps
         self.network = teacher.network if network is None else network
         self.grid = fine_grid(teacher, settings, self.timesteps)
-        self._ends = {self.grid.index(t) - 1: k for k, t in enumerate(self.timesteps)}
+        self._ends = {self.grid.index(t) - 1 for t in self.timesteps[1:]}
         self._factors: dict[torch.device, Tensor] = {}
 
     @torch.no_grad()
@@ -155,8 +171,8 @@ class TrajectoryMatching:
         return parts
 
     def trajectory(self, cond: Tensor | None, noise: Tensor) -> list[Tensor]:
-        """Where the teacher is at each of the student's timesteps, and its clean result."""
-        states: list[Tensor] = [self.teacher.start(noise, self.grid[0], cond)]
+        """Where the student starts, where the teacher is at the student's other timesteps, and the teacher's clean result."""
+        states: list[Tensor] = [self.teacher.start(noise, self.timesteps[0], cond)]
 
         def keep(i: int, x: Tensor, _x0: Tensor) -> None:
             if i in self._ends:
@@ -168,7 +184,7 @@ class TrajectoryMatching:
         return states
 
     def loss(self, forward: Any, inputs: StepInputs, kind: Any) -> Tensor:
-        """The error in x_0, but in the noise where a network that predicts it has more noise than signal."""
+        """The error in x_0, equally in every step."""
         factor = self._factor(inputs.images.device)[inputs.t_N].view(-1, *[1] * (inputs.images.dim() - 1))
         predicted = forward(inputs.images, inputs.t_N, inputs.conds).float()
         return prediction_loss(factor * predicted, factor * inputs.noise, kind)
@@ -177,8 +193,7 @@ class TrajectoryMatching:
         if device not in self._factors:
             alpha, sigma = self.teacher.schedule.levels(device)
             # x_0 is (x - sigma eps) / alpha, or alpha x - sigma v.
-            plain = self.teacher.schedule.prediction == "epsilon"
-            self._factors[device] = (sigma / alpha).clamp(max=1) if plain else sigma.clone()
+            self._factors[device] = sigma if self.teacher.schedule.prediction == "v" else sigma / alpha
         return self._factors[device]
 
 
@@ -214,7 +229,7 @@ def learn_timesteps(teacher: Model, cond: Tensor | None, settings: DistillSettin
 
     Starts from the best of the spacings; then moves one step at a time, by less and less, while that helps.
     """
-    steps, available = settings.steps, teacher.available_steps
+    steps = settings.steps
     shape = (teacher.config.network.out_channels, *(teacher.config.size if cond is None else cond.shape[2:]))
     count = LEARNING_SAMPLES if cond is None else len(cond)
     noise = teacher.noise(LEARNING_SEED, list(range(count)), shape, teacher.device)(0)
@@ -228,13 +243,14 @@ def learn_timesteps(teacher: Model, cond: Tensor | None, settings: DistillSettin
             errors[timesteps] = float((x - full).square().mean().sqrt())
         return errors[timesteps]
 
-    spacings = {name: spaced_steps(available, steps, name, teacher.schedule) for name in TIMESTEP_SPACINGS}
-    starts = {name: (available - 1, *rest[1:]) for name, rest in spacings.items()}
+    first = first_step(teacher)
+    spacings = {name: spaced_steps(first + 1, steps, name, teacher.schedule) for name in TIMESTEP_SPACINGS}
+    starts = {name: (first, *rest[1:]) for name, rest in spacings.items()}
     starts = {name: t for name, t in starts.items() if len(set(t)) == steps and list(t) == sorted(t, reverse=True)}
     for name, timesteps in starts.items():
         say(f"{name}: timesteps {' '.join(map(str, timesteps))}, error {error(timesteps):.4f}")
     best = min(starts.values(), key=error)
-    span = max(1, available // 8)
+    span = max(1, first // 8)
     while span and len(errors) < MAX_CANDIDATES:
         neighbours = [
             moved for k in range(1, steps) for d in (-span, span) if (moved := _moved(best, k, d)) is not None
