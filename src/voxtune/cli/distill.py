@@ -115,7 +115,9 @@ def command(
     values |= {"plan": plan, "seed": seed, "distill.steps": steps, "distill.teacher_steps": teacher_steps}
     values |= {"distill.timesteps": _timesteps(timesteps)}
     given = {name: value for name, value in values.items() if value is not None} | _assignments(settings or [])
-    config = make_config({}, RECIPE | given, "options")
+    length = int(given.get("steps", RECIPE["steps"]))
+    recipe = RECIPE | {"warmup": min(RECIPE["warmup"], length)}
+    config = make_config({}, recipe | given, "options")
     teacher = load_teacher(config)
     config = replace(config, model=replace(config.model, workload=_workload(teacher.config)))
     source = open_source(config, teacher.config, output.warn, check=True)

@@ -46,7 +46,7 @@ SAMPLER = "ddim"
 # Masks and initial noise with which timesteps are learned, and the seed of that noise.
 LEARNING_SAMPLES, LEARNING_SEED = 4, 2**62
 # Of the first step of a student that predicts the noise.
-MIN_SIGNAL = 0.1
+MIN_SIGNAL = 0.2
 # Candidates of timesteps whose results are computed at most.
 MAX_CANDIDATES = 200
 
@@ -79,7 +79,9 @@ def prepared(config: TrainConfig, source: Source, device: torch.device | str, sa
         masks = [cond for cond in conds if cond is not None]
         timesteps = learn_timesteps(teacher, torch.stack(masks).to(device) if masks else None, settings, say)
     sha256 = weights_sha256(Path(config.model.init))
-    return replace(config, distill=replace(settings, timesteps=timesteps, teacher_sha256=sha256))
+    # The noise that a student starts from lacks the signal of its first step, which its prediction of the image makes up for.
+    clip = teacher.schedule.prediction == "v" if settings.clip is None else settings.clip
+    return replace(config, distill=replace(settings, timesteps=timesteps, teacher_sha256=sha256, clip=clip))
 
 
 def check_steps(teacher: Model, settings: DistillSettings) -> None:
@@ -109,6 +111,7 @@ def student_sampling(config: TrainConfig, teacher: SamplingConfig) -> SamplingCo
     """The sampling settings of the student: where the teacher starts, in the few steps that it is trained for."""
     settings = config.distill
     assert settings is not None and settings.timesteps is not None and settings.teacher_sha256 is not None
+    assert settings.clip is not None
     distilled = Distilled(
         sampler=SAMPLER,
         steps=settings.steps,
@@ -179,7 +182,7 @@ class TrajectoryMatching:
                 states.append(x)
 
         states.append(
-            sample_by(self.teacher, self.network, cond, noise, self.grid, clip=self.settings.clip, callback=keep)
+            sample_by(self.teacher, self.network, cond, noise, self.grid, callback=keep)
         )
         return states
 
@@ -233,13 +236,12 @@ def learn_timesteps(teacher: Model, cond: Tensor | None, settings: DistillSettin
     shape = (teacher.config.network.out_channels, *(teacher.config.size if cond is None else cond.shape[2:]))
     count = LEARNING_SAMPLES if cond is None else len(cond)
     noise = teacher.noise(LEARNING_SEED, list(range(count)), shape, teacher.device)(0)
-    options: dict[str, Any] = {"clip": settings.clip}
-    full = sample_by(teacher, teacher.network, cond, noise, fine_grid(teacher, settings, ()), **options)
+    full = sample_by(teacher, teacher.network, cond, noise, fine_grid(teacher, settings, ()))
     errors: dict[tuple[int, ...], float] = {}
 
     def error(timesteps: tuple[int, ...]) -> float:
         if timesteps not in errors:
-            x = sample_by(teacher, teacher.network, cond, noise, timesteps, **options)
+            x = sample_by(teacher, teacher.network, cond, noise, timesteps)
             errors[timesteps] = float((x - full).square().mean().sqrt())
         return errors[timesteps]
 
