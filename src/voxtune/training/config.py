@@ -189,14 +189,14 @@ class DistillSettings:
 
     `timesteps` None: learned when the run begins. `inputs`: whether a step of the student starts where the teacher is at its
     timestep, or where the student's own steps before it end. `clip`: whether the student's prediction of the image is clamped in
-    every step; None: if it predicts v. `teacher_sha256` is set when the run begins.
+    every step. `teacher_sha256` is set when the run begins.
     """
 
     steps: int = 4
     timesteps: tuple[int, ...] | None = None
     teacher_steps: int = 50
     inputs: Literal["teacher", "student"] = "student"
-    clip: bool | None = None
+    clip: bool = True
     teacher_sha256: str | None = None
 
     def __post_init__(self) -> None:

@@ -5,8 +5,8 @@ to end where the teacher is at the step after it, from the same initial noise: t
 leads there (Salimans & Ho 2022, algorithm 2), and that x_0 is the student's target. The student starts with the teacher's
 weights.
 
-A network that predicts the noise gives x_0 as (x - sigma noise) / alpha: near the end of a schedule its errors are multiplied by
-hundreds. Its student therefore begins at a step with some signal, with the initial noise as it is.
+A student predicts v, whatever its teacher predicts: the noise gives x_0 as (x - sigma noise) / alpha, which multiplies errors by
+hundreds in a first step without signal. A student of a teacher that predicts the noise learns v from its first update on.
 
 One batch of a run is one set of masks and of initial noise; it gives one part of the training step for each of the student's
 steps. All of it depends on the sample numbers and the weights alone, so a run is resumed as any other.
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from voxtune.data.subjects import Source
-from voxtune.diffusion import TIMESTEP_SPACINGS, Schedule, prediction_loss, spaced_steps
+from voxtune.diffusion import TIMESTEP_SPACINGS, DiffusionConfig, make_schedule, prediction_loss, spaced_steps
 from voxtune.diffusion.samplers import ddim
 from voxtune.diffusion.schedule import clean_image
 from voxtune.errors import InputError
@@ -45,8 +45,6 @@ Say = Callable[[str], None]
 SAMPLER = "ddim"
 # Masks and initial noise with which timesteps are learned, and the seed of that noise.
 LEARNING_SAMPLES, LEARNING_SEED = 4, 2**62
-# Of the first step of a student that predicts the noise.
-MIN_SIGNAL = 0.2
 # Candidates of timesteps whose results are computed at most.
 MAX_CANDIDATES = 200
 
@@ -79,9 +77,7 @@ def prepared(config: TrainConfig, source: Source, device: torch.device | str, sa
         masks = [cond for cond in conds if cond is not None]
         timesteps = learn_timesteps(teacher, torch.stack(masks).to(device) if masks else None, settings, say)
     sha256 = weights_sha256(Path(config.model.init))
-    # The noise that a student starts from lacks the signal of its first step, which its prediction of the image makes up for.
-    clip = teacher.schedule.prediction == "v" if settings.clip is None else settings.clip
-    return replace(config, distill=replace(settings, timesteps=timesteps, teacher_sha256=sha256, clip=clip))
+    return replace(config, distill=replace(settings, timesteps=timesteps, teacher_sha256=sha256))
 
 
 def check_steps(teacher: Model, settings: DistillSettings) -> None:
@@ -92,26 +88,19 @@ def check_steps(teacher: Model, settings: DistillSettings) -> None:
             f"distill: steps {settings.steps} must be fewer than the teacher's {settings.teacher_steps}, and these at most the "
             f"{available} available steps"
         )
-    first = first_step(teacher)
-    if first + 1 < settings.steps:
-        raise InputError(f"distill: {first + 1} of the teacher's steps have enough signal for {settings.steps} steps")
-    if settings.timesteps is not None and settings.timesteps[0] != first:
-        raise InputError(f"distill: the first of the timesteps must be {first}, where the student starts")
+    if settings.timesteps is not None and settings.timesteps[0] != available - 1:
+        raise InputError(f"distill: the first of the timesteps must be {available - 1}, where sampling starts")
 
 
-def first_step(teacher: Model) -> int:
-    """The timestep at which a student starts: the teacher's, or for a network that predicts the noise one with signal."""
-    steps = range(teacher.available_steps - 1, -1, -1)
-    if teacher.schedule.prediction == "v":
-        return steps[0]
-    return next((t for t in steps if teacher.schedule.signal_noise(t)[0] >= MIN_SIGNAL), 0)
+def student_diffusion(teacher: DiffusionConfig) -> DiffusionConfig:
+    """The diffusion of a student: the levels of its teacher, and prediction of v."""
+    return replace(teacher, prediction="v")
 
 
 def student_sampling(config: TrainConfig, teacher: SamplingConfig) -> SamplingConfig:
     """The sampling settings of the student: where the teacher starts, in the few steps that it is trained for."""
     settings = config.distill
     assert settings is not None and settings.timesteps is not None and settings.teacher_sha256 is not None
-    assert settings.clip is not None
     distilled = Distilled(
         sampler=SAMPLER,
         steps=settings.steps,
@@ -146,7 +135,7 @@ class TrajectoryMatching:
         self.network = teacher.network if network is None else network
         self.grid = fine_grid(teacher, settings, self.timesteps)
         self._ends = {self.grid.index(t) - 1 for t in self.timesteps[1:]}
-        self._factors: dict[torch.device, Tensor] = {}
+        self.schedule = make_schedule(student_diffusion(teacher.config.diffusion))
 
     @torch.no_grad()
     def inputs(self, batches: Sequence[StepInputs], student: Any) -> list[StepInputs]:
@@ -155,7 +144,7 @@ class TrajectoryMatching:
 
     def _parts(self, batch: StepInputs, student: Any) -> list[StepInputs]:
         states = self.trajectory(batch.conds, batch.noise)
-        x, schedule, parts = states[0], self.teacher.schedule, []
+        x, schedule, parts = states[0], self.schedule, []
         for k, t in enumerate(self.timesteps):
             alpha, sigma = schedule.signal_noise(t)
             alpha_next, sigma_next = schedule.signal_noise(self.timesteps[k + 1] if k + 1 < len(self.timesteps) else -1)
@@ -163,8 +152,7 @@ class TrajectoryMatching:
             x0 = (states[k + 1] - (sigma_next / sigma) * x) / (alpha_next - alpha * sigma_next / sigma)
             x0 = x0.clamp(-1, 1) if self.settings.clip else x0
             t_N = torch.full_like(batch.t_N, t)
-            target = _predicted(x0, x, alpha, sigma, schedule)
-            parts.append(StepInputs(x, batch.conds, t_N, target))
+            parts.append(StepInputs(x, batch.conds, t_N, (alpha * x - x0) / sigma))
             if self.settings.inputs == "teacher":
                 x = states[k + 1]
             elif k + 1 < len(self.timesteps):
@@ -181,30 +169,16 @@ class TrajectoryMatching:
             if i in self._ends:
                 states.append(x)
 
-        states.append(
-            sample_by(self.teacher, self.network, cond, noise, self.grid, callback=keep)
-        )
+        states.append(sample_by(self.teacher, self.network, cond, noise, self.grid, callback=keep))
         return states
 
     def loss(self, forward: Any, inputs: StepInputs, kind: Any) -> Tensor:
         """The error in x_0, equally in every step."""
-        factor = self._factor(inputs.images.device)[inputs.t_N].view(-1, *[1] * (inputs.images.dim() - 1))
+        # x_0 = alpha x - sigma v: an error in v is one of sigma times that in x_0.
+        _, sigma = self.schedule.levels(inputs.images.device)
+        factor = sigma[inputs.t_N].view(-1, *[1] * (inputs.images.dim() - 1))
         predicted = forward(inputs.images, inputs.t_N, inputs.conds).float()
         return prediction_loss(factor * predicted, factor * inputs.noise, kind)
-
-    def _factor(self, device: torch.device) -> Tensor:
-        if device not in self._factors:
-            alpha, sigma = self.teacher.schedule.levels(device)
-            # x_0 is (x - sigma eps) / alpha, or alpha x - sigma v.
-            self._factors[device] = sigma if self.teacher.schedule.prediction == "v" else sigma / alpha
-        return self._factors[device]
-
-
-def _predicted(x0: Tensor, x: Tensor, alpha: float, sigma: float, schedule: Schedule) -> Tensor:
-    """What a network should predict in x for this x_0."""
-    if schedule.prediction == "v":
-        return (alpha * x - x0) / sigma
-    return (x - alpha * x0) / sigma
 
 
 def objective(config: TrainConfig, device: torch.device) -> TrajectoryMatching | None:
@@ -245,14 +219,14 @@ def learn_timesteps(teacher: Model, cond: Tensor | None, settings: DistillSettin
             errors[timesteps] = float((x - full).square().mean().sqrt())
         return errors[timesteps]
 
-    first = first_step(teacher)
-    spacings = {name: spaced_steps(first + 1, steps, name, teacher.schedule) for name in TIMESTEP_SPACINGS}
-    starts = {name: (first, *rest[1:]) for name, rest in spacings.items()}
+    available = teacher.available_steps
+    spacings = {name: spaced_steps(available, steps, name, teacher.schedule) for name in TIMESTEP_SPACINGS}
+    starts = {name: (available - 1, *rest[1:]) for name, rest in spacings.items()}
     starts = {name: t for name, t in starts.items() if len(set(t)) == steps and list(t) == sorted(t, reverse=True)}
     for name, timesteps in starts.items():
         say(f"{name}: timesteps {' '.join(map(str, timesteps))}, error {error(timesteps):.4f}")
     best = min(starts.values(), key=error)
-    span = max(1, first // 8)
+    span = max(1, available // 8)
     while span and len(errors) < MAX_CANDIDATES:
         neighbours = [
             moved for k in range(1, steps) for d in (-span, span) if (moved := _moved(best, k, d)) is not None

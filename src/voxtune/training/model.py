@@ -22,7 +22,7 @@ from voxtune.runtime.model import Model, ModelConfig, workload_contract
 from voxtune.runtime.sampling import SamplingConfig
 from voxtune.training.config import ModelSettings, TrainConfig, make_config, read_config
 from voxtune.training.distill import describe as describe_distillation
-from voxtune.training.distill import student_sampling
+from voxtune.training.distill import student_diffusion, student_sampling
 from voxtune.versions import __version__
 from voxtune.workloads import WORKLOADS, NetworkConfig
 
@@ -40,7 +40,9 @@ def model_config(config: TrainConfig, start: ModelConfig | None = None) -> Model
         diffusion = replace(start.diffusion, loss=config.loss, **settings.noise)
     except InputError as error:
         raise InputError(f"model: init: {settings.init}: {error}") from None
-    sampling = SamplingConfig() if config.distill is None else student_sampling(config, start.sampling)
+    sampling = SamplingConfig()
+    if config.distill is not None:
+        sampling, diffusion = student_sampling(config, start.sampling), student_diffusion(diffusion)
     return ModelConfig(network=start.network, size=size, diffusion=diffusion, sampling=sampling, data=contract)
 
 
