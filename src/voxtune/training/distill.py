@@ -71,6 +71,10 @@ def prepared(config: TrainConfig, source: Source, device: torch.device | str, sa
     assert settings is not None and config.model.init is not None
     teacher = load_teacher(config).to(device)
     check_steps(teacher, settings)
+    if teacher.schedule.prediction == "epsilon":
+        say(
+            "the teacher predicts the noise and the student v, which it has to learn first: allow for many more updates"
+        )
     timesteps = settings.timesteps
     if timesteps is None:
         conds = [read_item(source, number)[1] for number in range(min(LEARNING_SAMPLES, len(source)))]
