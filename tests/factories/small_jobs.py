@@ -28,8 +28,7 @@ from voxtune.reading import read_json
 from voxtune.runtime.model import Model, ModelConfig, SamplingConfig
 from voxtune.runtime.storage import load, save
 from voxtune.tensorfiles import read_safetensors
-from voxtune.training.checkpoint import CHECKPOINTS, checkpoints, read_checkpoint
-from voxtune.training.loop import load_init
+from voxtune.training.checkpoint import CHECKPOINTS, checkpoints, load_weights, read_checkpoint
 from voxtune.workloads import ConvNeXtConfig, MedDDPMConfig
 
 SHAPE = (8, 8, 8)
@@ -126,7 +125,7 @@ def check_model(out: Path) -> None:
         step = int(card.read_text().split(" for ")[1].split(" of ")[0])
         path = out / CHECKPOINTS / f"step-{step:08d}.safetensors"
         state = model.network.state_dict()
-        stored = load_init(str(path)).network.state_dict() if path.exists() else {}
+        stored = load_weights(read_checkpoint(path), "ema").network.state_dict() if path.exists() else {}
         assert all(bool((state[name] == value).all()) for name, value in stored.items())
 
 

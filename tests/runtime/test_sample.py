@@ -160,7 +160,7 @@ def test_prior_sets_the_mean_of_the_initial_noise(model, cond):
     config = replace(model.config, sampling=SamplingConfig(sampler="ddim", steps=2, start=4, prior=(-1.0, 0.5, 0.25)))
     early = Model(config, model.network)
     noise = torch.zeros(3, 1, 16, 16, 16)
-    x = early._start(noise, 4, cond)
+    x = early.start(noise, 4, cond)
     signal, _ = model.schedule.signal_noise(4)
     brain, tumour = cond[:, 0:1] > 0, cond[:, 1:2] > 0
     assert torch.allclose(x[tumour], torch.tensor(0.25 * signal))

@@ -17,7 +17,9 @@ from voxtune.training.checkpoint import (
     Checkpoint,
     RunState,
     ScalerState,
+    averages,
     checkpoints,
+    load_weights,
     newest_checkpoint,
     read_checkpoint,
     write_checkpoint,
@@ -170,11 +172,19 @@ def test_an_empty_folder_has_no_checkpoint(tmp_path):
 
 
 def test_a_checkpoint_or_a_run_can_be_fine_tuned(run):
-    sampled = load_init(str(run)).network.state_dict()
-    from_file = load_init(str(checkpoints(run / "checkpoints")[-1])).network.state_dict()
+    """A run gives its model, a checkpoint the trained weights; the average of that checkpoint is that of the model."""
+    checkpoint = read_checkpoint(checkpoints(run / "checkpoints")[-1])
     stored, _ = read_safetensors(run / "model" / "model.safetensors")
-    assert all(torch.equal(sampled[k], v) and torch.equal(from_file[k], v) for k, v in stored.items())
+    for model in (load_init(str(run)), load_weights(checkpoint, "ema")):
+        state = model.network.state_dict()
+        assert all(torch.equal(state[k], v) for k, v in stored.items())
+    trained = load_init(str(checkpoint.path)).network.state_dict()
+    assert all(torch.equal(trained[k], v) for k, v in checkpoint.part("model.").items())
+    assert any(not torch.equal(trained[k], v) for k, v in stored.items())
     assert load_init(str(run)).config.size == SIZE
+    assert averages(checkpoint) == ["ema"]
+    with pytest.raises(InputError, match=r"contains no weights named 'ema-0.9'"):
+        load_weights(checkpoint, "ema-0.9")
 
 
 def test_metrics_after_the_checkpoint_are_deleted(tmp_path):

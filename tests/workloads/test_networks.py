@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.factories import GOLDENS
-from voxtune.diffusion import DiffusionConfig, add_noise, make_schedule, noise_loss
+from voxtune.diffusion import DiffusionConfig, add_noise, make_schedule, prediction_loss
 from voxtune.errors import InputError
 from voxtune.workloads import WORKLOADS, ConvNeXtConfig, MedDDPMConfig, build, workload
 from voxtune.workloads.med_ddpm import published_config
@@ -28,7 +28,7 @@ def test_golden_prediction_loss_and_gradients(golden):
     assert relative(x_t, g["x_t"]) < 1e-5
     predicted = network(x_t, g["t"], g["cond"])
     assert relative(predicted.detach(), g["eps_pred"]) < 1e-5
-    loss = noise_loss(predicted, g["noise"])
+    loss = prediction_loss(predicted, g["noise"])
     assert abs(loss.item() - g["l1_loss"].item()) < 1e-5 * g["l1_loss"].item()
     loss.backward()
     parameters = dict(network.named_parameters())

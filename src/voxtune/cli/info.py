@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from voxtune.cli.common import JsonOption, Output, QuietOption, parse_size
+
+if TYPE_CHECKING:
+    from voxtune.runtime.model import ModelConfig
 
 
 def command(
@@ -50,7 +53,7 @@ def command(
         "size": f"{size_text} ({_order(len(facts['size']))}); dimensions must be multiples of {facts['divisor']}",
         "channels": f"{facts['in_channels']} in, {facts['out_channels']} out",
         "one step": f"{facts['flop_per_step'] / 1e12:.3f} TFLOP",
-        "diffusion": _diffusion(facts["diffusion"]),
+        "diffusion": _diffusion(config),
         "sampling": config.sampling.resolve(config.available_steps).describe(),
         "labels": facts["labels"] or "none (unconditional)",
         "images": ", ".join(map(kind_name, facts["images"])) if facts["images"] else None,
@@ -67,10 +70,10 @@ def _order(dimensions: int) -> str:
     return "D x H x W" if dimensions == 3 else "H x W"
 
 
-def _diffusion(diffusion: dict[str, Any]) -> str:
-    text = f"{diffusion['schedule']} schedule, {diffusion['steps']} steps"
-    if diffusion["start"] is not None:
-        text += f", sampling starts at step {diffusion['start']} ({diffusion['available_steps']} steps available)"
+def _diffusion(config: ModelConfig) -> str:
+    text = config.diffusion.describe()
+    if config.sampling.start is not None:
+        text += f", sampling starts at step {config.sampling.start} ({config.available_steps} steps available)"
     return text
 
 

@@ -34,6 +34,8 @@ COMMANDS = (
     "tune",
     "ladder",
     "train",
+    "distill",
+    "ema",
     "import",
     "info",
     "cohort",

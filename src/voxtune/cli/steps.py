@@ -63,6 +63,10 @@ def command(
         str | None,
         typer.Option(help="Also try feature caching: comma-separated INTERVAL or INTERVAL:DEPTH, such as 2,3 or 2:0."),
     ] = None,
+    distilled: Annotated[
+        Path | None,
+        typer.Option(help="A model that voxtune distill made of MODEL: another row, which is never the choice."),
+    ] = None,
     plan: PlanOption = "auto",
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the noise and of the bootstrap.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Batch size in volumes.")] = 8,
@@ -101,6 +105,7 @@ def command(
         steps=steps,
         timestep_spacings=timestep_spacings,
         cache=cache,
+        distilled=distilled,
         plan=plan,
         seed=seed,
         batch=batch,

@@ -8,7 +8,8 @@ from voxtune.diffusion.schedule import (
     Schedule,
     add_noise,
     make_schedule,
-    noise_loss,
+    prediction_loss,
+    prediction_target,
     spaced_steps,
     training_loss,
 )
@@ -23,9 +24,10 @@ __all__ = [
     "full_steps",
     "get_sampler",
     "make_schedule",
-    "noise_loss",
     "noise_source",
     "normal",
+    "prediction_loss",
+    "prediction_target",
     "spaced_steps",
     "training_loss",
 ]

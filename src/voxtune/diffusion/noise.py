@@ -90,3 +90,27 @@ def noise_source(
 ) -> Callable[[int], Tensor]:
     """A function from the number of the draw to the noise of a batch of samples `indices`; draw 0 starts the sampling."""
     return lambda draw: normal_batch(seed, indices, draw, shape, device)
+
+
+# Draws of the values that offset noise adds to whole images; samplers draw far fewer times.
+OFFSETS = 2**31
+
+
+def offset_batch(seed: int, indices: Sequence[int], draw: int, channels: int, dimensions: int) -> Tensor:
+    """A standard normal value for each channel of each sample, (N, channels, 1, ...), to add to draw `draw` of its noise."""
+    return normal_batch(seed, indices, draw, (channels, *[1] * dimensions))
+
+
+def with_offset(
+    noise: Callable[[int], Tensor], strength: float, seed: int, indices: Sequence[int], shape: Sequence[int]
+) -> Callable[[int], Tensor]:
+    """Noise of samples with `shape` whose mean varies with standard deviation `strength`, as a network saw it in training."""
+    if not strength:
+        return noise
+
+    def draw(number: int) -> Tensor:
+        x = noise(number)
+        offsets = offset_batch(seed, indices, OFFSETS + number, shape[0], len(shape) - 1)
+        return x + strength * offsets.to(x)
+
+    return draw

@@ -1,10 +1,12 @@
 """Samplers: plain functions (denoise, x, schedule, timesteps, ...) -> x_0.
 
-`denoise(x, t_N)` predicts the noise in x. `timesteps` are training steps in decreasing order; the step after the last one is
-the clean image. `noise(k)` is draw k of the noise, k >= 1 (draw 0 is the initial x); ddpm, sde-dpm++ and ddim with eta > 0
-require it. `clip` clamps each prediction of x_0 to [-1, 1]. `callback(i, x, x0)` is called after step i.
+`denoise(x, t_N)` predicts what `schedule.prediction` names: the noise in x, or v. `timesteps` are training steps in decreasing
+order; the step after the last one is the clean image. `noise(k)` is draw k of the noise, k >= 1 (draw 0 is the initial x);
+ddpm, sde-dpm++ and ddim with eta > 0 require it. `clip` clamps each prediction of x_0 to [-1, 1]. `callback(i, x, x0)` is
+called after step i.
 
-In the code, alpha = sqrt(a_t) and sigma = sqrt(1 - a_t) at the current step; `alpha_next` and `sigma_next` at the next one.
+In the code, alpha = sqrt(a_t) and sigma = sqrt(1 - a_t) at the current step; `alpha_next` and `sigma_next` at the next one. At
+the last step of a schedule with zero terminal SNR, alpha is 0 and log(alpha / sigma) is -inf: the step from it is of first order.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from voxtune.diffusion.schedule import Schedule
+from voxtune.diffusion.schedule import Schedule, clean_image
 from voxtune.errors import InputError
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
@@ -39,11 +41,15 @@ class Sampler(Protocol):
     ) -> Tensor: ...
 
 
-def _predict(denoise: Denoise, x: Tensor, t: int, alpha: float, sigma: float, clip: bool) -> Tensor:
-    """x_0 = (x - sigma eps) / alpha, clamped."""
-    eps = denoise(x, torch.full((x.shape[0],), t, dtype=torch.int64, device=x.device))
-    x0 = (x - sigma * eps.to(x.dtype)) / alpha
+def _predict(denoise: Denoise, x: Tensor, t: int, schedule: Schedule, clip: bool) -> Tensor:
+    """The prediction of x_0, clamped."""
+    predicted = denoise(x, torch.full((x.shape[0],), t, dtype=torch.int64, device=x.device))
+    x0 = clean_image(predicted.to(x.dtype), x, *schedule.signal_noise(t), schedule.prediction)
     return x0.clamp(-1, 1) if clip else x0
+
+
+def _log_snr(alpha: float, sigma: float) -> float:
+    return math.log(alpha / sigma) if alpha else -math.inf
 
 
 def ddpm(
@@ -62,7 +68,7 @@ def ddpm(
     for i, (t, t_next) in enumerate(zip(timesteps, [*timesteps[1:], -1], strict=True)):
         alpha, sigma = schedule.signal_noise(t)
         alpha_next, sigma_next = schedule.signal_noise(t_next)
-        x0 = _predict(denoise, x, t, alpha, sigma, clip)
+        x0 = _predict(denoise, x, t, schedule, clip)
         beta = 1 - (alpha / alpha_next) ** 2
         # Posterior mean and variance (Ho et al. eq. 7).
         x = (alpha_next * beta / sigma**2) * x0 + ((alpha / alpha_next) * (sigma_next / sigma) ** 2) * x
@@ -90,7 +96,7 @@ def ddim(
     for i, (t, t_next) in enumerate(zip(timesteps, [*timesteps[1:], -1], strict=True)):
         alpha, sigma = schedule.signal_noise(t)
         alpha_next, sigma_next = schedule.signal_noise(t_next)
-        x0 = _predict(denoise, x, t, alpha, sigma, clip)
+        x0 = _predict(denoise, x, t, schedule, clip)
         eps = (x - alpha * x0) / sigma
         spread = eta * sigma_next / sigma * math.sqrt(max(0.0, 1 - (alpha / alpha_next) ** 2))
         x = alpha_next * x0 + math.sqrt(max(0.0, sigma_next**2 - spread**2)) * eps
@@ -122,11 +128,11 @@ def dpm_solver_pp(
     for i, (t, t_next) in enumerate(zip(timesteps, [*timesteps[1:], -1], strict=True)):
         alpha, sigma = schedule.signal_noise(t)
         alpha_next, sigma_next = schedule.signal_noise(t_next)
-        x0 = _predict(denoise, x, t, alpha, sigma, clip)
+        x0 = _predict(denoise, x, t, schedule, clip)
         if t_next < 0:
             x = x0
         else:
-            h = math.log(alpha_next / sigma_next) - math.log(alpha / sigma)
+            h = _log_snr(alpha_next, sigma_next) - _log_snr(alpha, sigma)
             d = x0 if x0_prev is None else x0 + (0.5 * h / h_prev) * (x0 - x0_prev)
             if sde and noise is not None:
                 fresh = -math.expm1(-2 * h)  # fraction of the variance that is new noise
@@ -156,16 +162,16 @@ def unipc(
     for i, (t, t_next) in enumerate(zip(timesteps, [*timesteps[1:], -1], strict=True)):
         alpha, sigma = schedule.signal_noise(t)
         alpha_next, sigma_next = schedule.signal_noise(t_next)
-        x0 = _predict(denoise, x, t, alpha, sigma, clip)
+        x0 = _predict(denoise, x, t, schedule, clip)
         if correct:
             x = correct(x0)
         if t_next < 0:
             x = x0
         else:
-            log_snr = math.log(alpha / sigma)
-            h = math.log(alpha_next / sigma_next) - log_snr
+            log_snr = _log_snr(alpha, sigma)
+            h = _log_snr(alpha_next, sigma_next) - log_snr
             base = (sigma_next / sigma) * x - (alpha_next * math.expm1(-h)) * x0
-            r = (log_snr_prev - log_snr) / h
+            r = -1.0 if x0_prev is None else (log_snr_prev - log_snr) / h
             slope = None if x0_prev is None else (x0_prev - x0) / r
             x = base if slope is None else base - (0.5 * alpha_next * math.expm1(-h)) * slope
             correct = _unipc_corrector(base, x0, slope, r, h, alpha_next)
@@ -210,11 +216,13 @@ def ipndm(
     for i, (t, t_next) in enumerate(zip(timesteps, [*timesteps[1:], -1], strict=True)):
         alpha, sigma = schedule.signal_noise(t)
         alpha_next, sigma_next = schedule.signal_noise(t_next)
-        x0 = _predict(denoise, x, t, alpha, sigma, clip)
+        x0 = _predict(denoise, x, t, schedule, clip)
         history = [(x - alpha * x0) / sigma, *history[:2]]
         weights = _ADAMS_BASHFORTH[len(history) - 1]
         eps = torch.stack([w * e for w, e in zip(weights, history, strict=True)]).sum(dim=0)
-        x = (alpha_next / alpha) * (x - sigma * eps) + sigma_next * eps
+        # Without signal x holds no x_0: the step is DDIM's.
+        image = (alpha_next / alpha) * (x - sigma * eps) if alpha else alpha_next * x0
+        x = image + sigma_next * eps
         if callback:
             callback(i, x, x0)
     return x.clamp(-1, 1) if clip else x

@@ -1,6 +1,7 @@
 """Noise schedules, computed in float64, the forward process with its training loss, and the spacing of sampling steps.
 
-a_t is the cumulative product of 1 - beta ("alphas_cumprod"); x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise.
+a_t is the cumulative product of 1 - beta ("alphas_cumprod"); x_t = alpha x_0 + sigma noise with alpha = sqrt(a_t) and
+sigma = sqrt(1 - a_t). A network predicts the noise ("epsilon"), or v = alpha noise - sigma x_0 (Salimans & Ho 2022, appendix D).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,16 +20,29 @@ from voxtune.errors import InputError
 MAX_STEPS = 100_000
 # Lower limit of log(alphas_cumprod): samplers divide by the signal sqrt(a_t), which must stay above 1e-12.
 MIN_LOG_SIGNAL = math.log(1e-24)
+# Factors of the signal-to-noise ratio; beyond them a schedule has no step in which a network could learn.
+SNR_SHIFTS = (1e-4, 1e4)
+MAX_OFFSET_NOISE = 1.0
+
+Prediction = Literal["epsilon", "v"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionConfig:
-    """The diffusion that a network was trained with. `betas` is set only for the schedule "custom"."""
+    """The diffusion that a network was trained with. `betas` is set only for the schedule "custom".
+
+    `snr_shift` multiplies the signal-to-noise ratio of every step; `zero_terminal_snr` then rescales the schedule so that its
+    last step has no signal. `offset_noise` is the standard deviation of a value that is added to the noise of a whole image.
+    """
 
     schedule: Literal["cosine", "linear", "custom"] = "cosine"
     steps: int = 250
     loss: Literal["l1", "l2"] = "l1"
     betas: tuple[float, ...] | None = None
+    prediction: Prediction = "epsilon"
+    snr_shift: float = 1.0
+    zero_terminal_snr: bool = False
+    offset_noise: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= MAX_STEPS:
@@ -39,15 +53,37 @@ class DiffusionConfig:
             raise InputError(f"got {len(self.betas)} betas for {self.steps} steps")
         if self.betas is not None and not all(0 < b < 1 for b in self.betas):
             raise InputError("every beta must be greater than 0 and less than 1")
-        if self.betas is not None and math.fsum(math.log1p(-b) for b in self.betas) < MIN_LOG_SIGNAL:
+        if self.prediction not in get_args(Prediction):
+            raise InputError(f"prediction {self.prediction!r}: choose from {', '.join(get_args(Prediction))}")
+        low, high = SNR_SHIFTS
+        if not low <= self.snr_shift <= high:
+            raise InputError(f"snr_shift {self.snr_shift}: the factor must lie in {low:g} to {high:g}")
+        if not 0 <= self.offset_noise <= MAX_OFFSET_NOISE:
+            raise InputError(f"offset_noise {self.offset_noise}: must lie in 0 to {MAX_OFFSET_NOISE:g}")
+        if self.zero_terminal_snr and (self.prediction == "epsilon" or self.steps < 2):
+            raise InputError(
+                "zero_terminal_snr requires prediction v and 2 steps or more: the noise alone does not determine the image "
+                "where there is no signal"
+            )
+        shift = min(0.0, math.log(self.snr_shift))
+        if self.betas is not None and math.fsum(math.log1p(-b) for b in self.betas) + shift < MIN_LOG_SIGNAL:
             raise InputError("the schedule cannot be sampled: its betas reduce the signal below 1e-12")
+
+    def describe(self) -> str:
+        """The diffusion in a line, without the loss."""
+        parts = [f"{self.schedule} schedule", f"{self.steps} steps"]
+        parts += [] if self.prediction == "epsilon" else [f"{self.prediction}-prediction"]
+        parts += [] if self.snr_shift == 1 else [f"SNR x {self.snr_shift:g}"]
+        parts += ["zero terminal SNR"] if self.zero_terminal_snr else []
+        parts += [f"offset noise {self.offset_noise:g}"] if self.offset_noise else []
+        return ", ".join(parts)
 
 
 class Schedule:
-    """The betas and the quantities derived from them, in float64."""
+    """The betas and the quantities derived from them, in float64; `prediction` is what the network predicts at a step."""
 
-    def __init__(self, betas: Tensor):
-        self.betas = betas.detach().double().cpu()
+    def __init__(self, betas: Tensor, prediction: Prediction = "epsilon"):
+        self.betas, self.prediction = betas.detach().double().cpu(), prediction
         self._levels: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @cached_property
@@ -62,7 +98,7 @@ class Schedule:
 
     @cached_property
     def log_snr(self) -> Tensor:
-        """log(alpha / sigma) of every step, half the log of the signal-to-noise ratio; decreasing."""
+        """log(alpha / sigma) of every step, half the log of the signal-to-noise ratio; decreasing, -inf without signal."""
         a = self.alphas_cumprod
         return 0.5 * (a.log() - (1 - a).log())
 
@@ -86,8 +122,34 @@ class Schedule:
 
 def make_schedule(config: DiffusionConfig) -> Schedule:
     if config.betas is not None:
-        return Schedule(torch.tensor(config.betas, dtype=torch.float64))
-    return Schedule(cosine_betas(config.steps) if config.schedule == "cosine" else linear_betas(config.steps))
+        betas = torch.tensor(config.betas, dtype=torch.float64)
+    else:
+        betas = cosine_betas(config.steps) if config.schedule == "cosine" else linear_betas(config.steps)
+    if config.snr_shift != 1:
+        betas = shift_snr(betas, config.snr_shift)
+    if config.zero_terminal_snr:
+        betas = rescale_to_zero_terminal_snr(betas)
+    return Schedule(betas, config.prediction)
+
+
+def shift_snr(betas: Tensor, factor: float) -> Tensor:
+    """Multiplies a / (1 - a), the signal-to-noise ratio, of every step (Hoogeboom et al. 2023, section 3.1).
+
+    At higher resolution, neighbouring voxels repeat each other, and the same noise hides less of the image: a factor below 1.
+    """
+    a = torch.cumprod(1 - betas, dim=0)
+    return _betas(factor * a / (factor * a + (1 - a)))
+
+
+def rescale_to_zero_terminal_snr(betas: Tensor) -> Tensor:
+    """Shifts and scales sqrt(a) so that its last value is 0 and its first one unchanged (Lin et al. 2024, algorithm 1)."""
+    signal = torch.cumprod(1 - betas, dim=0).sqrt()
+    return _betas(((signal - signal[-1]) * signal[0] / (signal[0] - signal[-1])).square())
+
+
+def _betas(a: Tensor) -> Tensor:
+    """The betas whose cumulative product of 1 - beta is `a`."""
+    return 1 - torch.cat([a[:1], a[1:] / a[:-1]])
 
 
 def cosine_betas(steps: int, s: float = 0.008) -> Tensor:
@@ -120,9 +182,32 @@ def add_noise(schedule: Schedule, x0: Tensor, t_N: Tensor, noise: Tensor) -> Ten
     return signal[t_N].view(shape).to(x0.dtype) * x0 + spread[t_N].view(shape).to(x0.dtype) * noise
 
 
-def noise_loss(predicted: Tensor, noise: Tensor, kind: Literal["l1", "l2"] = "l1") -> Tensor:
+def clean_image(predicted: Tensor, x: Tensor, alpha: float, sigma: float, prediction: Prediction) -> Tensor:
+    """x_0, from what the network predicts in x at a step with these levels."""
+    if prediction == "v":
+        return alpha * x - sigma * predicted
+    return (x - sigma * predicted) / alpha
+
+
+def noise_in(
+    predicted: Tensor, x: Tensor, alpha: float | Tensor, sigma: float | Tensor, prediction: Prediction
+) -> Tensor:
+    """The noise in x, from what the network predicts at a step with these levels."""
+    return sigma * x + alpha * predicted if prediction == "v" else predicted
+
+
+def prediction_target(schedule: Schedule, x0: Tensor, t_N: Tensor, noise: Tensor) -> Tensor:
+    """What the network should predict in x_t: the noise, or v = alpha noise - sigma x_0."""
+    if schedule.prediction == "epsilon":
+        return noise
+    signal, spread = schedule.levels(t_N.device)
+    shape = (-1, *[1] * (x0.dim() - 1))
+    return signal[t_N].view(shape).to(x0.dtype) * noise - spread[t_N].view(shape).to(x0.dtype) * x0
+
+
+def prediction_loss(predicted: Tensor, target: Tensor, kind: Literal["l1", "l2"] = "l1") -> Tensor:
     """Mean of |error| ("l1") or error^2 ("l2") over all elements, in float32."""
-    error = predicted.float() - noise.float()
+    error = predicted.float() - target.float()
     return error.abs().mean() if kind == "l1" else error.square().mean()
 
 
@@ -135,7 +220,8 @@ def training_loss(
     kind: Literal["l1", "l2"] = "l1",
 ) -> Tensor:
     assert t_N.dtype == torch.int64
-    return noise_loss(denoise(add_noise(schedule, x0, t_N, noise), t_N), noise, kind)
+    target = prediction_target(schedule, x0, t_N, noise)
+    return prediction_loss(denoise(add_noise(schedule, x0, t_N, noise), t_N), target, kind)
 
 
 def trailing(total: int, steps: int, schedule: Schedule | None) -> list[int]:

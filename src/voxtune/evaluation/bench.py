@@ -110,7 +110,7 @@ class Bench:
         """Runs each kind of step once at the batch's shape, so that plans and kernels are built before timing."""
         batch = min(self.options.batch, len(self.subjects))
         numbers = list(range(batch))
-        settings = model.resolve(steps=1)
+        settings = model.resolve(steps=1) if model.config.sampling.distilled is None else model.resolve()
         if cache is not None:
             steps = min(3, model.available_steps)  # a full step, a cached one, and the last
             settings = model.resolve(steps=steps, cache=replace(cache, interval=steps))

@@ -20,7 +20,7 @@ from voxtune.quality.step_table import StepRow, StepTable, closest_row, faster_r
 from voxtune.quality.tensor_error import difference
 from voxtune.runtime.describe import shallow_share
 from voxtune.runtime.model import Model
-from voxtune.runtime.sampling import FeatureCache, SamplerSettings, Steps
+from voxtune.runtime.sampling import Distilled, FeatureCache, SamplerSettings, Steps
 from voxtune.segmentation.segmenter import Segmenter
 
 STEPS = (5, 8, 10, 15, 20, 25, 50)
@@ -37,6 +37,7 @@ def step_table(
     steps: Sequence[int] | None = None,
     timestep_spacings: Sequence[str] = tuple(TIMESTEP_SPACINGS),
     caches: Sequence[FeatureCache] = (),
+    students: Sequence[Model] = (),
     options: TableOptions | None = None,
     say: Say = lambda _line: None,
     on_update: Callable[[StepTable], None] = lambda _table: None,
@@ -44,14 +45,15 @@ def step_table(
     """Compares every sampler and number of steps with DDPM with all steps; then varies timesteps and clamping of the best.
 
     All candidates have the first of `timestep_spacings`; the others are tried around the best rows. `caches` are tried on
-    the row chosen so far, and taken if they are non-inferior and faster. `on_update` receives the table after every row, so
-    that an interrupted run leaves a result.
+    the row chosen so far, and taken if they are non-inferior and faster. `students`, which were distilled from the model, are
+    rows too, but never the choice: they are other weights. `on_update` receives the table after every row, so that an
+    interrupted run leaves a result.
     """
     candidates = _candidates(model, samplers, steps, timestep_spacings)
     numbers = sorted({settings.steps for settings in candidates})
     _check_caches(model, caches, numbers)
     bench = Bench(model, subjects, segmenter, options or TableOptions(), say)
-    rows = _Rows(bench, model, candidates, on_update)
+    rows = _Rows(bench, model, candidates, on_update, students)
     for settings in candidates:
         rows.add(settings)
     _vary(bench, rows.rows.copy(), numbers, timestep_spacings[1:], rows.add)
@@ -70,13 +72,14 @@ def confirm_table(
     segmenter: Segmenter,
     candidates: Sequence[SamplerSettings],
     *,
+    students: Sequence[Model] = (),
     options: TableOptions | None = None,
     say: Say = lambda _line: None,
     on_update: Callable[[StepTable], None] = lambda _table: None,
 ) -> StepTable:
     """Compares the settings that an earlier table passed with DDPM with all steps, on other subjects."""
     bench = Bench(model, subjects, segmenter, options or TableOptions(), say)
-    rows = _Rows(bench, model, candidates, on_update)
+    rows = _Rows(bench, model, candidates, on_update, students)
     for cache in dict.fromkeys(settings.cache for settings in candidates if settings.cache is not None):
         bench.warm_up(model, cache)
     for settings in candidates:
@@ -95,6 +98,7 @@ class _Rows:
         model: Model,
         candidates: Sequence[SamplerSettings],
         on_update: Callable[[StepTable], None],
+        students: Sequence[Model] = (),
     ):
         settings = model.resolve(sampler="ddpm", steps=model.available_steps, clip=True)
         seed, count = bench.options.seed, len(bench.subjects)
@@ -106,8 +110,21 @@ class _Rows:
         self.judge = Judge(bench, reference, bench.generate(model, settings, seed + 1, reference), average=True)
         self.references = self.judge.reference_rows(settings_name(settings), settings.to_json())
         self.rows: list[StepRow] = []
+        self.students: list[StepRow] = []
         for row in self.references:
             bench.report(row)
+        self._update()
+        for student in students:
+            self._add_student(student)
+
+    def _add_student(self, student: Model) -> None:
+        bench, settings = self.judge.bench, student.resolve()
+        bench.total += len(bench.subjects) * settings.steps
+        bench.warm_up(student)
+        generated = bench.generate(student, settings, bench.options.seed, self.judge.reference)
+        row = self.judge.row(settings_name(settings), {**settings.record(), "seed": bench.options.seed}, generated)
+        bench.report(row)
+        self.students.append(row)
         self._update()
 
     def add(self, settings: SamplerSettings) -> StepRow:
@@ -121,7 +138,7 @@ class _Rows:
         return row
 
     def table(self, chosen: StepRow | None, notes: Sequence[str] = ()) -> StepTable:
-        return _table(self.judge, [*self.references, *self.rows], "steps", chosen, notes)
+        return _table(self.judge, [*self.references, *self.rows, *self.students], "steps", chosen, notes)
 
     def _update(self) -> None:
         self.on_update(self.table(fewest_steps(self.rows), ["unfinished: the rows so far"]))
@@ -174,7 +191,8 @@ def distances(volumes_NCDHW: Tensor, reference_NCDHW: Tensor) -> dict[str, float
 
 
 def settings_name(settings: SamplerSettings) -> str:
-    parts = [f"{settings.sampler} {settings.steps}"]
+    parts = ["distilled"] if isinstance(settings, Distilled) else []
+    parts += [f"{settings.sampler} {settings.steps}"]
     parts += [settings.timestep_spacing] if settings.timestep_spacing != "trailing" else []
     parts += [] if settings.clip else ["no clip"]
     return " ".join([*parts, *([f"cache {settings.cache}"] if settings.cache else [])])

@@ -99,12 +99,14 @@ def _confirmable(chosen: dict[str, Any], row: dict[str, Any]) -> bool:
     """Whether a row is non-inferior and equals the chosen one but for more steps, or for feature caching."""
     same = all(row[name] == chosen[name] for name in ("sampler", "timestep_spacing", "clip"))
     passed = row["verdict"] in NON_INFERIOR and row["seed"] == chosen["seed"] and "cache" not in row
+    passed = passed and "distilled_from" not in row
     return same and passed and ("cache" in chosen or row["steps"] > chosen["steps"])
 
 
 def _settings(model: Model, row: dict[str, Any], path: Path) -> SamplerSettings:
     settings = SamplerSettings.from_json(row, f"{path}: damaged: row {row['name']}")
-    return model.resolve(**vars(settings))
+    options: dict[str, Any] = {name: value for name, value in vars(settings).items() if name != "timesteps"}
+    return model.resolve(**options)
 
 
 HELD_OUT = 64
@@ -130,6 +132,7 @@ class StepsRequest:
     steps: str | None = None
     timestep_spacings: str | None = None
     cache: str | None = None
+    distilled: Path | None = None
     plan: str = "auto"
     seed: int = 0
     batch: int = 8
@@ -158,6 +161,8 @@ class StepsRequest:
             raise InputError(
                 "--confirm cannot be combined with --samplers, --steps, --timestep-spacings, --cache or --numerics"
             )
+        if self.distilled is not None and self.numerics:
+            raise InputError("--distilled cannot be combined with --numerics")
         if self.skip is not None and self.skip < 0:
             raise InputError(f"--skip {self.skip}: must be >= 0")
         check_outputs(self.files, overwrite=self.overwrite, folder=self.out)
@@ -204,6 +209,7 @@ def _run(request: StepsRequest, say: Say, warn: Say) -> StepTable:
     check_segmenter(segmenter, contract)
     about: dict[str, Any] = {"model_sha256": weights_sha256(request.model), "plan": recorded_path(request.plan)}
     earlier = None if request.confirm is None else read_earlier(request.confirm, model, about["model_sha256"])
+    students = _students(request, about["model_sha256"], say)
     seen = 0 if earlier is None else earlier.seen
     skip = seen if request.skip is None else request.skip
     subjects = _subjects(request, contract, skip, warn)
@@ -225,12 +231,19 @@ def _run(request: StepsRequest, say: Say, warn: Say) -> StepTable:
     elif earlier is not None:
         planned = by_plan(model, request.plan, say)
         table = confirm_table(
-            planned, subjects, segmenter, earlier.candidates, options=options, say=say, on_update=save_unfinished
+            planned,
+            subjects,
+            segmenter,
+            earlier.candidates,
+            students=students,
+            options=options,
+            say=say,
+            on_update=save_unfinished,
         )
     else:
         if numbers is not None and "auto" in numbers:
             raise InputError("--steps auto cannot be used here: give the numbers of steps to compare, such as 5,10,20")
-        choices: dict[str, Any] = {"steps": numbers, "caches": caches}
+        choices: dict[str, Any] = {"steps": numbers, "caches": caches, "students": students}
         choices |= {} if samplers is None else {"samplers": samplers}
         choices |= {} if timestep_spacings is None else {"timestep_spacings": timestep_spacings}
         planned = by_plan(model, request.plan, say)
@@ -325,6 +338,18 @@ def _segmenter(path: Path | None) -> Segmenter:
     if path is None and not (chosen / "config.json").is_file():
         raise InputError("no segmenter: train one with voxtune train --workload segment and pass it with --segmenter")
     return load_segmenter(chosen)
+
+
+def _students(request: StepsRequest, model_sha256: str | None, say: Say) -> list[Model]:
+    """The distilled model to compare, which must be a student of this model."""
+    if request.distilled is None:
+        return []
+    student = load(request.distilled, device=request.device)
+    distilled = student.config.sampling.distilled
+    if distilled is None or distilled.teacher_sha256 != model_sha256:
+        what = "is not a distilled model" if distilled is None else "was distilled from other weights"
+        raise InputError(f"--distilled {request.distilled}: {what}; pass a student of {request.model}")
+    return [by_plan(student, request.plan, say)]
 
 
 def _subjects(request: StepsRequest, contract: DataContract, skip: int, warn: Say) -> HeldOut:

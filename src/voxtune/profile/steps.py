@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from voxtune.diffusion import DiffusionConfig, Schedule, make_schedule, training_loss
+from voxtune.diffusion.schedule import clean_image
 from voxtune.errors import InputError
 from voxtune.profile.configs import StepConfig, precision_flags
 from voxtune.runtime.model import check_size
@@ -169,8 +170,8 @@ def _sampling(network: nn.Module, schedule: Schedule, batch: _Batch, config: Ste
     def run() -> Tensor:
         x = batch.image
         with config.autocast(batch.device):
-            eps = network(x, batch.t_N, batch.mask)
-        x0 = ((x - sigma * eps.to(x.dtype)) / alpha).clamp(-1, 1)
+            predicted = network(x, batch.t_N, batch.mask)
+        x0 = clean_image(predicted.to(x.dtype), x, alpha, sigma, schedule.prediction).clamp(-1, 1)
         return of_x0 * x0 + of_x * x + spread * torch.randn_like(x)
 
     return run

@@ -130,7 +130,7 @@ class StepTable:
 
     def conclusion(self) -> str:
         row, reference = self.choice, self.rows[0].name.removesuffix(", reference")
-        if row is None and any(r.non_inferior for r in self.rows[2:]):
+        if row is None and any(r.non_inferior for r in self.rows[2:] if "distilled_from" not in r.record):
             return f"No setting that is non-inferior to {reference} over {self._subjects()} is faster."
         if row is None:
             return f"No setting is non-inferior to {reference} on every metric, over {self._subjects()}."

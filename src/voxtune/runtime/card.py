@@ -21,8 +21,7 @@ def model_card(model: Model, *, title: str, origin: str) -> str:
         "",
         f"- Network: {config.family}, {parameters:,} parameters, size {size} (tensor order), dimensions must be multiples "
         f"of {config.network.divisor}",
-        f"- Diffusion: {config.diffusion.schedule} schedule, {config.diffusion.steps} steps, "
-        f"{config.diffusion.loss.upper()} loss",
+        f"- Diffusion: {config.diffusion.describe()}, {config.diffusion.loss.upper()} loss",
     ]
     if config.data is not None:
         lines += [

@@ -55,6 +55,10 @@ def describe(config: ModelConfig, size: tuple[int, ...] | None = None) -> dict[s
         "diffusion": {
             "schedule": config.diffusion.schedule,
             "steps": config.diffusion.steps,
+            "prediction": config.diffusion.prediction,
+            "snr_shift": config.diffusion.snr_shift,
+            "zero_terminal_snr": config.diffusion.zero_terminal_snr,
+            "offset_noise": config.diffusion.offset_noise,
             "start": config.sampling.start,
             "available_steps": config.available_steps,
         },

@@ -26,8 +26,9 @@ from voxtune.diffusion import (
     noise_source,
     spaced_steps,
 )
-from voxtune.diffusion.noise import check_seed
+from voxtune.diffusion.noise import check_seed, with_offset
 from voxtune.diffusion.samplers import Denoise
+from voxtune.diffusion.schedule import noise_in
 from voxtune.errors import InputError
 from voxtune.files import one_line
 from voxtune.runtime.sampling import SamplerOptions, SamplerSettings, SamplingConfig
@@ -299,9 +300,9 @@ class Model:
 
     @torch.inference_mode()
     def denoise(self, x: Tensor, t: Tensor | int, cond: Tensor | None = None) -> Tensor:
-        """The noise that the network predicts in `x` (N, C, *size), in [-1, 1] where it is free of noise, at step `t`.
+        """The noise that the model predicts in `x` (N, C, *size), in [-1, 1] where it is free of noise, at step `t`.
 
-        `t` is one step, or one for each sample. `cond` is as in `sample`.
+        `t` is one step, or one for each sample. `cond` is as in `sample`. A prediction of v is converted to noise.
         """
         x = check_tensor(x, "x").to(self.device)
         cond = None if cond is None else check_tensor(cond, "cond").to(self.device, torch.float32)
@@ -318,7 +319,11 @@ class Model:
         t_N = t_N.expand(x.shape[0])
         if t_N.is_floating_point() or bool((t_N < 0).any()) or bool((t_N >= len(self.schedule)).any()):
             raise InputError(f"t must hold whole numbers in 0 to {len(self.schedule) - 1}")
-        return self.network(x, t_N, cond)
+        predicted = self.network(x, t_N, cond)
+        if self.schedule.prediction == "epsilon":
+            return predicted
+        alpha, sigma = (level[t_N].view(-1, *[1] * (x.dim() - 1)) for level in self.schedule.levels(x.device))
+        return noise_in(predicted, x, alpha, sigma, self.schedule.prediction)
 
     @torch.inference_mode()
     def sample(
@@ -360,10 +365,12 @@ class Model:
             raise InputError(f"settings cannot be combined with {', '.join(options)}")
         cond, indices, size = self._inputs(cond, indices, size)
         timesteps = self._timesteps(settings)
-        noise = self.noise(check_seed(seed), indices, (self.config.network.out_channels, *size), self.device)
+        shape = (self.config.network.out_channels, *size)
+        noise = self.noise(check_seed(seed), indices, shape, self.device)
+        noise = with_offset(noise, self.config.diffusion.offset_noise, seed, indices, shape)
         return get_sampler(settings.sampler)(
             self._denoiser(cond, settings),
-            self._start(noise(0), timesteps[0], cond),
+            self.start(noise(0), timesteps[0], cond),
             self.schedule,
             timesteps,
             noise=noise,
@@ -391,7 +398,13 @@ class Model:
         return self.resolve(**options)
 
     def _timesteps(self, settings: SamplerSettings) -> list[int]:
-        return spaced_steps(self.available_steps, settings.steps, settings.timestep_spacing, self.schedule)
+        if settings.timesteps is None:
+            return spaced_steps(self.available_steps, settings.steps, settings.timestep_spacing, self.schedule)
+        if settings.timesteps[0] >= self.available_steps:
+            raise InputError(
+                f"timesteps {list(settings.timesteps)}: must be below the {self.available_steps} available steps"
+            )
+        return list(settings.timesteps)
 
     def _denoiser(self, cond: Tensor | None, settings: SamplerSettings) -> Denoise:
         """The network for one sampling; with a feature cache, in its two parts."""
@@ -408,7 +421,7 @@ class Model:
     def available_steps(self) -> int:
         return self.config.available_steps
 
-    def _start(self, noise: Tensor, t: int, cond: Tensor | None) -> Tensor:
+    def start(self, noise: Tensor, t: int, cond: Tensor | None) -> Tensor:
         """The initial x: pure noise as published, or noise around the prior of each class of voxels."""
         prior = self.config.sampling.prior
         if prior is None or cond is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import string
 import sys
@@ -71,10 +72,14 @@ class SamplerSettings:
     timestep_spacing: str = "trailing"
     clip: bool = True
     cache: FeatureCache | None = None
+    # In place of a spacing: the steps themselves, as learned for a distilled model.
+    timesteps: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         get_sampler(self.sampler)
         check_timestep_spacing(self.timestep_spacing)
+        if self.timesteps is not None:
+            check_timesteps(self.timesteps, self.steps)
         if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
             raise InputError(f"steps must be a whole number of at least 1, got {self.steps!r}")
         if not isinstance(self.clip, bool):
@@ -85,15 +90,16 @@ class SamplerSettings:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], where: str) -> SamplerSettings:
         """The settings among the keys of a larger record; `where` names the record in error messages."""
-        names = ("sampler", "steps", "timestep_spacing", "clip", "cache")
+        names = ("sampler", "steps", "timestep_spacing", "clip", "cache", "timesteps")
         current = current_names(SamplerSettings, data)
         return from_mapping(SamplerSettings, {name: current[name] for name in names if name in current}, where)
 
     def to_json(self) -> dict[str, Any]:
-        """The settings for tables and records; `cache` is left out where features are not cached."""
+        """The settings for tables and records, without `cache` where features are not cached, and without default timesteps."""
         names = ("sampler", "steps", "timestep_spacing", "clip")
         values = {name: getattr(self, name) for name in names}
-        return values if self.cache is None else {**values, "cache": asdict(self.cache)}
+        values |= {} if self.cache is None else {"cache": asdict(self.cache)}
+        return values if self.timesteps is None else {**values, "timesteps": list(self.timesteps)}
 
     def record(self) -> dict[str, Any]:
         """The settings in the sidecar of a generated volume, in `voxtune info --json` and in `voxtune sample --json`."""
@@ -101,7 +107,10 @@ class SamplerSettings:
 
     def describe(self) -> str:
         """The settings in a line, as the commands print them."""
-        parts = [self.sampler, f"{self.steps} steps", f"{self.timestep_spacing} timesteps"]
+        spacing = f"{self.timestep_spacing} timesteps"
+        if self.timesteps is not None:
+            spacing = f"timesteps {' '.join(map(str, self.timesteps))}"
+        parts = [self.sampler, f"{self.steps} steps", spacing]
         parts += [] if self.clip else ["not clamped"]
         parts += [f"feature cache {self.cache}"] if self.cache else []
         return ", ".join(parts)
@@ -141,8 +150,48 @@ class AutoSampling(SamplerSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Distilled(SamplerSettings):
+    """The few steps that a distilled model was trained for, which are the only ones it can be sampled with.
+
+    `teacher` is the name of the model it was distilled from, and `teacher_sha256` the hash of that model's weights.
+    """
+
+    teacher: str
+    teacher_sha256: str
+    teacher_steps: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.timesteps is None or self.cache is not None:
+            raise InputError("a distilled model requires its timesteps, and has no feature cache")
+        if len(self.teacher) > 255 or not self.teacher.isprintable():
+            raise InputError(f"teacher {self.teacher[:80]!r}: expected a name of at most 255 characters")
+        if len(self.teacher_sha256) != 64 or not set(self.teacher_sha256) <= set(string.hexdigits):
+            raise InputError(f"teacher_sha256 {self.teacher_sha256[:80]!r}: expected 64 hexadecimal digits")
+        if self.teacher_steps < 1:
+            raise InputError(f"teacher_steps must be at least 1, got {self.teacher_steps}")
+
+    def record(self) -> dict[str, Any]:
+        origin = {"model": self.teacher, "model_sha256": self.teacher_sha256, "steps": self.teacher_steps}
+        return {**self.to_json(), "distilled_from": origin}
+
+    def describe(self) -> str:
+        return f"{super().describe()} (distilled from {self.teacher})"
+
+    def resolve(self, steps: Steps, options: Mapping[str, Any]) -> Distilled:
+        """Itself; raises InputError for other steps or options, which the weights were not trained for."""
+        for name, value in {**({} if steps in (None, "auto") else {"steps": steps}), **options}.items():
+            if value != getattr(self, name):
+                raise InputError(
+                    f"{name} {value}: this model was distilled to {SamplerSettings.describe(self)} and has no other settings; "
+                    f"omit {name}, or sample its teacher {self.teacher}"
+                )
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """A model's sampling defaults: `auto` where it is stored, otherwise `sampler` with `steps` (None: all steps).
+    """A model's sampling defaults: `distilled` or `auto` where stored, otherwise `sampler` with `steps` (None: all steps).
 
     `start` is the first diffusion step, None for the last one of the schedule. `prior` is the mean intensity, in [-1, 1], of
     the background and of each class of voxels (each mask channel; with overlapping labels each combination of channels). With
@@ -158,6 +207,7 @@ class SamplingConfig:
     start: int | None = None
     prior: tuple[float, ...] | None = None
     auto: AutoSampling | None = None
+    distilled: Distilled | None = None
 
     def __post_init__(self) -> None:
         get_sampler(self.sampler)
@@ -175,6 +225,8 @@ class SamplingConfig:
             raise InputError(f"sampling start {self.start}: the diffusion's steps are 0 to {total - 1}")
         available = total if self.start is None else self.start + 1
         auto_steps = None if self.auto is None else self.auto.steps
+        if self.distilled is not None and max(self.distilled.timesteps or ()) >= available:
+            raise InputError(f"sampling distilled: timesteps must be below the {available} available steps")
         for name, steps in (("steps", self.steps), ("auto steps", auto_steps)):
             if steps is not None and steps > available:
                 raise InputError(f"sampling {name} {steps} exceed the {available} available steps")
@@ -211,6 +263,8 @@ class SamplingConfig:
             "cache": FeatureCache.parse(cache),
         }
         given = {name: value for name, value in options.items() if value is not None}
+        if self.distilled is not None:
+            return self.distilled.resolve(steps, given)
         if self.auto is not None and (steps == "auto" or (steps is None and not given)):
             for name, value in given.items():
                 if value != getattr(self.auto, name):
@@ -232,17 +286,29 @@ class SamplingConfig:
             base = SamplerSettings.from_json({**self.auto.to_json(), "cache": None}, "stored settings")
         if steps is not None:
             given["steps"] = steps
+        if base.timesteps is not None and given.keys() & {"steps", "timestep_spacing"}:
+            given["timesteps"] = None
         return replace(base, **given)
 
     def unmeasured(self, settings: SamplerSettings) -> str | None:
         """A line if the stored evidence is not about `settings`, or if they have a feature cache without evidence."""
-        if self.auto is None:
+        if self.auto is None or self.distilled is not None:
             if settings.cache is None or settings.cache.interval == 1:
                 return None
             return f"cache {settings.cache} was not measured for this model; measure it with voxtune steps --cache"
         if settings.to_json() == self.auto.to_json():
             return None
         return f"the stored evidence is for {SamplerSettings.describe(self.auto)}; it does not apply to {settings.describe()}"
+
+
+def check_timesteps(timesteps: tuple[int, ...], steps: int) -> None:
+    if (
+        not timesteps
+        or len(timesteps) != steps
+        or timesteps[-1] < 0
+        or any(a <= b for a, b in itertools.pairwise(timesteps))
+    ):
+        raise InputError(f"timesteps {list(timesteps)[:8]}: expected {steps} decreasing numbers of at least 0")
 
 
 def _caller_level() -> int:

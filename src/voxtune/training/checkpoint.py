@@ -1,8 +1,8 @@
 """The state of a training run on disk: one safetensors file per checkpoint, written atomically.
 
-Tensors: `model.*` and `ema.*` (weights), `optimizer.<parameter>.*` (Adam's moments and count), `rng.*` (torch's random
-state). Everything else (step, loader position, loss scale, settings) is JSON in the file's metadata, with a checksum of
-the tensors that detects damaged files.
+Tensors: `model.*`, `ema.*` and `ema-DECAY.*` (weights), `optimizer.<parameter>.*` (Adam's moments and count), `rng.*`
+(torch's random state). Everything else (step, loader position, loss scale, settings) is JSON in the file's metadata, with a
+checksum of the tensors that detects damaged files.
 """
 
 from __future__ import annotations
@@ -172,10 +172,27 @@ def drop_later_checkpoints(folder: Path, step: int) -> Path | None:
     return left
 
 
-def load_ema(path: Path) -> Model:
-    """The model with the EMA weights of a training checkpoint."""
-    checkpoint = read_checkpoint(path)
-    return Model(checkpoint.model, network_from_state(checkpoint.model.network, checkpoint.part("ema."), str(path)))
+def average_name(decay: float) -> str:
+    """The name in a checkpoint of an average besides `ema`."""
+    return f"ema-{decay!r}"
+
+
+def averages(checkpoint: Checkpoint) -> list[str]:
+    """The names of the averages of the weights in a checkpoint."""
+    return ["ema", *map(average_name, checkpoint.config.ema_candidates)]
+
+
+def goes_on_from_checkpoint(init: str | None) -> bool:
+    """Whether a run starts from the weights and the averages of a training checkpoint, not from a model."""
+    return init is not None and NAME.fullmatch(Path(init).name) is not None
+
+
+def load_weights(checkpoint: Checkpoint, name: str = "model") -> Model:
+    """The model with weights of a training checkpoint: "model", those that are trained, or an average such as "ema"."""
+    state = checkpoint.part(f"{name}.")
+    if not state:
+        raise InputError(f"{checkpoint.path}: contains no weights named {name!r}")
+    return Model(checkpoint.model, network_from_state(checkpoint.model.network, state, str(checkpoint.path)))
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

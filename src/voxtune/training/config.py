@@ -17,9 +17,11 @@ from voxtune.data.labels import parse_labels
 from voxtune.data.orientation import check_orientation
 from voxtune.diffusion import get_sampler
 from voxtune.diffusion.noise import check_seed
+from voxtune.diffusion.schedule import Prediction
 from voxtune.errors import InputError, install_command, optional_import
 from voxtune.files import recorded_path
 from voxtune.reading import MAX_DEPTH, MAX_FIELD, parse_bytes, parse_json, read_text, reading
+from voxtune.runtime.sampling import check_timesteps
 from voxtune.workloads import DEFAULT_WORKLOAD, WORKLOADS
 from voxtune.workloads import workload as find_workload
 
@@ -97,6 +99,8 @@ def _loader() -> Any:
 # PyYAML takes 40 seconds for a mebibyte; a config has a few kilobytes.
 MAX_FILE_BYTES = 2**17
 MAX_COUNT = 10**9
+# Averages of the weights that a run keeps; each is a copy of the network.
+MAX_AVERAGES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +163,10 @@ class ModelSettings:
     attention: tuple[int, ...] | None = None
     schedule: Literal["cosine", "linear"] | None = None
     diffusion_steps: int | None = None
+    prediction: Prediction | None = None
+    snr_shift: float | None = None
+    zero_terminal_snr: bool | None = None
+    offset_noise: float | None = None
 
     def __post_init__(self) -> None:
         find_workload(self.workload)
@@ -171,6 +179,35 @@ class ModelSettings:
     @property
     def dimensions(self) -> int:
         return WORKLOADS[self.workload].network.dimensions
+
+    @property
+    def noise(self) -> dict[str, Any]:
+        """The noise levels and the noise that are set: they may change in a model to fine-tune, its prediction may not."""
+        values = {name: getattr(self, name) for name in ("snr_shift", "zero_terminal_snr", "offset_noise")}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillSettings:
+    """The distillation of the model `init` to a student of `steps` sampling steps.
+
+    `timesteps` None: learned when the run begins. `inputs`: whether a step of the student starts where the teacher is at its
+    timestep, or where the student's own steps before it end. `clip`: whether the student's prediction of the image is clamped in
+    every step. `teacher_sha256` is set when the run begins.
+    """
+
+    steps: int = 4
+    timesteps: tuple[int, ...] | None = None
+    teacher_steps: int = 50
+    inputs: Literal["teacher", "student"] = "student"
+    clip: bool = True
+    teacher_sha256: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_range("steps", self.steps, 1, 1000)
+        _check_range("teacher_steps", self.teacher_steps, 2, 100_000)
+        if self.timesteps is not None:
+            check_timesteps(self.timesteps, self.steps)
 
 
 DEFAULT_STEPS = 100_000
@@ -185,6 +222,7 @@ class TrainConfig:
 
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
+    distill: DistillSettings | None = None
     steps: int = DEFAULT_STEPS
     epochs: int | None = None
     minutes: float | None = None
@@ -198,6 +236,7 @@ class TrainConfig:
     ema_decay: float = 0.995
     ema_every: int = 10
     ema_start: int = 2000
+    ema_candidates: tuple[float, ...] = ()
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
     plan: Literal["auto", "baseline", "compile", "voxtune"] = "auto"
     autocast: Literal["none", "bf16", "fp16"] | None = None
@@ -240,8 +279,7 @@ class TrainConfig:
             raise InputError(f"warmup {self.warmup}: exceeds the {self.steps} steps of the run")
         if self.minutes is not None and not 0 < self.minutes <= MAX_COUNT:
             raise InputError(f"minutes {self.minutes}: must be above 0; omit it for no limit")
-        if not 0 <= self.ema_decay < 1:
-            raise InputError(f"ema_decay {self.ema_decay}: must be in [0, 1)")
+        _check_averages(self.ema_decay, self.ema_candidates)
         if self.clip is not None and not self.clip > 0:
             raise InputError(f"clip {self.clip}: the maximum gradient norm must be above 0; omit it for no clipping")
         check_plan(self)
@@ -319,6 +357,8 @@ DECAY_LENGTH = frozenset({"steps", "minutes"})
 
 def check_plan(config: TrainConfig) -> None:
     """Raises if the older names of a plan and of a precision, `autocast` and `compile`, contradict the others."""
+    if config.distill is not None and config.model.init is None:
+        raise InputError("distill: the teacher is missing: set model.init, as voxtune distill MODEL does")
     if config.compile and config.plan not in ("auto", "compile"):
         raise InputError(f"compile cannot be combined with plan {config.plan}; omit one of them")
     if config.memory_budget is not None and (
@@ -375,6 +415,17 @@ def _check_network_settings(model: ModelSettings) -> None:
 def _check_range(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise InputError(f"{name} {value}: must be in {low} to {high}")
+
+
+def _check_averages(decay: float, candidates: tuple[float, ...]) -> None:
+    if not 0 <= decay < 1:
+        raise InputError(f"ema_decay {decay}: must be in [0, 1)")
+    decays = (decay, *candidates)
+    if len(decays) > MAX_AVERAGES or len(set(decays)) < len(decays) or not all(0 <= d < 1 for d in candidates):
+        raise InputError(
+            f"ema_candidates {list(candidates)[:8]}: at most {MAX_AVERAGES - 1} decays in [0, 1), each different from the "
+            "others and from ema_decay"
+        )
 
 
 def _check_cache(cache: str) -> None:
@@ -524,6 +575,6 @@ def setting_names() -> list[str]:
     """All settings of a config file; those of sections as "data.images"."""
     names: list[str] = []
     for outer in fields(TrainConfig):
-        section = {"data": DataSettings, "model": ModelSettings}.get(outer.name)
+        section = {"data": DataSettings, "model": ModelSettings, "distill": DistillSettings}.get(outer.name)
         names += [outer.name] if section is None else [f"{outer.name}.{inner.name}" for inner in fields(section)]
     return names

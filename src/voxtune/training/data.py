@@ -25,7 +25,7 @@ from voxtune.data.contract import DataContract
 from voxtune.data.labels import LabelMap, parse_labels
 from voxtune.data.splits import contract_difference
 from voxtune.data.subjects import Compact, Packed, Source, unpack
-from voxtune.diffusion.noise import check_seed, normal_batch, philox
+from voxtune.diffusion.noise import check_seed, normal_batch, offset_batch, philox
 from voxtune.errors import InputError
 from voxtune.files import recorded_path
 from voxtune.reading import parse_bytes
@@ -36,7 +36,7 @@ from voxtune.training.distributed import Share, local_count
 
 _MASK = 0xFFFFFFFF
 # Counters that samplers never use, so that training noise and sampling noise are independent.
-_ORDER, _TIMESTEP, _NOISE = 0xFFFFFFFD, 0xFFFFFFFE, 0xFFFFFFFF
+_OFFSET, _ORDER, _TIMESTEP, _NOISE = 0xFFFFFFFC, 0xFFFFFFFD, 0xFFFFFFFE, 0xFFFFFFFF
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,11 @@ def timesteps(seed: int, numbers: tuple[int, ...], total: int) -> Tensor:
 
 def training_noise(seed: int, numbers: tuple[int, ...], shape: tuple[int, ...], device: torch.device) -> Tensor:
     return normal_batch(seed, numbers, _NOISE, shape, device)
+
+
+def noise_offsets(seed: int, numbers: tuple[int, ...], channels: int, dimensions: int) -> Tensor:
+    """What offset noise adds to the noise of each channel of each sample, with standard deviation 1; on the CPU."""
+    return offset_batch(seed, numbers, _OFFSET, channels, dimensions)
 
 
 def queued_noise(seed: int, numbers: Tensor, shape: tuple[int, ...]) -> Tensor:

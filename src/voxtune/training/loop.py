@@ -20,7 +20,7 @@ from voxtune.precision import deterministic_algorithms
 from voxtune.runtime.model import Model, ModelConfig
 from voxtune.runtime.storage import load, save
 from voxtune.training import checkpoint as disk
-from voxtune.training.checkpoint import CHECKPOINTS, Checkpoint
+from voxtune.training.checkpoint import CHECKPOINTS, Checkpoint, goes_on_from_checkpoint
 from voxtune.training.config import TrainConfig, differences, with_steps
 from voxtune.training.data import (
     Batch,
@@ -33,6 +33,7 @@ from voxtune.training.data import (
     read_item,
     worker_count,
 )
+from voxtune.training.distill import objective
 from voxtune.training.distributed import Processes, join_processes
 from voxtune.training.fit import Fit, naming_settings, train_fitting
 from voxtune.training.folder import CONFIG, MODEL, add_command, add_fits, check_new_run, delete_run, write_settings
@@ -199,9 +200,11 @@ def _train(
                 lambda: choose_plan(own, start, opened, device, say or (lambda line: None), checkpoint)
             )
         with naming_settings(own, model, plan, device, **memory):
-            trainer = Trainer(config, model, len(source), device, plan, processes)
+            trainer = Trainer(config, model, len(source), device, plan, processes, objective(config, device))
         if checkpoint is not None:
             trainer.restore(checkpoint)
+        elif goes_on_from_checkpoint(config.model.init):
+            trainer.take_averages(disk.read_checkpoint(Path(str(config.model.init))))
         commands = processes.lead(lambda: _write_run(out, config, command, fits, resume=resume))
         card = partial(
             training_card,
@@ -484,11 +487,12 @@ class Run:
         assert self.log is not None
         image, cond = read_item(self.source, 0)
         flat = self.trainer.model.config.network.dimensions == 2
+        steps = min(self.config.sample_steps, len(self.trainer.model.schedule))
+        options: Any = {} if self.config.distill else {"sampler": self.config.sampler, "steps": steps}
         with self.trainer.autocast():
             samples = self._ema_model().sample(
                 None if cond is None else cond[None],
-                sampler=self.config.sampler,
-                steps=min(self.config.sample_steps, len(self.trainer.model.schedule)),
+                **options,
                 seed=self.config.seed,
                 indices=range(PICTURE_IMAGES if flat else 1),
             )
@@ -536,10 +540,10 @@ class Run:
 
 
 def load_init(path: str) -> Model:
-    """The model to fine-tune: a model folder, a run folder, a training checkpoint or a published `.pt`."""
+    """The model to start from: a model folder, a run folder, the trained weights of a checkpoint, or a published `.pt`."""
     location = Path(path)
-    if disk.NAME.fullmatch(location.name):
-        return disk.load_ema(location)
+    if goes_on_from_checkpoint(path):
+        return disk.load_weights(disk.read_checkpoint(location))
     return load(location / MODEL if (location / MODEL / "config.json").is_file() else location)
 
 

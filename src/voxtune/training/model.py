@@ -19,7 +19,10 @@ from voxtune.errors import InputError
 from voxtune.files import recorded_path
 from voxtune.runtime.card import model_card
 from voxtune.runtime.model import Model, ModelConfig, workload_contract
+from voxtune.runtime.sampling import SamplingConfig
 from voxtune.training.config import ModelSettings, TrainConfig, make_config, read_config
+from voxtune.training.distill import describe as describe_distillation
+from voxtune.training.distill import student_diffusion, student_sampling
 from voxtune.versions import __version__
 from voxtune.workloads import WORKLOADS, NetworkConfig
 
@@ -30,16 +33,36 @@ def model_config(config: TrainConfig, start: ModelConfig | None = None) -> Model
     if start is None:
         template = workload_contract(WORKLOADS[settings.workload])
         return _fresh_images(config) if template is None else _fresh_volumes(config, template)
-    if start.family != WORKLOADS[settings.workload].network.family:
-        raise InputError(f"model: init: {settings.init} is a {start.family} model; pass --workload {start.family}")
-    fixed = {"schedule": start.diffusion.schedule, "diffusion_steps": start.diffusion.steps} | start.network.settings
-    for name, value in fixed.items():
-        if getattr(settings, name) not in (None, value):
-            raise InputError(f"model: {name} is {value} in {settings.init} and cannot be changed; omit it")
+    _check_architecture(settings, start)
     size = settings.size or start.size
     contract = None if start.data is None else _contract(config, start.data, _three(size))
-    diffusion = replace(start.diffusion, loss=config.loss)
-    return ModelConfig(network=start.network, size=size, diffusion=diffusion, data=contract)
+    try:
+        diffusion = replace(start.diffusion, loss=config.loss, **settings.noise)
+    except InputError as error:
+        raise InputError(f"model: init: {settings.init}: {error}") from None
+    sampling = SamplingConfig()
+    if config.distill is not None:
+        sampling, diffusion = student_sampling(config, start.sampling), student_diffusion(diffusion)
+    return ModelConfig(network=start.network, size=size, diffusion=diffusion, sampling=sampling, data=contract)
+
+
+def _check_architecture(settings: ModelSettings, start: ModelConfig) -> None:
+    """Raises if a run is to have another network or prediction than the model that it starts from."""
+    if start.family != WORKLOADS[settings.workload].network.family:
+        raise InputError(f"model: init: {settings.init} is a {start.family} model; pass --workload {start.family}")
+    diffusion = start.diffusion
+    fixed = {"schedule": diffusion.schedule, "diffusion_steps": diffusion.steps, "prediction": diffusion.prediction}
+    values = {name: (value, getattr(settings, name)) for name, value in (fixed | start.network.settings).items()}
+    different = [
+        f"{name} is {own} in {settings.init}, not {given}"
+        for name, (own, given) in values.items()
+        if given not in (None, own)
+    ]
+    if different:
+        raise InputError(
+            f"model: {'; '.join(different)}: a run has the network and the prediction of the model that it starts from; omit "
+            "these settings"
+        )
 
 
 def new_run(file: Path | None, overrides: Mapping[str, Any], where: str) -> tuple[TrainConfig, str]:
@@ -88,7 +111,17 @@ def _network(settings: ModelSettings, size: tuple[int, ...], *, images: int, lab
 def _diffusion(config: TrainConfig) -> DiffusionConfig:
     settings, published = config.model, WORKLOADS[config.model.workload]
     steps = published.steps if settings.diffusion_steps is None else settings.diffusion_steps
-    return DiffusionConfig(schedule=settings.schedule or published.schedule, steps=steps, loss=config.loss)
+    prediction = settings.prediction or "epsilon"
+    try:
+        return DiffusionConfig(
+            schedule=settings.schedule or published.schedule,
+            steps=steps,
+            loss=config.loss,
+            prediction=prediction,
+            **settings.noise,
+        )
+    except InputError as error:
+        raise InputError(f"model: {error}") from None
 
 
 def _three(size: tuple[int, ...]) -> tuple[int, int, int]:
@@ -153,6 +186,7 @@ def training_card(
         f"Trained with voxtune {__version__} for {step} of {config.steps} steps{start}; {seconds / 60:.1f} minutes on "
         f"{device}. These are the EMA weights{stored}.",
         "",
+        *([] if config.distill is None else describe_distillation(config)),
         f"- Data: {origin}",
         f"- Recipe: Adam, {_describe_rate(config)}, {config.loss.upper()} loss, batch {config.batch} x {config.accumulation} "
         f"accumulated, EMA {config.ema_decay:g} every {config.ema_every} steps from step {config.ema_start}, {plan}, "
@@ -160,7 +194,8 @@ def training_card(
     ]
     if commands:
         lines += ["", "```", *commands, "```"]
-    return model_card(model, title="A model trained with voxtune", origin="\n".join(lines))
+    title = "A model trained with voxtune" if config.distill is None else "A model distilled with voxtune"
+    return model_card(model, title=title, origin="\n".join(lines))
 
 
 def _describe_rate(config: TrainConfig) -> str:

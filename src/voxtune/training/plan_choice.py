@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from voxtune.data.subjects import Source
-from voxtune.diffusion import add_noise
+from voxtune.diffusion import add_noise, prediction_target
 from voxtune.errors import InputError
 from voxtune.files import one_line
 from voxtune.runtime.model import Model
@@ -395,14 +395,15 @@ class _Choice:
         starts = [(side - part) // 2 for side, part in zip(inputs.images.shape[2:], size, strict=True)]
         place = (slice(count), slice(None), *(slice(a, a + part) for a, part in zip(starts, size, strict=True)))
         cut = lambda x: x[place].contiguous()  # noqa: E731
-        noise, t_N = cut(inputs.noise), inputs.t_N[:count]
-        x = add_noise(self.model.schedule, cut(inputs.images), t_N, noise)
+        schedule, noise, t_N = self.model.schedule, cut(inputs.noise), inputs.t_N[:count]
+        x = add_noise(schedule, cut(inputs.images), t_N, noise)
+        target = prediction_target(schedule, cut(inputs.images), t_N, noise)
         args = (x, t_N) if inputs.conds is None else (x, t_N, cut(inputs.conds))
 
         def loss(results: list[Tensor]) -> Tensor:
             predicted = results[0]
             wide = torch.promote_types(predicted.dtype, torch.float32)
-            error = predicted.to(wide) - noise.to(wide)
+            error = predicted.to(wide) - target.to(wide)
             return error.abs().mean() if self.config.loss == "l1" else error.square().mean()
 
         return GateBatch(args, loss)

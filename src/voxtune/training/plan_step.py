@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from voxtune.files import one_line
 from voxtune.training.config import TrainConfig
-from voxtune.training.data import Batch, queued_noise, timesteps, training_noise
+from voxtune.training.data import Batch, noise_offsets, queued_noise, timesteps, training_noise
 
 log = logging.getLogger("voxtune")
 # Steps before the recording.
@@ -55,7 +55,13 @@ class StepInputs:
 
 
 def step_inputs(
-    batch: Batch, config: TrainConfig, diffusion_steps: int, device: torch.device, *, channels_last: bool
+    batch: Batch,
+    config: TrainConfig,
+    diffusion_steps: int,
+    device: torch.device,
+    *,
+    channels_last: bool,
+    offset_noise: float = 0.0,
 ) -> StepInputs:
     """The batch with its noise and diffusion steps, which depend on the seed and the sample numbers alone."""
     images, conds = batch.on(device)
@@ -63,12 +69,18 @@ def step_inputs(
         images = _lasting(images)
     t_N = timesteps(config.seed, batch.numbers, diffusion_steps)
     shape = tuple(images.shape[1:])
+    offsets = None
+    if offset_noise:
+        offsets = offset_noise * noise_offsets(config.seed, batch.numbers, shape[0], len(shape) - 1)
     if device.type == "cpu":
-        return StepInputs(images, conds, t_N, training_noise(config.seed, batch.numbers, shape, device))
+        noise = training_noise(config.seed, batch.numbers, shape, device)
+        return StepInputs(images, conds, t_N, noise if offsets is None else noise + offsets)
     if importlib.util.find_spec("triton") is None:
         noise = training_noise(config.seed, batch.numbers, shape, device)
     else:
         noise = queued_noise(config.seed, _queued(torch.tensor(batch.numbers, dtype=torch.int64), device), shape)
+    if offsets is not None:
+        noise = noise + _queued(offsets, device)
     if channels_last:
         noise, conds = _lasting(noise), None if conds is None else _lasting(conds)
     return StepInputs(images, conds, _queued(t_N, device), noise)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from voxtune.training.checkpoint import (
     Checkpoint,
     RunState,
     ScalerState,
+    average_name,
+    goes_on_from_checkpoint,
     optimizer_tensors,
     random_state,
     restore_network,
@@ -116,6 +118,15 @@ class _Queued:
     skipped: bool = False
 
 
+class Objective(Protocol):
+    """What a run trains its network for, in place of predicting the noise that was added to images."""
+
+    def inputs(self, batches: Sequence[StepInputs], student: Any) -> list[StepInputs]:
+        """The parts of a step, from its batches; `student` is the network that is trained."""
+
+    def loss(self, forward: Any, inputs: StepInputs, kind: Literal["l1", "l2"]) -> Tensor: ...
+
+
 class Trainer:
     """Network, moving average, optimizer and loss scale of one run, the same in each of its processes.
 
@@ -132,13 +143,21 @@ class Trainer:
         device: torch.device,
         plan: TrainingPlan | None = None,
         processes: Processes | None = None,
+        objective: Objective | None = None,
     ):
         self.processes = processes = processes or Processes(device)
+        self.objective = objective
         self.config, self.model, self.device, self.subjects = config, model, device, subjects
         self.plan = plan = plan or unmeasured_plan(config, device)
         network = plan.placed(model.network.to(device), model.config.network.dimensions)
         self.network = network.train()
-        self.ema = Ema(network, decay=config.ema_decay, every=config.ema_every, start=config.ema_start)
+        # Averages that go on from a checkpoint are averages from the first step on.
+        start = 0 if goes_on_from_checkpoint(config.model.init) else config.ema_start
+        decays = {"ema": config.ema_decay} | {average_name(decay): decay for decay in config.ema_candidates}
+        self.averages = {
+            name: Ema(network, decay=decay, every=config.ema_every, start=start) for name, decay in decays.items()
+        }
+        self.ema = self.averages["ema"]
         queued = runs_ahead(device)
         self.optimizer = _queued_adam(network, config, device) if queued else _plain_adam(network, config)
         # Only fp16 on a GPU needs a loss scale: bf16 has the range of float32.
@@ -192,9 +211,10 @@ class Trainer:
             group["lr"] = queued.rate
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self.device)
-        for number, inputs in enumerate(self._inputs(queued.batches), 1):
-            with self._accumulating(last=number == len(queued.batches)):
-                batch_loss = self._loss(inputs) / len(queued.batches)
+        parts = self._inputs(queued.batches)
+        for number, inputs in enumerate(parts, 1):
+            with self._accumulating(last=number == len(parts)):
+                batch_loss = self._loss(inputs) / len(parts)
                 batch_loss.backward()
             loss += batch_loss.detach()
         loss = self.processes.mean(loss)
@@ -207,7 +227,8 @@ class Trainer:
             if self.config.clip is not None:
                 nn.utils.clip_grads_with_norm_(parameters, self.config.clip, norm)
             self.optimizer.step()
-            self.ema.update(self.network, self.step)
+            for average in self.averages.values():
+                average.update(self.network, self.step)
         self._finish(queued)
 
     def _accumulating(self, *, last: bool) -> Any:
@@ -218,7 +239,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"].fill_(queued.rate)
         outcome = self._queue(self._inputs(queued.batches))
-        self.ema.update(self.network, queued.step, outcome[2])
+        for average in self.averages.values():
+            average.update(self.network, queued.step, outcome[2])
         queued.unread = self._reader.queue(outcome)
         self.step = queued.step
         self._waiting.append(queued)
@@ -284,7 +306,12 @@ class Trainer:
 
     def _inputs(self, batches: list[Batch]) -> list[StepInputs]:
         total, last = len(self.model.schedule), self.plan.channels_last
-        return [step_inputs(b, self.config, total, self.device, channels_last=last) for b in batches]
+        options: dict[str, Any] = {"channels_last": last, "offset_noise": self.model.config.diffusion.offset_noise}
+        inputs = [step_inputs(b, self.config, total, self.device, **options) for b in batches]
+        if self.objective is None:
+            return inputs
+        with self.autocast():
+            return self.objective.inputs(inputs, self.network)
 
     def _loss(self, inputs: StepInputs) -> Tensor:
         return self._loss_of(self._forward, inputs)
@@ -296,6 +323,8 @@ class Trainer:
 
     def _loss_of(self, forward: Any, inputs: StepInputs) -> Tensor:
         schedule, kind = self.model.schedule, self.config.loss
+        if self.objective is not None:
+            return self.objective.loss(forward, inputs, kind)
         return training_loss(
             lambda x, t: forward(x, t, inputs.conds), schedule, inputs.images, inputs.t_N, inputs.noise, kind
         )
@@ -352,7 +381,7 @@ class Trainer:
             scaler = ScalerState(scale=float(values["scale"]), growth_tracker=int(values["_growth_tracker"]))
         parts = {
             "model": self.network.state_dict(),
-            "ema": self.ema.network.state_dict(),
+            **{name: average.network.state_dict() for name, average in self.averages.items()},
             "optimizer": optimizer_tensors(self.optimizer, self.network.named_parameters()),
             "rng": random_state(self.device),
         }
@@ -376,6 +405,12 @@ class Trainer:
             tensors={f"{part}.{name}": value for part, state in parts.items() for name, value in state.items()},
         )
 
+    def take_averages(self, checkpoint: Checkpoint) -> None:
+        """Goes on from the averages of another run's checkpoint; one that it does not have starts at its `ema`."""
+        for name, average in self.averages.items():
+            stored = checkpoint.part(f"{name}.") or checkpoint.part("ema.")
+            restore_network(average.network, stored, str(checkpoint.path))
+
     def restore(self, checkpoint: Checkpoint) -> None:
         state, where = checkpoint.state, str(checkpoint.path)
         expected = divmod(state.step * self.config.samples_per_step, state.subjects)
@@ -385,7 +420,8 @@ class Trainer:
                 f"data now has {self.subjects} subjects: restore the data, or start another run with --init"
             )
         restore_network(self.network, checkpoint.part("model."), where)
-        restore_network(self.ema.network, checkpoint.part("ema."), where)
+        for name, average in self.averages.items():
+            restore_network(average.network, checkpoint.part(f"{name}."), where)
         restore_optimizer(self.optimizer, self.network.named_parameters(), checkpoint.part("optimizer."), where)
         restore_random_state(checkpoint.part("rng."), self.device, where)
         if self.scaler is not None and state.scaler is not None:
