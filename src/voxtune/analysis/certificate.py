@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from voxtune.analysis.frame import kernels, numbers, text
+from voxtune.analysis.frame import gpu_name, kernels, numbers, text
+from voxtune.analysis.mix import opcode_coverage_pct
 from voxtune.analysis.table import Column, Table
 from voxtune.errors import InputError
 
@@ -62,6 +63,13 @@ def certify(session: Session) -> Certificate:
         phases=phases,
         census=tuple(_census(session, phases)),
     )
+
+
+def tier_shares(session: Session) -> dict[str, float]:
+    """Percent of kernel time with the counters of each tier."""
+    certified = certify(session)
+    opcodes = 0.0 if session.opcodes.empty else opcode_coverage_pct(session) or 0.0
+    return {"few": certified.few_time_pct, "full": certified.full_time_pct, "opcodes": opcodes}
 
 
 def _census(session: Session, phases: tuple[str, ...]) -> list[str]:
@@ -124,8 +132,14 @@ def certificate(session: Session) -> Table:
     return Table(f"Certificate of coverage: {session.name}", columns, rows, notes, extra=extra)
 
 
-def refusal(sessions: Sequence[Session], level: Level) -> str | None:
-    """Why ratios between these sessions are refused, or None if each covers its step."""
+def refusal(sessions: Sequence[Session], level: Level, *, across_gpus: bool = False) -> str | None:
+    """Why ratios between these sessions are refused, or None if each covers its step, and all have the same GPU.
+
+    `across_gpus` allows ratios between sessions of several GPUs.
+    """
+    gpus = list(dict.fromkeys(map(gpu_name, sessions)))
+    if len(gpus) > 1 and not across_gpus:
+        return f"sessions of several GPUs ({', '.join(gpus)}). Ratios across GPUs require --across-gpus."
     for session in sessions:
         reasons = certify(session).reasons(level)
         if reasons:

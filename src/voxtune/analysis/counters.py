@@ -62,7 +62,7 @@ def counter_table(session: Session, counters: tuple[str, ...], title: str) -> Ta
         Column("class", kind="text"),
         Column("ms", "ms", better="low", digits=3),
         Column("measured", "%", "percent", "high", 1),
-        *(_column(c) for c in counters),
+        *(_column(c, detail=place >= MAIN_COUNTERS) for place, c in enumerate(counters)),
     ]
     weights = sorted({weight_of(c) for c in counters})
     names = {"duration_us": "time", "cycles_active": "active cycles", "instructions": "instructions executed"}
@@ -78,9 +78,14 @@ def _row(name: str, rows: pd.DataFrame, counters: tuple[str, ...]) -> dict[str, 
     return cells | {c: average(rows, c) for c in counters}
 
 
-def _column(counter: str) -> Column:
+# Stall reasons are sorted; the page shows those after the first on request.
+MAIN_COUNTERS = 6
+
+
+def _column(counter: str, *, detail: bool) -> Column:
     if counter.startswith("stall_"):
-        return Column(counter, "warps/issue", better="low", digits=3)
+        title = counter.removeprefix("stall_").replace("_", " ")
+        return Column(counter, "warps/issue", better="low", digits=3, title=title, detail=detail)
     if counter.endswith("_pct"):
         return Column(counter, "%", "percent", "high", 2)
     return Column(counter, "warps" if counter == "warps_active" else "", better="high", digits=2)

@@ -312,7 +312,8 @@ Voxtune.charts = (() => {
     const option = {
       ...base(t),
       series: [{
-        type: "treemap", data: branches(f, hidden, t), left: 0, right: 0, top: 2, bottom: 30, roam: false, leafDepth: null,
+        // With a leaf depth the path below starts at the root, and not at whatever is in the middle of the chart.
+        type: "treemap", name: "all modules", data: branches(f, hidden, t), left: 0, right: 0, top: 2, bottom: 30, roam: false, leafDepth: 99,
         visibleMin: 40, breadcrumb: { bottom: 2, height: 20, itemStyle: { color: t.hair, textStyle: { color: t.ink } }, emphasis: { itemStyle: { color: t.line } } },
         itemStyle: { borderColor: t.paper, borderWidth: 1, gapWidth: 1 },
         label: { fontSize: 11, overflow: "truncate", formatter: (p) => p.name },
