@@ -128,7 +128,7 @@ def _print_study(sessions: list[Session], output: Output) -> dict[str, Any]:
     from voxtune.report.sections.comparison import comparable
 
     tables: dict[str, Any] = {}
-    for name, group in comparable(sessions).items():
+    for name, group in comparable(sessions, across_gpus=True).items():
         try:
             table = study_table(group)
         except InputError as error:

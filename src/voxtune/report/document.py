@@ -76,10 +76,11 @@ class Document:
     title: str
     subtitle: str
     facts: list[Fact]
-    # One per session, and one per kind of data (timeline and tiers of counters) for the headline.
+    # One per session.
     badges: list[Badge]
-    coverage: list[Badge]
     sections: list[Section]
+    # For the headline: one per kind of data, which are the timeline and the tiers of counters.
+    coverage: list[Badge] = field(default_factory=list)
 
     def all_blocks(self) -> Iterator[Block]:
         for section in self.sections:

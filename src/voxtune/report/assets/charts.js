@@ -121,13 +121,16 @@ Voxtune.charts = (() => {
     const xs = f.points.map((p) => p.x), ys = f.points.map((p) => p.y);
     const slopes = f.roofs.filter((r) => r.per_x), flats = f.roofs.filter((r) => r.flat);
     const top = Math.max(...flats.map((r) => r.flat), ...ys), steepest = Math.max(...slopes.map((r) => r.per_x), 0);
-    const left = Math.min(...xs) / 2, right = Math.max(...xs, steepest ? top / steepest : 0) * 4;
+    const decade = (v) => 10 ** Math.floor(Math.log10(v));
+    const left = decade(Math.min(...xs) / 2), right = Math.max(...xs, steepest ? top / steepest : 0) * 4;
+    const bottom = decade(Math.min(...ys) / 2);
     const lines = f.roofs.map((r) => {
-      const ends = r.flat ? [[steepest ? r.flat / steepest : left, r.flat], [right, r.flat]] : [[left, r.per_x * left], [top / r.per_x, top]];
+      const low = r.flat ? left : Math.max(left, bottom / r.per_x);
+      const ends = r.flat ? [[steepest ? Math.max(left, r.flat / steepest) : left, r.flat], [right, r.flat]] : [[low, r.per_x * low], [top / r.per_x, top]];
       return { type: "line", name: r.name, data: ends, symbol: "none", silent: true, lineStyle: { color: t.muted, width: 1.2 },
                endLabel: { show: Boolean(r.flat), formatter: r.name, color: t.muted, fontSize: 11, offset: [-8, -8], align: "right" } };
     });
-    return { lines, left, right, top: top * 2, bottom: Math.min(...ys) / 2 };
+    return { lines, left, right, top: top * 2, bottom };
   }
 
   function scatter(f, t, width) {
