@@ -20,7 +20,20 @@ SECTIONS = [
         "roofline",
         "instructions",
     ),
-    *("ipc", "pipes", "caches", "warps", "stalls", "priority", "components", "compare", "window", "study", "advice"),
+    *(
+        "ipc",
+        "pipes",
+        "caches",
+        "warps",
+        "stalls",
+        "priority",
+        "components",
+        "compare",
+        "window",
+        "networks",
+        "study",
+        "advice",
+    ),
     *("coverage", "environment"),
 ]
 

@@ -45,6 +45,7 @@ PER_SESSION: tuple[Make, ...] = (
 )
 # Sections about all sessions together, without profiling windows.
 ACROSS_SESSIONS: tuple[Make, ...] = (
+    comparison.networks,
     comparison.study,
     comparison.advice,
     findings.coverage,

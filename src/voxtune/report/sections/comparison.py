@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 from voxtune.analysis.advice import advice as advice_table
 from voxtune.analysis.certificate import WINDOWS
 from voxtune.analysis.compare import RATIOS, compare_modules, normalised, side_by_side
+from voxtune.analysis.efficiency import efficiency
 from voxtune.analysis.frame import gpu_name, labels, labels_on_gpu
 from voxtune.analysis.priority import achieved
 from voxtune.analysis.study import study_table
 from voxtune.errors import InputError
-from voxtune.report.charts import MODES, block, overview, present
+from voxtune.report.charts import MODES, NOT_RECORDED, block, overview, present
 from voxtune.report.document import Block, Section, Tab, Text
-from voxtune.report.figure import Bars, Series
+from voxtune.report.figure import Bars, Point, Scatter, Series
 from voxtune.report.palette import in_sequence
 
 if TYPE_CHECKING:
@@ -118,6 +119,44 @@ def _window_vs_step(table: Table, group: Sequence[Session], i: int) -> Bars | No
         return None
     title = f"Relative to {titles[0]}, {gpus(group)}"
     return Bars(id=f"window-{i}", title=title, labels=names, series=series, unit="× baseline", mark=1.0)
+
+
+def networks(names: Sequence[str], sessions: Sequence[Session]) -> Section:
+    table = efficiency(sessions)
+    figures = [
+        _against_time(table, *f) for f in (("ipc", "Instructions per cycle", "IPC"), ("of_half", "Share of peak", "%"))
+    ]
+    missing = [
+        Text(text=f"{title}{NOT_RECORDED} for any session.", tone="missing")
+        for figure, title in zip(figures, ("Instructions per cycle", "FLOPs of these networks"), strict=True)
+        if figure is None
+    ]
+    return Section(
+        id="networks",
+        title="Efficiency against step time",
+        lead="Each point is a session: its step time, and how well it uses the GPU. Sessions of several networks can be given "
+        "together.",
+        blocks=[*present(*figures), *missing, block("networks", table)],
+    )
+
+
+def _against_time(table: Table, column: str, title: str, unit: str) -> Scatter | None:
+    points = [
+        Point(name=r["session"], x=r["wall_ms"], y=r[column], size=1.0, group=r["network"])
+        for r in table.rows
+        if r["wall_ms"] and r[column]
+    ]
+    if not points:
+        return None
+    return Scatter(
+        id=f"networks-{column}",
+        title=f"{title} against step time",
+        caption="Both axes are logarithmic.",
+        x_title="step time, ms",
+        y_title=unit,
+        points=points,
+        size_title="sessions",
+    )
 
 
 def study(names: Sequence[str], sessions: Sequence[Session]) -> Section:
