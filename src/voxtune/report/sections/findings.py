@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from voxtune.analysis.certificate import THRESHOLD_PCT, certificate, tier_shares
+from voxtune.analysis.certificate import THRESHOLD_PCT, certificate, certify, readings, tier_shares
 from voxtune.analysis.frame import gpu_name
 from voxtune.analysis.ledger import layout_ledger, precision_audit
 from voxtune.analysis.mix import kernel_shares
@@ -87,7 +87,10 @@ def _of(part: int, count: int) -> str:
 
 def coverage(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     def one(session: Session, i: int) -> list[Block]:
-        return [badge(names[i], session), block("coverage", certificate(session), i)]
+        blocks: list[Block] = [badge(names[i], session), block("coverage", certificate(session), i)]
+        if certify(session).full_time_pct:
+            blocks.append(block("coverage", readings(session), i, folded=True, part="readings"))
+        return blocks
 
     lead = "How much of the step each session recorded. Ratios require sessions that cover their step."
     return overview("coverage", "Certificate of coverage", lead, [], names, sessions, one)
