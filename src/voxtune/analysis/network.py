@@ -54,7 +54,7 @@ def network_plan(network: NetworkConfig, size: tuple[int, ...], batch: int = 1) 
         module = build(network)
         x = torch.empty(batch, network.out_channels, *size)
         cond = torch.empty(batch, network.mask_channels, *size) if network.mask_channels else None
-        recorder = _Recorder()
+        recorder = _BlockRecorder()
         for name, block in _blocks(module):
             block.register_forward_pre_hook(recorder.enter(name, block))
             block.register_forward_hook(recorder.leave)
@@ -79,7 +79,7 @@ def _kinds(block: nn.Module) -> str:
     return ", ".join(names)
 
 
-class _Recorder(TorchDispatchMode):
+class _BlockRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.plan = NetworkPlan()

@@ -137,6 +137,23 @@ def _span(rows: pd.DataFrame) -> float:
     return float(np.nanmax(end) - min(0.0, np.nanmin(numbers(rows, "start_us"))))
 
 
+def device_times(session: Session, host_ms: list[float]) -> list[float] | None:
+    """The time on the device of moments on the host, in ms: the start of the next launch that the host issues.
+
+    The host runs ahead of the device, by nearly a whole training step. None if launches have no such times, as on a CPU.
+    """
+    rows = session.launches[session.launches["step"] == session.launches["step"].min()]
+    start, duration, issued = (numbers(rows, c) for c in ("start_us", "duration_us", "launch_us"))
+    known = ~np.isnan(start) & ~np.isnan(issued)
+    if not on_gpu(session) or not known.any():
+        return None
+    order = np.argsort(issued[known], kind="stable")
+    issued, start_of = issued[known][order], np.maximum.accumulate(start[known][order])
+    end = float(np.nanmax(start + duration))
+    places = np.searchsorted(issued, np.array(host_ms) * 1e3, side="left")
+    return [float(t) / 1e3 for t in np.append(start_of, end)[places]]
+
+
 def gaps(session: Session, top: int = 20) -> Table:
     """Idle time of the device, by the kernel and module that ended each gap."""
     columns = [

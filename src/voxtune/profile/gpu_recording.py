@@ -45,6 +45,7 @@ from voxtune.profile.ncu import SECTIONS, Ncu, NcuError, choose_metrics, explain
 from voxtune.profile.record import RecordOptions, RecordResult, SessionJob
 from voxtune.profile.session import Session, load_session
 from voxtune.profile.worker_pool import GRACE_S, ProfileWorker, WorkerOutcome, WorkerPool, worker_program
+from voxtune.reading import read_file
 
 with optional_import("profiling"):
     import pandas as pd
@@ -349,7 +350,7 @@ class _SessionRecording:
             )
             if self.job.options.nvtx and self.job.continues is None:
                 kept = report_file(self.job.folder / RAW, tier)
-                write_file(kept, report.read_bytes(), overwrite=self.job.options.overwrite)
+                write_file(kept, read_file(report, what="report"), overwrite=self.job.options.overwrite)
             if self.job.options.keep_raw:
                 tier_report.save(self.job.folder / RAW, overwrite=self.job.options.overwrite)
             with self.lock:

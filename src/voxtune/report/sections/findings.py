@@ -234,7 +234,7 @@ def environment(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     """Machine and software in one short table, what differs per session in another, and all metadata folded."""
     facts = [_flat(_recorded({k: v for k, v in s.meta.items() if k not in ("format", "version")})) for s in sessions]
     keys = list(dict.fromkeys(k for f in facts for k in f))
-    common = [k for k in keys if len({f.get(k) for f in facts}) == 1]
+    common = [k for k in keys if len({_text(f.get(k)) for f in facts}) == 1]
     machine = [
         {"what": title, "value": _readable(key, [f.get(key) for f in facts])}
         for key, title in MACHINE.items()
@@ -263,8 +263,8 @@ def environment(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     )
 
 
-def _readable(key: str, values: list[str | None]) -> str:
-    known = list(dict.fromkeys(str(v) for v in values if v is not None))
+def _readable(key: str, values: list[Any]) -> str:
+    known = list(dict.fromkeys(str(_text(v)) for v in values if v is not None))
     if key == "environment.cudnn":
         known = [cudnn_version(v) for v in known]
     elif key == "size":
@@ -303,15 +303,18 @@ def _per_session(names: Sequence[str], sessions: Sequence[Session]) -> Table:
     return Table("Settings by session", columns, rows)
 
 
-def _cut(value: str | None) -> str | None:
+def _text(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _cut(value: Any) -> str | None:
     """A long list as its number of values, other long texts cut."""
-    if value is None or len(value) <= LONGEST_VALUE:
-        return value
-    with suppress(ValueError):
-        values = json.loads(value)
-        if isinstance(values, list):
-            return f"{len(values)} values, such as {clip(str(values[0]), 60)}"
-    return clip(value, LONGEST_VALUE)
+    text = _text(value)
+    if text is None or len(text) <= LONGEST_VALUE:
+        return text
+    if isinstance(value, list):
+        return f"{len(value)} values, such as {clip(str(value[0]), 60)}"
+    return clip(text, LONGEST_VALUE)
 
 
 def _recorded(meta: dict[str, Any]) -> dict[str, Any]:
@@ -323,21 +326,17 @@ def _recorded(meta: dict[str, Any]) -> dict[str, Any]:
     return dict(recorded_values(meta))
 
 
-def _flat(meta: dict[str, Any], prefix: str = "") -> dict[str, str | None]:
-    out: dict[str, str | None] = {}
+def _flat(meta: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The metadata by dotted key."""
+    out: dict[str, Any] = {}
     for key, value in meta.items():
-        if isinstance(value, dict):
-            out |= _flat(value, f"{prefix}{key}.")
-        elif value is None or isinstance(value, str):
-            out[f"{prefix}{key}"] = value
-        else:
-            out[f"{prefix}{key}"] = json.dumps(value, default=str)
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return out
 
 
-def _differences(keys: list[str], facts: list[dict[str, str | None]]) -> list[Block]:
+def _differences(keys: list[str], facts: list[dict[str, Any]]) -> list[Block]:
     """A warning if sessions of different machines or versions are compared."""
-    different = [k for k in keys if k.startswith("environment.") and len({f.get(k) for f in facts}) > 1]
+    different = [k for k in keys if k.startswith("environment.") and len({_text(f.get(k)) for f in facts}) > 1]
     if not different:
         return []
     names = ", ".join(k.removeprefix("environment.") for k in different)
