@@ -95,7 +95,7 @@ def test_environment_is_readable_and_keeps_all_metadata():
     machine = tables["environment-table-0"].table
     assert machine.row(what="GPU")["value"] == "NVIDIA H200"
     assert machine.row(what="size")["value"] == "128 × 128 × 128"
-    assert tables["environment-sessions-0"].table.column("tf32_convolutions") == [False, True]
+    assert tables["environment-sessions-0"].table.column("tf32_convolutions") == ["no", "yes"]
     different = tables["environment-differences-0"]
     assert different.folded
     assert different.table.row(what="flags.kernels")["baseline (H200)"] == "40 values, such as kernel 0"

@@ -14,6 +14,7 @@ from voxtune.analysis.step import step_totals
 from voxtune.analysis.table import Column, Table
 from voxtune.errors import InputError
 from voxtune.runtime.describe import forward_flops
+from voxtune.runtime.model import check_size
 from voxtune.workloads import WORKLOADS, workload
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def efficiency(sessions: Sequence[Session]) -> Table:
     columns = [
         Column("session", kind="text"),
         Column("network", kind="text"),
+        Column("mode", kind="text", detail=True),
         Column("wall_ms", "ms", better="low"),
         Column("ipc", title="IPC", doc="weighted by active cycles; only if counters cover the step"),
         Column("tflop", "TFLOP", digits=3, title="FLOPs", doc="of the network, one step"),
@@ -49,7 +51,8 @@ def efficiency(sessions: Sequence[Session]) -> Table:
 def _row(session: Session, label: str, wall_ms: float | None) -> dict[str, Any]:
     meta, card = session.meta, card_of(session)
     ipc = totals(session)["ipc_weighted"] if certify(session).covers("few") else None
-    row: dict[str, Any] = {"session": label, "network": str(meta.get("workload")), "wall_ms": wall_ms, "ipc": ipc}
+    row: dict[str, Any] = {"session": label, "network": str(meta.get("workload")), "mode": str(meta["mode"])}
+    row |= {"wall_ms": wall_ms, "ipc": ipc}
     flops = _flops(str(meta.get("workload")), tuple(meta.get("size") or ()), int(meta.get("batch") or 1))
     if flops is None or not wall_ms:
         return row
@@ -65,6 +68,7 @@ def _flops(name: str, size: tuple[int, ...], batch: int) -> int | None:
         return None
     entry = workload(name)
     try:
+        check_size(entry.network, size or entry.size)
         return forward_flops(entry.network, size or entry.size, batch)
     except (InputError, RuntimeError):  # a size that the network cannot have
         return None

@@ -38,7 +38,7 @@ def traffic(sessions: Sequence[Session], *, across_gpus: bool = False) -> Table:
         Column("counted", "%", "percent", "high", 1, "share of kernel time with counted bytes", detail=True),
     ]
     reasons = [refusal([sessions[0], s], "few", across_gpus=across_gpus) for s in sessions]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for label, session, reason in zip(labels(sessions), sessions, reasons, strict=True):
         row = {"session": label} | _of(session)
         rows.append(row | {"ratio": None if reason else ratio(row["gb"], rows[0]["gb"] if rows else row["gb"])})

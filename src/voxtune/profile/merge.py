@@ -151,7 +151,7 @@ def _fill_alike(cells: Cells, rows: pd.DataFrame) -> None:
     for row, key in enumerate(keys):
         if cells["counter_tier"][row] == "full" or kinds[row] != "kernel" or key not in counted:
             continue
-        best = min(counted[key], key=lambda r, row=row: abs(math.log(times[r] / times[row])))
+        best = min((abs(math.log(times[r] / times[row])), r) for r in counted[key])[1]
         low, high = sorted((times[best], times[row]))
         if high <= max(SIMILAR_FACTOR * low, low + SIMILAR_US):
             for column in COUNTERS:

@@ -91,7 +91,12 @@ Voxtune.charts = (() => {
   function bars(f, t, width) {
     const room = labelRoom(f.labels, width);
     const totals = f.labels.map((_, i) => f.series.reduce((sum, s) => sum + (s.values[i] ?? 0), 0));
-    const rows = f.stacked ? f.labels.length * 36 : f.labels.length * (f.series.length * (f.series.length > 2 ? 14 : 17) + 12);
+    // Long labels are wrapped on narrow screens, where their ends tell rows apart.
+    const narrow = width < 560;
+    const lines = (label) => (narrow ? Math.ceil((label.length * 6.6) / room) : 1);
+    const least = 14 * Math.max(...f.labels.map(lines)) + 6;
+    const each = Math.max(least, f.stacked ? 36 : f.series.length * (f.series.length > 2 ? 14 : 17) + 12);
+    const rows = f.labels.length * each;
     const formatter = (params) => {
       const i = params[0].dataIndex;
       const lines = f.series.map((s) => {
@@ -109,7 +114,8 @@ Voxtune.charts = (() => {
                ...axisLook(t), name: f.unit, nameLocation: "middle", nameGap: 26, splitNumber: width < 560 ? 3 : 6,
                max: f.stacked && f.unit === "%" ? 100 : undefined },
       yAxis: { type: "category", inverse: true, data: f.labels.map((_, i) => i), ...axisLook(t),
-               axisLabel: { color: t.ink, width: room, overflow: "truncate", fontSize: 12, interval: 0,
+               axisLabel: { color: t.ink, width: room, overflow: narrow ? "breakAll" : "truncate", fontSize: narrow ? 11 : 12,
+                            lineHeight: 13, interval: 0,
                             formatter: (i) => f.labels[i] } },
       series: [...barSeries(f, t, Math.max(...totals) * 1.05, width - room - 28), ...whiskers(f, t), ...markLine(f, t)],
     };

@@ -142,7 +142,13 @@ def networks(names: Sequence[str], sessions: Sequence[Session]) -> Section:
 
 def _against_time(table: Table, column: str, title: str, unit: str) -> Scatter | None:
     points = [
-        Point(name=r["session"], x=r["wall_ms"], y=r[column], size=1.0, group=r["network"])
+        Point(
+            name=r["session"],
+            x=r["wall_ms"],
+            y=r[column],
+            size=1.0,
+            group=f"{r['network']}, {MODES.get(r['mode'], r['mode'])}",
+        )
         for r in table.rows
         if r["wall_ms"] and r[column]
     ]

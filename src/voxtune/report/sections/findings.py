@@ -279,8 +279,8 @@ def _per_session(names: Sequence[str], sessions: Sequence[Session]) -> Table:
     columns = [
         Column("session", kind="text"),
         Column("gpu", kind="text", title="GPU"),
-        Column("tf32_convolutions", kind="bool", title="TF32 allowed, convolutions"),
-        Column("tf32_products", kind="bool", title="TF32 allowed, matmuls"),
+        Column("tf32_convolutions", kind="text", title="TF32 allowed, convolutions"),
+        Column("tf32_products", kind="text", title="TF32 allowed, matmuls"),
         Column("proof", kind="text", title="FP32 proved by counters", doc="no kernel used tensor cores"),
         Column("commit", kind="text"),
         Column("created", kind="text", title="recorded"),
@@ -288,19 +288,23 @@ def _per_session(names: Sequence[str], sessions: Sequence[Session]) -> Table:
     rows = []
     for name, session in zip(names, sessions, strict=True):
         flags, proof = session.meta.get("flags") or {}, session.meta.get("proof") or {}
-        claimed = {True: "yes", False: "no", None: "not measured"}[proof.get("holds")] if proof.get("claim") else None
+        claimed = (_yes_no(proof.get("holds")) or "not measured") if proof.get("claim") else None
         rows.append(
             {
                 "session": name,
                 "gpu": gpu_name(session),
-                "tf32_convolutions": flags.get("cudnn.allow_tf32"),
-                "tf32_products": flags.get("cuda.matmul.allow_tf32"),
+                "tf32_convolutions": _yes_no(flags.get("cudnn.allow_tf32")),
+                "tf32_products": _yes_no(flags.get("cuda.matmul.allow_tf32")),
                 "proof": claimed,
                 "commit": str(session.meta.get("commit") or "")[:10] or None,
                 "created": str(session.meta.get("created") or "")[:16].replace("T", " ") or None,
             }
         )
     return Table("Settings by session", columns, rows)
+
+
+def _yes_no(value: Any) -> str | None:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else None
 
 
 def _text(value: Any) -> str | None:
