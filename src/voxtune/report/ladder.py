@@ -95,7 +95,10 @@ def _components(data: Data) -> Section:
     rows: list[dict[str, Any]] = [{"operation": name} for name in names]
     for r in data["rows"]:
         label = f"rung {r['number']}"
-        columns += [Column(label, unit="ms", better="low", digits=3), Column(f"calls {r['number']}", kind="int")]
+        columns += [
+            Column(label, unit="ms", better="low", digits=3),
+            Column(f"calls {r['number']}", kind="int", detail=True),
+        ]
         for row in rows:
             entry = r["components"].get(row["operation"])
             row[label] = entry and entry["seconds"] * 1e3
@@ -160,7 +163,7 @@ def _end_to_end(data: Data) -> Section:
     ]
     table = Table("Convolution, other, transfers: all steps", columns, rows, notes=notes)
     ours = [r for r in rows if str(r["program"]).startswith("rung ")]
-    theirs = [r for r in rows if r not in ours]
+    theirs = [r | {"program": str(r["program"]).partition(" (")[0]} for r in rows if r not in ours]
     figures = [
         _stacked("end-to-end-ours", f"Convolution, other, transfers on {data['device']}: all steps", ours),
         _stacked("end-to-end-report", f"Convolution, other, transfers in the report, {published['hardware']}", theirs),
@@ -175,7 +178,11 @@ def _stacked(id: str, title: str, rows: list[dict[str, Any]]) -> Bars:
     colours = {"convolution": CLASSES["conv_fprop"], "other": CLASSES["elementwise"], "transfers": CLASSES["layout"]}
     series = [Series(name=n, values=[r[n] for r in rows], colour=c) for n, c in colours.items()]
     labels = [str(r["program"]).removeprefix("report: ") for r in rows]
-    return Bars(id=id, title=title, labels=labels, series=series, unit="s", digits=3, stacked=True)
+    split = [i for i, r in enumerate(rows) if r["convolution"] is not None]
+    whole = ", ".join(labels[i] for i in range(len(rows)) if i not in split)
+    caption = f"Not shown, since only their total is measured: {whole}." if whole else ""
+    figure = Bars(id=id, title=title, labels=labels, series=series, unit="s", digits=3, stacked=True)
+    return figure.rows(split, caption=caption)
 
 
 def _block(data: Data) -> Section:
@@ -246,15 +253,17 @@ def _kernels(data: Data) -> Section:
     )
 
 
-def _distribution(data: Data, top: int = 8) -> Bars:
-    """The share of each kernel in a rung's kernel time, as in figure 7 of the board's report."""
-    shares = [{name: _share(r, k) or 0.0 for name, k in r["kernels"].items()} for r in data["rows"]]
+def _distribution(data: Data, top: int = 10) -> Bars:
+    """The share of each kernel in a rung's kernel time, as in figure 7 of the board's report; the largest have a colour."""
+    measured = [r for r in data["rows"] if r["kernels"]]
+    shares = [{name: _share(r, k) or 0.0 for name, k in r["kernels"].items()} for r in measured]
     names = sorted({n for s in shares for n in s}, key=lambda n: -max(s.get(n, 0.0) for s in shares))
     shown = names[:top]
     series = [Series(name=n.removeprefix("voxtune_"), values=[s.get(n, 0.0) for s in shares]) for n in shown]
     if len(names) > top:
-        series.append(Series(name="other", values=[max(0.0, 100 - sum(s.get(n, 0.0) for n in shown)) for s in shares]))
-    labels = [f"{r['number']} {r['name']}" for r in data["rows"]]
+        rest = [max(0.0, 100 - sum(s.get(n, 0.0) for n in shown)) for s in shares]
+        series.append(Series(name="other", values=[*rest]))
+    labels = [f"{r['number']} {r['name']}" for r in measured]
     title = "Distribution of kernel time in one step"
     return Bars(id="kernels-share", title=title, labels=labels, series=series, unit="%", digits=1, stacked=True)
 
