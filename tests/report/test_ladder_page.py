@@ -74,6 +74,10 @@ def test_stacked_bars_and_the_distribution_of_kernels_are_drawn():
     assert all(math.isclose(s, 100) for s in shares)
     block = next(b.table for b in document.tables() if b.id == "block-table-0")
     assert math.isclose(block.rows[0]["speed_up"], 0.0324831 / 5.2439e-5) and block.notes
+    assert all(b.id != "block-table-1" for b in document.tables())
+    program = ladder_document(data() | {"cpu_program": {"threads": 16, "total_ms": 2500.0, "error": 1e-6}})
+    rung_0 = next(b.table for b in program.tables() if b.id == "block-table-1")
+    assert rung_0.column("over_cpu") == [1.0, 100.0] and "16 threads" in rung_0.rows[0]["rung"]
     ours = ladder_document(data() | {"block": {"gpu_s": 1e-5, "cpu_s": 1e-3}})
     assert next(b.table for b in ours.tables() if b.id == "block-table-0").rows[1]["speed_up"] == 100
 

@@ -94,7 +94,9 @@ def command(
         write(reports | rows, out, overwrite=overwrite or len(rows["rows"]) > 1)
 
     with locked_folder(out):
-        tables = reports | climb(setting, selected, runs=20 if on_gpu else 1, report=output.say, save=save)
+        tables = reports | climb(
+            setting, selected, runs=20 if on_gpu else 1, cpu=rungs is None, report=output.say, save=save
+        )
         files = write(tables, out, overwrite=True) if tables["rows"] else []
     failed = "; ".join(f"rung {one['number']}: {one['reason']}" for one in tables["failed"])
     if not tables["rows"]:

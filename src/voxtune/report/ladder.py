@@ -205,9 +205,35 @@ def _block(data: Data) -> Section:
         Column("cpu", unit="ms", better="low", digits=2, title="on the CPU"),
         Column("speed_up", unit="x", digits=0),
     ]
-    notes = [] if ours else ["Not measured in this run; the rungs have no CPU program."]
+    notes = [] if ours else ["Not measured in this run."]
     table = Table("One block on the GPU and on the CPU", columns, rows, notes=notes)
-    return Section(id="block", title="GPU and CPU", blocks=[TableBlock(id="block-table-0", table=table)])
+    blocks = [*_cpu_program(data), TableBlock(id="block-table-0", table=table)]
+    return Section(id="block", title="GPU and CPU", blocks=blocks)
+
+
+def _cpu_program(data: Data) -> list[TableBlock]:
+    """Rung 0 beside the fastest rung."""
+    program = data.get("cpu_program")
+    if not program:
+        return []
+    best = min(data["rows"], key=lambda r: r["total_ms"])
+    names = (f"0 CPU program, {program['threads']} threads", f"{best['number']} {best['name']}")
+    rows = [
+        {
+            "rung": n,
+            "total": r["total_ms"],
+            "over_cpu": program["total_ms"] / r["total_ms"],
+            "error": f"{r['error']:.1e}",
+        }
+        for n, r in zip(names, (program, best), strict=True)
+    ]
+    columns = [
+        Column("rung", kind="text"),
+        Column("total", unit="ms", better="low", doc="all steps, per image, with update and noise"),
+        Column("over_cpu", unit="x", better="high", digits=1, title="over the CPU program"),
+        Column("error", kind="text", doc="relative, against float64"),
+    ]
+    return [TableBlock(id="block-table-1", table=Table("Rung 0: the CPU program of this machine", columns, rows))]
 
 
 def _first_step(data: Data) -> Section:
