@@ -9,7 +9,7 @@ import itertools
 from typing import Any
 
 from voxtune.analysis.table import Column, Table
-from voxtune.report.document import Document, Fact, Section, TableBlock, Text
+from voxtune.report.document import Block, Document, Fact, Section, TableBlock, Text
 from voxtune.report.figure import Bars, Series
 from voxtune.report.palette import CLASSES
 
@@ -207,7 +207,7 @@ def _block(data: Data) -> Section:
     ]
     notes = [] if ours else ["Not measured in this run."]
     table = Table("One block on the GPU and on the CPU", columns, rows, notes=notes)
-    blocks = [*_cpu_program(data), TableBlock(id="block-table-0", table=table)]
+    blocks: list[Block] = [*_cpu_program(data), TableBlock(id="block-table-0", table=table)]
     return Section(id="block", title="GPU and CPU", blocks=blocks)
 
 
