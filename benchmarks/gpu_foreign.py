@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from networks import nnunet_plain, nnunet_resenc_l, segresnet
 from results_file import RESULTS, row, timed, write
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -50,29 +51,16 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(SEED), device="cpu")
 
 
-NNUNET = {"norm_op": nn.InstanceNorm3d, "norm_op_kwargs": {"eps": 1e-5, "affine": True}, "conv_bias": True}
-NNUNET |= {"nonlin": nn.LeakyReLU, "nonlin_kwargs": {"inplace": True}, "deep_supervision": False}
-FEATURES, STRIDES = (32, 64, 128, 256, 320, 320), [1, 2, 2, 2, 2, 2]
-
-
 def nnunet_plain_128() -> tuple[nn.Module, Inputs]:
-    from dynamic_network_architectures.architectures.unet import PlainConvUNet
-
-    net = PlainConvUNet(1, 6, FEATURES, nn.Conv3d, 3, STRIDES, 2, 4, 2, **NNUNET)
-    return net, ((_random(1, 1, 128, 128, 128),), {})
+    return nnunet_plain(), ((_random(1, 1, 128, 128, 128),), {})
 
 
 def nnunet_resenc_l_128() -> tuple[nn.Module, Inputs]:
-    from dynamic_network_architectures.architectures.unet import ResidualEncoderUNet
-
-    net = ResidualEncoderUNet(1, 6, FEATURES, nn.Conv3d, 3, STRIDES, (1, 3, 4, 6, 6, 6), 4, (1,) * 5, **NNUNET)
-    return net, ((_random(1, 1, 128, 128, 128),), {})
+    return nnunet_resenc_l(), ((_random(1, 1, 128, 128, 128),), {})
 
 
 def segresnet_128() -> tuple[nn.Module, Inputs]:
-    from monai.networks.nets import SegResNet
-
-    return SegResNet(init_filters=32, in_channels=4, out_channels=3), ((_random(1, 4, 128, 128, 128),), {})
+    return segresnet(), ((_random(1, 4, 128, 128, 128),), {})
 
 
 def monai_unet_128() -> tuple[nn.Module, Inputs]:
@@ -496,6 +484,7 @@ def main() -> None:
     rows = kept_rows(given.keep, names) if given.keep else []
     for name in names:
         rows += measure_apart(name, ways, given)
+        write(given.out, rows)
         if name in given.first.split(","):
             seconds = first_answers(name, "voxtune", given.limit)
             rows = [r | seconds if r["name"] == f"{name}:voxtune" else r for r in rows]
