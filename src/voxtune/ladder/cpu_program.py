@@ -56,15 +56,15 @@ def block_times(setting: Setting, device: torch.device) -> dict[str, Any] | None
     """Seconds of the first ConvNeXt block on the GPU and on the CPU, float32, batch as in `setting`; None without a GPU."""
     if device.type != "cuda":
         return None
-    found: list[tuple[nn.Module, list[Tensor]]] = []
+    calls: list[tuple[nn.Module, list[Tensor]]] = []
     network = copy.deepcopy(setting.network).float().to(device).eval()
     block = next(m for m in network.modules() if isinstance(m, ConvNextBlock))
-    handle = block.register_forward_pre_hook(lambda m, inputs: found.append((m, list(inputs))))
+    handle = block.register_forward_pre_hook(lambda m, inputs: calls.append((m, list(inputs))))
     image = torch.zeros(setting.batch, setting.network.config.channels, *setting.size, device=device)
     with torch.no_grad():
         network(image, torch.zeros(setting.batch, dtype=torch.int64, device=device))
         handle.remove()
-        inputs = found[0][1]
+        inputs = calls[0][1]
         on_cpu, host = copy.deepcopy(block).cpu(), [t.cpu() for t in inputs]
 
         def on_gpu() -> None:
