@@ -188,6 +188,7 @@ def rungs(text: str | None, save: Callable[[list[dict[str, Any]], dict[str, Any]
     tables = climb(
         setting,
         rungs_of(text),
+        cpu=text is None,
         report=lambda line: print(line, flush=True),
         save=lambda partial: save([rung_row(entry) for entry in partial["rows"]], reports | partial),
     )

@@ -60,6 +60,7 @@ MAY_READ: dict[str, tuple[set[str], str]] = {
     "analysis/estimate.py": ({"read_text", "json.loads"}, "data of the package"),
     "analysis/mix.py": ({"read_text", "json.loads"}, "data of the package"),
     "analysis/study.py": ({"read_text", "json.loads"}, "data of the package"),
+    "ladder/published_results.py": ({"read_text", "json.loads"}, "data of the package"),
     "report/html.py": ({"read_text"}, "data of the package"),
     "report/view.py": ({"read_text"}, "data of the package"),
     "data/pixels.py": ({"Image.open"}, "within the guard; its size is checked before it is decoded"),

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.factories.sessions import counted, kernel, session, train
-from voxtune.analysis.certificate import certificate, certify, refusal, window
+from voxtune.analysis.certificate import certificate, certify, readings, refusal, window
 from voxtune.analysis.compare import compare_classes, normalised, side_by_side
 from voxtune.analysis.study import study_table
 from voxtune.errors import InputError
@@ -94,3 +94,20 @@ def test_ratios_in_the_window_and_over_the_step():
     assert result["cycles_window"] == pytest.approx(0.1)
     assert result["cycles_step"] == pytest.approx((900 * 1000 + 100 * 100) / 1e6)
     assert result["window_time_pct"] == pytest.approx(10)
+
+
+def test_readings_tell_own_from_weighted_launches():
+    same = {"name": "k", "grid": "1,1,1", "module_type": "Conv3d", "op_shapes": "[[1]]"}
+    rows = [
+        counted(0, 30, sm_pct=50.0, **same),
+        counted(30, 30, sm_pct=50.0, **same),
+        counted(60, 20, sm_pct=40.0, **(same | {"op_shapes": "[[2]]"})),
+        kernel(80, 20, **(same | {"module_type": "Linear"})),
+    ]
+    table = readings(session(rows))
+    assert [(r["launches"], r["read"], r["counted"]) for r in table.rows] == [
+        (2, 1, "weighted: 1 of 2"),
+        (1, 1, "each launch"),
+        (1, 0, "not counted"),
+    ]
+    assert (table.extra["weighted_pct"], table.extra["each_pct"]) == pytest.approx((60.0, 20.0))

@@ -24,25 +24,34 @@ def test_modules_are_compared_although_kernels_differ():
     )
     result = compare_modules([a, b])
     row = result.row(module="net.0")
-    assert (row["a ms"], row["b ms"], row["b difference"], row["b ratio"]) == pytest.approx((0.1, 0.05, -0.05, 0.5))
-    assert row["a ±"] == 0 and row["b ±"] == pytest.approx(0.05 * 0.06) and row["b beyond spread"] is True
+    assert (row["a (H200) ms"], row["b (H200) ms"], row["b (H200) difference"], row["b (H200) ratio"]) == pytest.approx(
+        (0.1, 0.05, -0.05, 0.5)
+    )
+    assert (
+        row["a (H200) ±"] == 0
+        and row["b (H200) ±"] == pytest.approx(0.05 * 0.06)
+        and row["b (H200) beyond spread"] is True
+    )
     gone = result.row(module="net.1")
-    assert gone["b ms"] == 0 and gone["b ratio"] == 0
-    assert result.row(module="all")["a ms"] == pytest.approx(0.12)
-    assert compare_classes([a, b]).row(**{"class": "elementwise"})["a ms"] == pytest.approx(0.12)
+    assert gone["b (H200) ms"] == 0 and gone["b (H200) ratio"] == 0
+    assert result.row(module="all")["a (H200) ms"] == pytest.approx(0.12)
+    assert compare_classes([a, b]).row(**{"class": "elementwise"})["a (H200) ms"] == pytest.approx(0.12)
 
 
 def test_the_larger_of_both_spreads_is_used():
     a = session([kernel(0, 100, module="m", step=0), kernel(0, 140, module="m", step=1)], name="a", bare=[1.0] * 3)
     b = session([kernel(0, 130, module="m")], name="b", bare=[1.0] * 3)
     row = compare_modules([a, b]).row(module="m")
-    assert row["a ms"] == pytest.approx(0.12) and row["a ±"] == pytest.approx(0.02)
-    assert row["b beyond spread"] is False
+    assert row["a (H200) ms"] == pytest.approx(0.12) and row["a (H200) ±"] == pytest.approx(0.02)
+    assert row["b (H200) beyond spread"] is False
 
 
 def test_sessions_with_the_same_name_get_distinct_labels():
     example = [session([kernel(0, 10)], name="a"), session([kernel(0, 20)], name="a")]
-    assert [c.name for c in compare_classes(example).columns if c.name.endswith(" ms")] == ["a ms", "a (2) ms"]
+    assert [c.name for c in compare_classes(example).columns if c.name.endswith(" ms")] == [
+        "a (H200) ms",
+        "a (H200, 2) ms",
+    ]
 
 
 def test_ratios_are_relative_to_the_first_session():

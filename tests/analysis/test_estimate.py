@@ -155,6 +155,21 @@ def test_command_prints_one_json_object(capsys):
     assert "estimate" in capsys.readouterr().out.lower()
 
 
+def test_cards_are_shown_as_a_table(capsys):
+    from voxtune.analysis.estimate import card_table
+    from voxtune.cli.main import main
+
+    table = card_table()
+    h200 = table.row(key="h200")
+    assert (h200["memory_gb"], h200["bandwidth_gbs"], h200["half"]) == (141.0, 4800.0, 989.4)
+    assert table.row(key="v100")["tf32"] is None
+    assert [r["key"] for r in card_table(["a100", "h100"]).rows] == ["a100-80", "h100"]
+    assert main(["estimate", "--cards", "--gpu", "h200"]) == 0
+    assert "NVIDIA H200 Tensor Core GPU datasheet" in capsys.readouterr().out
+    assert main(["estimate", "med-ddpm", "--cards"]) == 2 and main(["estimate"]) == 2
+    assert "missing workload" in capsys.readouterr().err
+
+
 SMALL = MedDDPMConfig(base=32, multipliers=(1, 1), attention=())
 
 

@@ -31,10 +31,10 @@ def test_modules_of_a_compiled_step_are_empty_not_zero():
     plain = session([kernel(0, 100, "norm", module="a"), kernel(100, 50, "norm", module="")], name="work plain")
     fused = session([kernel(0, 60, "triton", module=None)], name="work compiled")
     result = compare_modules([plain, fused])
-    assert result.row(module="a")["compiled ms"] is None
-    assert result.row(module=MODULE_UNKNOWN)["plain ms"] is None
-    assert result.row(module=MODULE_UNKNOWN)["compiled ms"] == pytest.approx(0.06)
-    assert result.row(module="all")["compiled difference"] == pytest.approx(-0.09)
+    assert result.row(module="a")["compiled (H200) ms"] is None
+    assert result.row(module=MODULE_UNKNOWN)["plain (H200) ms"] is None
+    assert result.row(module=MODULE_UNKNOWN)["compiled (H200) ms"] == pytest.approx(0.06)
+    assert result.row(module="all")["compiled (H200) difference"] == pytest.approx(-0.09)
     assert any(MODULE_UNKNOWN in note for note in result.notes)
 
 
@@ -54,5 +54,5 @@ def test_a_session_without_counters_loses_only_its_own_ratios():
 def test_labels_contain_only_the_words_that_differ():
     rows = [kernel(0, 1, "norm")]
     names = ["net train a", "net train b+c", "net train a"]
-    assert labels([session(rows, name=n) for n in names]) == ["a", "b+c", "a (2)"]
-    assert labels([session(rows, name="net train a")]) == ["net train a"]
+    assert labels([session(rows, name=n) for n in names]) == ["a (H200)", "b+c (H200)", "a (H200, 2)"]
+    assert labels([session(rows, name="net train a")]) == ["net train a (H200)"]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.factories.sessions import kernel, session
-from voxtune.analysis.step import busy_us, gaps, step_totals, transfers
+from voxtune.analysis.step import busy_us, device_times, gaps, step_totals, transfers
 
 
 def test_busy_time_is_the_union_of_streams():
@@ -67,3 +67,10 @@ def test_busy_time_agrees_with_counting_ticks(intervals):
     duration = np.array([d for _, d in intervals], dtype=float)
     ticks = {t for s, d in intervals for t in range(s, s + d)}
     assert busy_us(start, duration) == len(ticks)
+
+
+def test_moments_on_the_host_become_times_on_the_device():
+    rows = [kernel(0, 100), kernel(100, 300, launch_us=20.0), kernel(400, 50, launch_us=30.0)]
+    # Before the second launch was issued, before the third, and after the last.
+    assert device_times(session(rows), [0.0, 0.01, 0.025, 1.0]) == pytest.approx([0.0, 0.1, 0.4, 0.45])
+    assert device_times(session([kernel(0, 10, kind="cpu_op")]), [0.0]) is None

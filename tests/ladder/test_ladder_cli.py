@@ -73,3 +73,23 @@ def test_other_rungs_run_after_a_failure():
         {"number": 6, "name": "broken", "reason": "RuntimeError: out of shared memory: 376 KiB of 227 KiB"}
     ]
     assert "failed: RuntimeError" in messages[0]
+
+
+def test_the_cpu_program_is_the_network_in_float32():
+    import torch
+
+    from voxtune.diffusion import DiffusionConfig, make_schedule, spaced_steps
+    from voxtune.ladder.climb import reference
+    from voxtune.ladder.cpu_program import block_times, cpu_program
+    from voxtune.ladder.rungs import Setting
+    from voxtune.workloads.convnext import ConvNeXtConfig, ConvNeXtUNet
+
+    torch.manual_seed(0)
+    network = ConvNeXtUNet(ConvNeXtConfig(width=8, multipliers=(1, 2))).eval()
+    schedule = make_schedule(DiffusionConfig(schedule="linear", steps=100))
+    setting = Setting(network=network, size=(8, 8), schedule=schedule, timesteps=spaced_steps(100, 4))
+    x, t, truth = reference(setting)
+    program = cpu_program(setting, x, t, truth, repeats=2)
+    assert program["error"] < 1e-5 and len(program["totals_ms"]) == 2 and program["total_ms"] > 0
+    assert 1 <= program["measured_steps"] <= 4 and program["threads"] == torch.get_num_threads()
+    assert block_times(setting, torch.device("cpu")) is None

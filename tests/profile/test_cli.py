@@ -65,3 +65,47 @@ def test_the_module_is_the_same_command(tmp_path, golden_model) -> None:
 def test_wrong_input_is_one_line(tmp_path, capsys, wrong) -> None:
     assert main(["profile", *wrong, "-o", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_kit_records_the_study_in_both_modes_and_names_what_failed(tmp_path, monkeypatch, capsys):
+    from tests.factories.report_sessions import make
+    from voxtune.profile import record as recording
+    from voxtune.report.recordings import KIT_CONFIGS
+
+    def record(source, configs, out, *, options, device, say):
+        assert (source, tuple(configs), device) == ("med-ddpm", KIT_CONFIGS, "cuda")
+        session = make(launches=40, mode=options.mode, gpu="NVIDIA A100-SXM4-80GB")
+        session.save(out / f"{options.mode}-baseline")
+        good = recording.RecordResult(config="baseline", folder=out / f"{options.mode}-baseline", session=session)
+        return [good, recording.RecordResult(config="tf32", folder=out, error="CUDA out of memory")]
+
+    monkeypatch.setattr(recording, "record", record)
+    monkeypatch.setattr("voxtune.cli.profile.choose_device", lambda device: "cuda")
+    assert main(["profile", "--kit", "-o", str(tmp_path / "kit")]) == 0
+    printed = capsys.readouterr().out
+    assert "2 of 4 sessions" in printed and "FAILED: CUDA out of memory" in printed
+    study = ["study", "paper", "--recorded", "--add", str(tmp_path / "kit"), "--mode", "train", "--json"]
+    assert main([*study, "-o", str(tmp_path / "study")]) == 0
+    import json
+
+    table = json.loads(capsys.readouterr().out)["study"]["training"]
+    row = next(r for r in table["rows"] if (r["quantity"], r["config"]) == ("convolution_share", "baseline"))
+    assert row["H200 step"] > 0 and row["A100-SXM4-80GB step"] > 0
+    page = (tmp_path / "study" / "report.html").read_text()
+    assert "A100-SXM4-80GB" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--kit", "--device", "cpu"], "--kit requires a GPU"),
+        (["--kit", "--self-check"], "--kit cannot be combined"),
+        ([], "missing WORKLOAD or MODEL"),
+        (["med-ddpm", "--continue", "--device", "cpu"], "--continue requires a GPU"),
+        (["med-ddpm", "--continue", "--overwrite"], "--continue cannot be combined"),
+    ],
+)
+def test_options_that_cannot_be_used_are_one_line(tmp_path, capsys, arguments, words):
+    assert main(["profile", *arguments, "-o", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1

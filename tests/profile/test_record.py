@@ -16,13 +16,14 @@ from tests.factories.fake_ncu import make_ncu
 from tests.factories.traces import baseline_session
 from tests.profile.test_ncu import NO_PERMISSION
 from voxtune.errors import InputError
-from voxtune.profile import budget, gpu_recording
+from voxtune.profile import budget, gpu_recording, schema
 from voxtune.profile.configs import parse_config
 from voxtune.profile.counters import TierReport, kernel_rows, keys
+from voxtune.profile.merge import COUNTERS
 from voxtune.profile.ncu import Ncu, find_ncu
 from voxtune.profile.record import RecordOptions, RecordResult, SessionJob, record
 from voxtune.profile.replay import replay
-from voxtune.profile.session import load_session
+from voxtune.profile.session import Session, load_session
 from voxtune.profile.steps import find_target
 
 
@@ -41,8 +42,11 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def run(folder: Path, *configs: str, **options: object) -> tuple[list[RecordResult], list[str]]:
+def run(
+    folder: Path, *configs: str, earlier: Session | None = None, continues: Path | None = None, **options: object
+) -> tuple[list[RecordResult], list[str]]:
     lines: list[str] = []
+    out = "part" if continues else "out"
     jobs = [
         SessionJob(
             target=find_target("med-ddpm"),
@@ -50,10 +54,12 @@ def run(folder: Path, *configs: str, **options: object) -> tuple[list[RecordResu
             config=parse_config(config),
             options=RecordOptions(**options),  # type: ignore[arg-type]
             device=torch.device("cuda"),
-            folder=folder / "out" / config,
-            scratch=folder / "scratch" / config,
+            folder=folder / out / config,
+            scratch=folder / "scratch" / out / config,
             ncu=Ncu(path=str(folder / "ncu")),
             say=lines.append,
+            earlier=earlier,
+            continues=continues,
         )
         for config in configs
     ]
@@ -75,6 +81,42 @@ def test_all_tiers_are_recorded_and_assigned(tools: Path) -> None:
     # The plain metric includes HFMA2.MMA in an FP32 step; the instruction counts without HFMA2.MMA decide.
     assert session.meta["proof"]["holds"] is True
     assert any("few: counters on 1260 of 1260 launches" in line for line in lines)
+
+
+def test_a_recording_continues_with_what_it_lacks(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tools, "baseline")
+    folder = tools / "out" / "baseline"
+    whole = load_session(folder)
+    first = json.loads((tools / "spec-full.json").read_text())["operators"]
+    rows = whole.launches
+    lost = rows["name"].str.contains("gemm") & (rows["counter_tier"] == "full").fillna(False)
+    few = {c.name for c in schema.FEW}
+    for column in (c for c in COUNTERS if c not in few):
+        rows.loc[lost, column] = None
+    rows.loc[lost, "counter_tier"] = "few"
+    whole.meta["tiers"]["full"] |= {"done": False, "why": "its time ran out"}
+    whole.save(folder, overwrite=True)
+    recorded, lines = run(tools, "baseline", earlier=load_session(folder), continues=folder)
+    assert recorded[0].error is None and recorded[0].folder == folder
+    again = json.loads((tools / "spec-full.json").read_text())["operators"]
+    kernels = kernel_rows(baseline_session(), 0)
+    assert 0 < len(again) < len(first) and again[0] in first
+    assert "gemm" in kernels.iloc[again[0]]["name"]
+    merged = load_session(folder)
+    assert (kernel_rows(merged, 0)["counter_tier"] == "full").all() and merged.meta["tiers"]["full"]["done"]
+    assert len(merged.meta["parts"]) == 2
+    assert any("opcodes: complete in the earlier recording" in line for line in lines)
+
+
+def test_another_step_is_not_continued(tools: Path) -> None:
+    run(tools, "baseline")
+    folder = tools / "out" / "baseline"
+    earlier = load_session(folder)
+    earlier.meta["environment"]["driver"] = "999"
+    before = (folder / "launches.parquet").read_bytes()
+    recorded, _ = run(tools, "baseline", earlier=earlier, continues=folder)
+    assert "cannot continue baseline: driver '999'" in str(recorded[0].error)
+    assert (folder / "launches.parquet").read_bytes() == before
 
 
 def test_the_slow_tiers_count_selected_operators_most_expensive_first(tools: Path) -> None:

@@ -13,6 +13,7 @@ from voxtune.analysis.ledger import layout_ledger, precision_audit
 from voxtune.analysis.mix import kernel_mix
 from voxtune.analysis.step import overhead, step_totals
 from voxtune.analysis.study import GPUS, study_table
+from voxtune.analysis.traffic import PARTS, traffic
 from voxtune.cli.report import load
 from voxtune.profile.session import Session
 
@@ -109,6 +110,17 @@ def ledger_table() -> str:
     return markdown(head, rows)
 
 
+def traffic_table() -> str:
+    rows = []
+    for mode in MODES:
+        for row, session in zip(traffic(sessions(mode)).rows, sessions(mode), strict=True):
+            cells = [number(row["gb"], 1), number(row["ratio"], 2)]
+            cells += [number(row[f"{p}_gb"], 1) for p in (*PARTS, "other")]
+            rows.append([f"{mode} {config(session)}", *cells, number(row["dram_pct"], 1), number(row["counted"], 0)])
+    parts = ["convolutions", "norms", "layout, copies, casts", "elementwise", "fused (Triton)", "other"]
+    return markdown(["session", "GB", "x baseline", *parts, "% of peak rate", "counted, %"], rows)
+
+
 def precision_table() -> str:
     rows = []
     for session in (s for m in MODES for s in sessions(m)):
@@ -158,6 +170,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "time-train": lambda: time_table("train"),
     "time-sample": lambda: time_table("sample"),
     "ledger": ledger_table,
+    "traffic": traffic_table,
     "precision": precision_table,
     "overhead": overhead_table,
     "figures": figures_table,

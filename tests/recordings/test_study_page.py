@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 
 from tests.recordings.study_page import PAGE, TABLES, block, number, sessions
+from voxtune.analysis.counters import kernels_with_dram
+from voxtune.analysis.frame import kernels, numbers
 from voxtune.analysis.ledger import precision_audit
 from voxtune.analysis.mix import kernel_shares
 
 # Numbers that are not in the recordings: the paper's ratio and DOI, the threshold, the window, the time of both commands.
-GIVEN = {"0.01", "0.02", "10.1145", "3777884.3797012", "99", "409", "533"}
+# The bandwidth of the datasheet, and the agreement of two ways to compute throughput, which a test below checks.
+GIVEN = {"4.8", "4", "0.01", "0.02", "10.1145", "3777884.3797012", "99", "409", "533"}
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*\.\d+|\d[\d,]*(?= (?:ms|%|s|x|GiB|times)\b)")
 
 
@@ -53,6 +57,21 @@ def test_conclusions_of_the_prose_hold() -> None:
     longest = launches[launches["step"] == 0].nlargest(1, "duration_us").iloc[0]
     assert "wgrad2d_grouped_direct" in longest["name"]
     assert 0.24 < longest["duration_us"] / 1e3 / ms["train bf16+channels_last+compile"] < 0.28
+
+
+def test_throughput_from_bytes_agrees_with_the_profilers_counter() -> None:
+    compared = 0
+    for session in (s for m in ("train", "sample") for s in sessions(m)):
+        own, derived = kernels(session), kernels_with_dram(session)
+        time, counter, bytes_ = (
+            numbers(f, c) for f, c in ((own, "duration_us"), (own, "dram_pct"), (derived, "dram_pct"))
+        )
+        both = ~np.isnan(counter)
+        if both.any():
+            compared += 1
+            left, right = (float((v[both] * time[both]).sum() / time[both].sum()) for v in (counter, bytes_))
+            assert right == pytest.approx(left, rel=0.04)
+    assert compared > 5
 
 
 def test_images_exist() -> None:

@@ -7,8 +7,33 @@ import pytest
 from tests.factories.report_sessions import HOSTILE
 
 SECTIONS = [
-    *("time", "mix", "phases", "modules", "timeline", "ledger", "precision", "memory", "roofline", "instructions"),
-    *("ipc", "pipes", "caches", "warps", "stalls", "priority", "components", "compare", "window", "study", "advice"),
+    *(
+        "summary",
+        "time",
+        "mix",
+        "phases",
+        "modules",
+        "timeline",
+        "ledger",
+        "precision",
+        "memory",
+        "roofline",
+        "instructions",
+    ),
+    *(
+        "ipc",
+        "pipes",
+        "caches",
+        "warps",
+        "stalls",
+        "priority",
+        "components",
+        "compare",
+        "window",
+        "networks",
+        "study",
+        "advice",
+    ),
     *("coverage", "environment"),
 ]
 
@@ -76,16 +101,48 @@ def test_missing_values_sort_last_both_ways(page):
 
 
 def test_filters_and_opens_long_tables(page):
+    study = page.locator('[data-table="study-table-0"]')
+    assert study.locator("tbody tr").count() == 40
+    study.get_by_role("button", name="Show all").click()
+    assert study.locator("tbody tr").count() > 60
     host = page.locator('[data-table="modules-table-0"]')
-    assert host.locator("tbody tr").count() == 8
-    host.get_by_role("button", name="Show all").click()
-    assert host.locator("tbody tr").count() > 8
+    # A few more than 40 rows are shown at once.
+    assert 40 < host.locator("tbody tr").count() <= 45
     host.get_by_role("searchbox").fill("middle_block")
     names = column(page, "modules-table-0", 1)
     assert names
     assert all("middle_block" in n for n in names)
     host.get_by_role("searchbox").fill("no such module")
     assert host.locator("tbody tr").count() == 0
+
+
+def test_columns_of_detail_are_shown_on_request(page):
+    host = page.locator('[data-table="time-table-0"]')
+    heads = host.locator("th").count()
+    host.get_by_role("button", name="more columns").click()
+    assert host.locator("th").count() > heads
+    assert "host bound" in host.locator("thead").inner_text()
+    host.get_by_role("button", name="Fewer columns").click()
+    assert host.locator("th").count() == heads
+
+
+OVERFLOWING = """[...document.querySelectorAll('.scroll')]
+    .filter((s) => s.offsetParent && !s.closest('details:not([open])') && s.scrollWidth > s.clientWidth + 1)
+    .map((s) => s.closest('[data-table]').dataset.table)"""
+
+
+def test_no_table_needs_sideways_scrolling_at_1280(open_page, two_page):
+    page = open_page(two_page, width=1280).page
+    for tab in page.locator("[role=tab]").all():
+        tab.click()
+        assert page.evaluate(OVERFLOWING) == []
+
+
+def test_the_path_of_the_treemap_starts_at_the_root(page):
+    option = "Voxtune.charts.build.tree(Voxtune.data.figures['modules-tree-0'], Voxtune.charts.theme(), 800).option.series[0]"
+    # Without a leaf depth, ECharts shows the path of whatever is in the middle of the chart.
+    assert page.evaluate(f"{option}.leafDepth") == 99
+    assert page.evaluate(f"{option}.name") == "all modules"
 
 
 def test_legend_hides_and_shows_a_series(page):
@@ -146,8 +203,9 @@ def test_the_recorded_sessions_open(open_page, tmp_path):
     page = opened.page
     assert not opened.errors
     assert float(page.locator("html").get_attribute("data-ready")) < 5000
-    assert "of 12 sessions cover the whole step" in page.locator(".badges").inner_text()
-    for section in page.locator("section").all():
+    assert "12 of 12 sessions" in page.locator(".badges").inner_text()
+    assert page.evaluate(OVERFLOWING) == []
+    for section in page.locator("section:not(#summary)").all():
         assert section.locator("figure, table").count() >= 1, section.get_attribute("id")
     page.locator("#window [role=tab]", has_text="sampling").click()
     assert page.locator("#window-panel1 table").first.is_visible()
@@ -155,7 +213,7 @@ def test_the_recorded_sessions_open(open_page, tmp_path):
 
 def test_tabs_show_another_configuration(page):
     tabs = page.locator("#pipes [role=tab]")
-    assert tabs.all_inner_texts() == ["baseline", "tf32"]
+    assert tabs.all_inner_texts() == ["baseline (H200)", "tf32 (H200)"]
     tabs.first.focus()
     page.keyboard.press("ArrowRight")
     assert tabs.nth(1).get_attribute("aria-selected") == "true"

@@ -23,6 +23,7 @@ from voxtune.report.console import print_document, print_table
 from voxtune.report.figure import Bars, Series
 from voxtune.report.html import embed, render_html
 from voxtune.report.numbers import clip, cudnn_version, heading, number
+from voxtune.report.sections.findings import TIER_NAMES
 from voxtune.report.svg import render_svg, write_svgs
 
 LIBRARY = "58936d6237391e167ec5dcd64858518d051df29c768245da46076f69b493a500"
@@ -67,6 +68,50 @@ def test_every_figure_is_valid_svg(document, tmp_path):
         assert ElementTree.parse(file).getroot().tag == "{http://www.w3.org/2000/svg}svg"
 
 
+def test_names_and_titles_of_files_give_session_section_and_mode(document, tmp_path):
+    sessions = [make(c, launches=40, mode=m) for m in ("train", "sample") for c in ("baseline", "tf32")]
+    files = {f.name: f.read_text() for f in write_svgs(build(sessions), tmp_path / "both")}
+    assert "train-baseline-h200-roofline-roofline-by-kernel.svg" in files
+    assert "sampling-sessions-time-wall-time-of-a-step.svg" in files
+    assert "training-h200-compare-device-time-by-module-h200.svg" in files
+    text = "".join(ElementTree.fromstring(files["train-baseline-h200-roofline-roofline-by-kernel.svg"]).itertext())
+    assert "Roofline by kernel: train baseline (H200), training" in text
+    alone = {f.name for f in write_svgs(document, tmp_path / "one")}
+    assert "baseline-h200-timeline-launches-of-one-step.svg" in alone
+
+
+def test_the_summary_comes_first_in_plain_words(document):
+    first = document.sections[0]
+    (text,) = first.all_blocks()
+    assert first.id == "summary" and text.title == "Training of med-ddpm on H200"
+    assert "The fastest recorded configuration, tf32, takes" in text.text
+    assert "convolutions (" in text.text and "times as fast" in text.text
+
+
+def test_environment_is_readable_and_keeps_all_metadata():
+    sessions = [make(c, launches=40) for c in ("baseline", "tf32")]
+    sessions[0].meta["flags"] = {"cudnn.allow_tf32": False, "kernels": [f"kernel {i}" for i in range(40)]}
+    sessions[1].meta["flags"] = {"cudnn.allow_tf32": True}
+    tables = {b.id: b for b in build(sessions).tables() if b.id.startswith("environment")}
+    machine = tables["environment-table-0"].table
+    assert machine.row(what="GPU")["value"] == "NVIDIA H200"
+    assert machine.row(what="size")["value"] == "128 × 128 × 128"
+    assert tables["environment-sessions-0"].table.column("tf32_convolutions") == ["no", "yes"]
+    different = tables["environment-differences-0"]
+    assert different.folded
+    assert different.table.row(what="flags.kernels")["baseline (H200)"] == "40 values, such as kernel 0"
+
+
+def test_sessions_of_several_gpus_are_compared_on_request():
+    sessions = [make(launches=40), make("tf32", launches=40), make(launches=40, gpu="NVIDIA A100-SXM4-80GB")]
+    compare = next(s for s in build(sessions).sections if s.id == "compare")
+    assert [t.label for t in compare.tabs] == ["training, H200", "training, A100-SXM4-80GB"]
+    across = next(s for s in build(sessions, across_gpus=True).sections if s.id == "compare")
+    assert [t.label for t in across.tabs] == ["training"]
+    table = next(b.table for b in across.tabs[0].blocks if hasattr(b, "table"))
+    assert {"baseline (H200) ms", "baseline (A100-SXM4-80GB) ratio"} <= {c.name for c in table.columns}
+
+
 def test_svg_escapes_names_and_shows_missing_values():
     names = [*HOSTILE, "control \x00\x1b[31m"]
     values = [None, *([1.0] * (len(names) - 1))]
@@ -96,10 +141,11 @@ def test_missing_counters_are_explained_and_not_drawn():
     document = build([make(launches=60, counters=False), make("tf32", launches=60, counters=False)])
     sections = {s.id: s for s in document.sections}
     for name in ("roofline", "instructions", "ipc", "pipes", "caches", "warps", "stalls", "priority"):
-        blocks = list(sections[name].all_blocks())
-        assert all("ERR_NVGPUCTRPERM" in b.text and b.tone == "missing" for b in blocks), name
+        (line,) = sections[name].all_blocks()
+        assert "not recorded in baseline (H200), tf32 (H200) (ERR_NVGPUCTRPERM" in line.text, name
+        assert line.tone == "missing" and not sections[name].tabs
     assert not any(b.good for b in document.badges)
-    assert next(f for f in document.facts if f.label == "Counter coverage").value == "none"
+    assert next(f for f in document.facts if f.label == "Small counter set").value == "none"
     ratios = next(b.table for b in document.tables() if b.id == "compare-ratios-0")
     assert "does not cover its step" in ratios.refused
     assert "Refused: " in render_html(document)
@@ -108,7 +154,7 @@ def test_missing_counters_are_explained_and_not_drawn():
 def test_window_is_shown_after_its_session(two_sessions):
     document = build(two_sessions, window="paper")
     mix = next(f for f in document.figures() if f.id == "mix-ms")
-    assert mix.labels == [f"{c}{w}" for c in ("baseline", "tf32") for w in ("", ", paper window")]
+    assert mix.labels == [f"{c}{w} (H200)" for c in ("baseline", "tf32") for w in ("", ", paper window")]
     assert [b.good for b in document.badges] == [True, False, True, False]
     compared = next(f for f in document.figures() if f.id == "compare-0")
     assert [s.name for s in compared.series] == ["baseline", "tf32"]
@@ -117,24 +163,29 @@ def test_window_is_shown_after_its_session(two_sessions):
 def test_modes_are_compared_separately():
     sessions = [make(c, launches=60, mode=m) for m in ("train", "sample") for c in ("tf32", "baseline")]
     compare = next(s for s in build(sessions).sections if s.id == "compare")
-    assert [p.label for p in compare.tabs] == ["training", "sampling"]
+    assert [p.label for p in compare.tabs] == ["training, H200", "sampling, H200"]
     first = next(b for b in compare.tabs[0].blocks if isinstance(b, Bars))
     assert [s.name for s in first.series] == ["baseline", "tf32"]
 
 
-def test_many_passed_badges_are_merged_and_modes_are_drawn_separately():
+def test_badges_say_what_counters_cover_and_modes_are_drawn_separately():
     sessions = [
         make(c, launches=40, mode=m) for m in ("train", "sample") for c in ("baseline", "tf32", "channels_last")
     ]
     document = build([*sessions, make("bf16", launches=40, counters=False)])
-    assert [b.label for b in document.headline()] == [
-        "6 of 7 sessions cover the whole step",
-        "train bf16: whole step timed, counters incomplete",
+    assert [(b.label, b.good) for b in document.coverage] == [
+        ("Timeline: every launch of the step in 7 of 7 sessions", True),
+        *(
+            (f"{title}: whole step in 6 of 7 sessions; the others: 0 to 0 % of kernel time", False)
+            for title in TIER_NAMES.values()
+        ),
     ]
+    assert document.coverage[1].reasons[-1].startswith("train bf16 (H200): 0.0 % of kernel time (ERR_NVGPUCTRPERM")
     assert len(document.badges) == 7
+    assert document.badges[-1].label == "train bf16 (H200): whole step timed, counters incomplete"
     figures = {f.id: f for f in document.figures()}
-    assert figures["mix-ms-train"].labels == ["baseline", "tf32", "channels_last", "bf16"]
-    assert figures["mix-ms-sample"].labels == ["baseline", "tf32", "channels_last"]
+    assert figures["mix-ms-train"].labels == [f"{c} (H200)" for c in ("baseline", "tf32", "channels_last", "bf16")]
+    assert figures["mix-ms-sample"].labels == [f"{c} (H200)" for c in ("baseline", "tf32", "channels_last")]
     assert figures["mix-ms-sample"].title.endswith(": sampling")
     assert [f.label for f in document.facts][:2] == ["Training step", "Sampling step"]
 
@@ -161,7 +212,7 @@ def test_memory_at_the_peak_is_shown_side_by_side():
     )
     after.memory = after.memory.iloc[:0]
     figure = {f.id: f for f in build([before, after]).figures()}["memory-peak"]
-    assert all(series.values[1] is None for series in figure.series)
+    assert figure.labels == ["baseline (H200)"] and figure.caption == "Not measured: plan (H200)."
 
 
 def test_memory_chart_ends_before_the_final_wait_of_the_host():

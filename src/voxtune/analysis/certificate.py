@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from voxtune.analysis.frame import kernels, numbers, text
+from voxtune.analysis.frame import gpu_name, kernels, numbers, short, text
+from voxtune.analysis.mix import opcode_coverage_pct
 from voxtune.analysis.table import Column, Table
 from voxtune.errors import InputError
+from voxtune.profile import schema
 
 if TYPE_CHECKING:
     from voxtune.profile.session import Session
@@ -64,6 +66,13 @@ def certify(session: Session) -> Certificate:
     )
 
 
+def tier_shares(session: Session) -> dict[str, float]:
+    """Percent of kernel time with the counters of each tier."""
+    certified = certify(session)
+    opcodes = 0.0 if session.opcodes.empty else opcode_coverage_pct(session) or 0.0
+    return {"few": certified.few_time_pct, "full": certified.full_time_pct, "opcodes": opcodes}
+
+
 def _census(session: Session, phases: tuple[str, ...]) -> list[str]:
     rows, mode = session.launches, session.meta.get("mode")
     if rows.empty:
@@ -91,8 +100,12 @@ def certificate(session: Session) -> Table:
     certified = certify(session)
     window = session.meta.get("window")
     rows: list[dict[str, Any]] = [
-        _check("kernels with counters, by time", certified.few_time_pct, certified.few_time_pct >= THRESHOLD_PCT),
-        _check("kernels with counters, by launches", certified.few_launches_pct, None),
+        _check(
+            "kernels with the small counter set, by time",
+            certified.few_time_pct,
+            certified.few_time_pct >= THRESHOLD_PCT,
+        ),
+        _check("kernels with the small counter set, by launches", certified.few_launches_pct, None),
         _check(
             "kernels with the full counter set, by time",
             certified.full_time_pct,
@@ -124,8 +137,66 @@ def certificate(session: Session) -> Table:
     return Table(f"Certificate of coverage: {session.name}", columns, rows, notes, extra=extra)
 
 
-def refusal(sessions: Sequence[Session], level: Level) -> str | None:
-    """Why ratios between these sessions are refused, or None if each covers its step."""
+def readings(session: Session) -> Table:
+    """How the full counter set of each launch was read, one row per signature: kernel, grid, block, module class, shapes.
+
+    Launches that share one reading are weighted by their number and time: the set was read on one of them.
+    """
+    columns = [
+        Column("kernel", kind="text"),
+        Column("grid", kind="text"),
+        Column("module_type", kind="text", title="module class"),
+        Column("shapes", kind="text", detail=True),
+        Column("launches", kind="int", doc="of a mean step"),
+        Column("read", kind="int", doc="launches on which the full set was read"),
+        Column("counted", kind="text", doc="how the counters of these launches were obtained"),
+        Column("share", "%", "percent", digits=2, doc="of kernel time"),
+    ]
+    rows = kernels(session)
+    count = max(1, session.launches["step"].nunique())
+    full = text(rows, "counter_tier") == "full"
+    own = [c.name for c in schema.FULL if c.type == "float64" and c.name in rows.columns]
+    values = rows[own].to_numpy(dtype=float, na_value=np.nan)
+    keys = ["name", "grid", "block", "module_type", "op_shapes"]
+    marked = (
+        rows[keys]
+        .fillna("")
+        .assign(
+            us=numbers(rows, "duration_us"),
+            reading=[hash(v.tobytes()) if f else None for v, f in zip(values, full, strict=True)],
+        )
+    )
+    total, out = float(np.nansum(marked["us"])) or 1.0, []
+    for (name, grid, _, module_type, shapes), group in marked.groupby(keys, sort=False):
+        launches, read = round(len(group) / count), group["reading"].dropna().nunique()
+        known = int(group["reading"].notna().sum())
+        counted = (
+            "not counted" if not read else "each launch" if read >= launches else f"weighted: {read} of {launches}"
+        )
+        if read and known < len(group):
+            counted += f", {len(group) - known} of {len(group)} over all steps not counted"
+        cells = {"kernel": short(str(name)), "grid": grid, "module_type": module_type, "shapes": shapes}
+        share = 100 * float(np.nansum(group["us"])) / total
+        out.append(cells | {"launches": launches, "read": min(read, launches), "counted": counted, "share": share})
+    out.sort(key=lambda r: -r["share"])
+    weighted = sum(r["share"] for r in out if r["counted"].startswith("weighted"))
+    once = sum(r["share"] for r in out if r["counted"].startswith("each"))
+    notes = [
+        f"Full counter set, of kernel time: {once:.1f} % read on each launch, {weighted:.1f} % weighted (read on one launch of "
+        "the same kernel, grid, module class and shapes), the rest not counted."
+    ]
+    title = f"Readings of the full counter set: {session.name}"
+    return Table(title, columns, out, notes, extra={"each_pct": once, "weighted_pct": weighted})
+
+
+def refusal(sessions: Sequence[Session], level: Level, *, across_gpus: bool = False) -> str | None:
+    """Why ratios between these sessions are refused, or None if each covers its step, and all have the same GPU.
+
+    `across_gpus` allows ratios between sessions of several GPUs.
+    """
+    gpus = list(dict.fromkeys(map(gpu_name, sessions)))
+    if len(gpus) > 1 and not across_gpus:
+        return f"sessions of several GPUs ({', '.join(gpus)}). Ratios across GPUs require --across-gpus."
     for session in sessions:
         reasons = certify(session).reasons(level)
         if reasons:

@@ -64,7 +64,7 @@ def check(base: Session, new: Session, max_slowdown_pct: float = 5.0) -> Table:
         Column("verdict", kind="text"),
     ]
     title = f"Check: {new.name} vs {base.name}"
-    reason = refusal([base, new], "time")
+    reason = refusal([base, new], "time", across_gpus=True)
     if reason:
         return Table(title, columns, refused=reason, extra=_outcome("inconclusive", reason))
     (old_tier, old), (new_tier, samples) = wall_samples(base), wall_samples(new)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from voxtune.analysis.frame import Array, family, geometric_mean, kernels, mean, numbers, share, steps, total
+from voxtune.analysis.roofline import card_of
 from voxtune.analysis.table import Column, Table
 
 if TYPE_CHECKING:
@@ -44,6 +45,20 @@ def average(rows: pd.DataFrame, counter: str, *, plain: bool = False) -> float |
     return mean(numbers(rows, counter), None if plain else numbers(rows, weight_of(counter)))
 
 
+def kernels_with_dram(session: Session) -> pd.DataFrame:
+    """The kernels, with dram_pct from their DRAM traffic, which is counted on every launch, over time and peak bandwidth.
+
+    The profiler's own dram_pct, of the full counter set, stays where the traffic or the GPU's bandwidth is unknown.
+    """
+    kernel_rows, card = kernels(session), card_of(session)
+    if card is None:
+        return kernel_rows
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rate = numbers(kernel_rows, "dram_bytes") / (numbers(kernel_rows, "duration_us") * 1e-6)
+    percent = 100 * rate / (card.bandwidth_gbs * 1e9)
+    return kernel_rows.assign(dram_pct=np.where(np.isfinite(percent), percent, numbers(kernel_rows, "dram_pct")))
+
+
 def overall_ipc(session: Session) -> float | None:
     """The geometric mean of the IPC of all launches, as in the paper."""
     return geometric_mean(numbers(kernels(session), "ipc"))
@@ -51,7 +66,7 @@ def overall_ipc(session: Session) -> float | None:
 
 def counter_table(session: Session, counters: tuple[str, ...], title: str) -> Table:
     """One row per class, then overall; `measured` is the share of the row's time for which all counters were read."""
-    kernel_rows = kernels(session)
+    kernel_rows = kernels_with_dram(session)
     coarse = kernel_rows.assign(family=[family(str(c)) for c in kernel_rows["class"].fillna("unknown")])
     rows = [_row(str(name), group, counters) for name, group in coarse.groupby("family")]
     rows.sort(key=lambda r: -(r["ms"] or 0))
@@ -62,7 +77,7 @@ def counter_table(session: Session, counters: tuple[str, ...], title: str) -> Ta
         Column("class", kind="text"),
         Column("ms", "ms", better="low", digits=3),
         Column("measured", "%", "percent", "high", 1),
-        *(_column(c) for c in counters),
+        *(_column(c, detail=place >= MAIN_COUNTERS) for place, c in enumerate(counters)),
     ]
     weights = sorted({weight_of(c) for c in counters})
     names = {"duration_us": "time", "cycles_active": "active cycles", "instructions": "instructions executed"}
@@ -78,9 +93,14 @@ def _row(name: str, rows: pd.DataFrame, counters: tuple[str, ...]) -> dict[str, 
     return cells | {c: average(rows, c) for c in counters}
 
 
-def _column(counter: str) -> Column:
+# Stall reasons are sorted; the page shows those after the first on request.
+MAIN_COUNTERS = 6
+
+
+def _column(counter: str, *, detail: bool) -> Column:
     if counter.startswith("stall_"):
-        return Column(counter, "warps/issue", better="low", digits=3)
+        title = counter.removeprefix("stall_").replace("_", " ")
+        return Column(counter, "warps/issue", better="low", digits=3, title=title, detail=detail)
     if counter.endswith("_pct"):
         return Column(counter, "%", "percent", "high", 2)
     return Column(counter, "warps" if counter == "warps_active" else "", better="high", digits=2)
@@ -92,7 +112,16 @@ def utilisation(session: Session) -> Table:
 
 
 def caches(session: Session) -> Table:
-    return counter_table(session, CACHES, "Caches and DRAM")
+    """Hit rates and throughput. `measured` refers to all four; dram_pct comes from traffic that is counted everywhere."""
+    table = counter_table(session, CACHES, "Caches and DRAM")
+    covered = share(
+        float(np.nansum(numbers(rows := kernels(session), "duration_us")[~np.isnan(numbers(rows, "dram_bytes"))])),
+        float(np.nansum(numbers(rows, "duration_us"))),
+    )
+    table.notes.append(
+        f"DRAM throughput: bytes over time and peak bandwidth, from {covered or 0:.1f} % of kernel time."
+    )
+    return table
 
 
 def warps(session: Session) -> Table:

@@ -480,3 +480,33 @@ def _check(workload: Workload, size: tuple[int, ...], batch: int, steps: int, mo
     for mode in modes:
         if mode not in ("sample", "train"):
             raise InputError(f"unknown mode {mode!r}; choose from sample, train, both")
+
+
+def card_table(names: list[str] | None = None) -> Table:
+    """One row per GPU, with its datasheet. `names`: all by default."""
+    chosen = [card(n) for n in names] if names is not None else list(cards().values())
+    columns = [
+        Column("gpu", kind="text", title="GPU"),
+        Column("key", kind="text", doc="the name that --gpu takes"),
+        Column("memory_gb", "GB", digits=0),
+        Column("bandwidth_gbs", "GB/s", digits=0, title="bandwidth"),
+        Column("fp32", "TFLOP/s", digits=1, title="FP32"),
+        Column("tf32", "TFLOP/s", digits=1, title="TF32"),
+        Column("half", "TFLOP/s", digits=1, title="16 bit"),
+        Column("half_type", kind="text", title="16-bit type"),
+        Column("sms", kind="int", title="SMs"),
+        Column("clock_mhz", "MHz", digits=0, title="boost clock"),
+        Column("flop_per_byte", "FLOP/B", digits=0, doc="16-bit rate over bandwidth: the ridge of the roofline"),
+        Column("source", kind="text"),
+    ]
+    rows = [
+        {
+            "gpu": c.name,
+            **{k: getattr(c, k) for k in ("key", "fp32", "tf32", "half", "half_type", "sms", "source")},
+            **{k: float(getattr(c, k)) for k in ("memory_gb", "bandwidth_gbs", "clock_mhz")},
+            "flop_per_byte": c.half * 1e3 / c.bandwidth_gbs if c.half else None,
+        }
+        for c in chosen
+    ]
+    notes = ["Dense rates at boost clock, without sparsity; tensor rates with 32-bit accumulation. -: not supported."]
+    return Table("GPUs: datasheet values", columns, rows, notes)

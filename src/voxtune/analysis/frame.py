@@ -21,6 +21,8 @@ CONVOLUTIONS = ("conv_fprop", "conv_dgrad", "conv_wgrad", "conv_backward")
 MOVEMENT = ("layout", "padding", "cast", "copy")
 # The fused kernels of a compiled step carry no module.
 MODULE_UNKNOWN = "(module unknown)"
+# How the work of compiled kernels without a module starts in place of a module (compiled.py).
+COMPILED = "(compiled)"
 # Launches by the network's own forward code, the loss or the optimizer.
 OUTSIDE_MODULES = "(outside modules)"
 
@@ -130,18 +132,33 @@ def short(name: str) -> str:
     return base.split("::")[-1] or name[:40]
 
 
+def gpu_name(session: Session) -> str:
+    """The GPU without its vendor; CPU if there was none."""
+    name = str(session.meta.get("environment", {}).get("gpu") or "CPU")
+    return name.removeprefix("NVIDIA ")
+
+
 def labels(sessions: Sequence[Session]) -> list[str]:
-    """A short unique label per session: its name without the words that all share, numbered if ambiguous."""
+    """A short unique label per session: its name without the words that all share, and its GPU; numbered if ambiguous."""
     words = [s.name.split(" ") for s in sessions]
     while len(words) > 1 and min(map(len, words)) > 1 and len({w[0] for w in words}) == 1:
         words = [w[1:] for w in words]
     names: list[str] = []
-    for parts in words:
-        name, n = " ".join(parts), 2
-        while name in names:
-            name, n = f"{' '.join(parts)} ({n})", n + 1
-        names.append(name)
+    for parts, session in zip(words, sessions, strict=True):
+        name, gpu, n = " ".join(parts), gpu_name(session), 2
+        label = f"{name} ({gpu})"
+        while label in names:
+            label, n = f"{name} ({gpu}, {n})", n + 1
+        names.append(label)
     return names
+
+
+def labels_on_gpu(sessions: Sequence[Session]) -> list[str]:
+    """The labels, without the GPU if all sessions have the same: for columns and figures whose heading states it."""
+    gpus = {gpu_name(s) for s in sessions}
+    if len(gpus) > 1:
+        return labels(sessions)
+    return [n.removesuffix(f" ({next(iter(gpus))})") for n in labels(sessions)]
 
 
 def module_names(rows: pd.DataFrame, own: str = "") -> list[str]:

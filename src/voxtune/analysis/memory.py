@@ -50,7 +50,7 @@ def memory_peak(session: Session) -> Table:
         for c in wide.columns
     ]  # fmt: skip
     rows.sort(key=lambda r: -r["at_peak_gib"])
-    notes = [f"Peak: {peak / 2**30:.2f} GiB at {float(peak_time) / 1e3:.1f} ms."]
+    notes = [f"Peak: {peak / 2**30:.2f} GiB, {float(peak_time) / 1e3:.1f} ms after the step began on the host."]
     allocator_peak = session.meta.get("peak_bytes")
     if allocator_peak:
         notes.append(f"Peak reported by the allocator over the run: {allocator_peak / 2**30:.2f} GiB.")

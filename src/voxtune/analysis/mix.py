@@ -66,6 +66,9 @@ PAPER_GROUPS = {
     "OTHER": ("other",),
 }
 
+# The groups of most kernels; the page shows the others on request.
+MAIN_GROUPS = ("FP", "INT", "LS", "TENSOR")
+
 
 def kernel_mix(session: Session, by: tuple[str, ...] = ("class", "phase")) -> Table:
     """Time and launches of a mean step by class and phase (or any columns), copies and fills included."""
@@ -206,8 +209,8 @@ def ipc_stack(session: Session, top: int = 8) -> Table:
         Column("class", kind="text"),
         Column("cycles", better="low", digits=0, doc="elapsed cycles, all launches of a mean step"),
         Column("ipc", digits=2, doc="weighted by active cycles"),
-        *(Column(f"{k}_share", "%", "percent", digits=1) for k in groups),
-        *(Column(f"{k}_ipc", digits=3) for k in groups),
+        *(Column(f"{k}_share", "%", "percent", digits=1, title=k, detail=k not in MAIN_GROUPS) for k in groups),
+        *(Column(f"{k}_ipc", digits=3, detail=True) for k in groups),
     ]
     kernel_rows = kernels(session)
     named = kernel_rows.assign(short=[short(str(n)) for n in kernel_rows["name"]])

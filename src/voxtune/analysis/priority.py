@@ -29,8 +29,8 @@ def priority(session: Session, by: str = "class") -> Table:
         Column("share", "%", "percent"),
         Column("score", "ms", digits=3, doc="as in the paper: duration x estimated speed-up"),
         Column("gain_ms", "ms", digits=3, doc="time saved if the estimate is right"),
-        Column("gain_pct", "%", "percent", doc="of the step, at most share"),
-        Column("step_speedup", "x", digits=3, doc="of the whole step (Amdahl's law)"),
+        Column("gain_pct", "%", "percent", doc="of the step, at most share", detail=True),
+        Column("step_speedup", "x", digits=3, doc="of the whole step (Amdahl's law)", detail=True),
         Column("measured", "%", "percent", "high", 1, "share of the row's time with an estimate"),
         Column("rule", kind="text", doc="Nsight Compute rule with the largest part of the estimate"),
     ]
@@ -88,7 +88,7 @@ def headroom(rows: pd.DataFrame) -> Array:
     return bound
 
 
-def achieved(before: Session, after: Session, by: str = "class") -> Table:
+def achieved(before: Session, after: Session, by: str = "class", *, across_gpus: bool = False) -> Table:
     """Estimated and achieved gain of an optimisation, by class or module; negative where it became slower."""
     title = f"Estimated and achieved gain: {before.name} to {after.name}"
     columns = [
@@ -100,7 +100,7 @@ def achieved(before: Session, after: Session, by: str = "class") -> Table:
         Column("achieved_ms", "ms", better="high", digits=3),
         Column("achieved_of_estimate", "%", "percent", "high", 0),
     ]
-    reason = refusal([before, after], "time")
+    reason = refusal([before, after], "time", across_gpus=across_gpus)
     if reason:
         return Table(title, columns, refused=reason)
     estimates = {r[by]: r for r in priority(before, by).rows}

@@ -53,10 +53,10 @@ def roofline(session: Session, by: str = "kernel", top: int = 40) -> Table:
         Column("intensity", "FLOP/B", digits=2),
         Column("tflops", "TFLOP/s", better="high"),
         Column("gbs", "GB/s", better="high", digits=0),
-        Column("roof_tflops", "TFLOP/s"),
+        Column("roof_tflops", "TFLOP/s", detail=True),
         Column("of_roof", "%", "percent", "high", 1),
         Column("bound", kind="text", doc="the lower ceiling: compute or memory"),
-        Column("measured", "%", "percent", "high", 1),
+        Column("measured", "%", "percent", "high", 1, detail=True),
     ]
     kernel_rows, count, gpu = kernels(session), steps(session), card_of(session)
     key = [short(str(n)) for n in kernel_rows["name"]] if by == "kernel" else module_names(kernel_rows)
@@ -66,7 +66,12 @@ def roofline(session: Session, by: str = "kernel", top: int = 40) -> Table:
     title = f"Roofline by {by}: {session.name}"
     if all(r["gflop"] is None for r in rows):
         return Table(title, columns, refused="no FLOP counters were recorded (requires the full counter set)")
+    absent = [r for r in rows if r["gflop"] is None]
+    rows = [r for r in rows if r["gflop"] is not None]
     notes = ["Rates refer to the time for which both counters were read. Ceilings are peak rates of the datasheet."]
+    if absent:
+        spent = sum(r["ms"] for r in absent)
+        notes.append(f"Left out: {len(absent)} {by}s with {spent:.1f} ms, whose counters were not read.")
     if gpu is None:
         notes.append("This GPU is not in the datasheet table; no ceilings are shown.")
     extra: dict[str, Any] = {"ceilings": None}

@@ -58,16 +58,27 @@ def step_totals(sessions: Sequence[Session]) -> Table:
             "wall_from",
             kind="text",
             doc="bare: no profiler; census: under torch.profiler; timeline: first start to last end",
+            detail=True,
         ),
         Column("device_ms", "ms", better="low", doc="sum of the durations of all launches"),
         Column("busy_ms", "ms", better="low", doc="time with at least one launch running"),
         Column(
-            "idle_ms", "ms", better="low", doc="span of the step minus busy time, at most wall time minus busy time"
+            "idle_ms",
+            "ms",
+            better="low",
+            doc="span of the step minus busy time, at most wall time minus busy time",
+            detail=True,
         ),
         Column("idle_pct", "%", "percent", "low", 1),
-        Column("host_bound_ms", "ms", better="low", doc="idle before the host issued the next launch"),
+        Column("host_bound_ms", "ms", better="low", doc="idle before the host issued the next launch", detail=True),
         Column("launches", kind="int", better="low"),
-        Column("latency_us", "µs", better="low", doc="median time from launch call to start, on an idle device"),
+        Column(
+            "latency_us",
+            "µs",
+            better="low",
+            doc="median time from launch call to start, on an idle device",
+            detail=True,
+        ),
         Column("peak_gib", "GiB", better="low"),
     ]
     rows = [_totals(s, label) for s, label in zip(sessions, labels(sessions), strict=True)]
@@ -124,6 +135,23 @@ def _span(rows: pd.DataFrame) -> float:
     if not (~np.isnan(end)).any():
         return float("nan")
     return float(np.nanmax(end) - min(0.0, np.nanmin(numbers(rows, "start_us"))))
+
+
+def device_times(session: Session, host_ms: list[float]) -> list[float] | None:
+    """The time on the device of moments on the host, in ms: the start of the next launch that the host issues.
+
+    The host runs ahead of the device, by nearly a whole training step. None if launches have no such times, as on a CPU.
+    """
+    rows = session.launches[session.launches["step"] == session.launches["step"].min()]
+    start, duration, issued = (numbers(rows, c) for c in ("start_us", "duration_us", "launch_us"))
+    known = ~np.isnan(start) & ~np.isnan(issued)
+    if not on_gpu(session) or not known.any():
+        return None
+    order = np.argsort(issued[known], kind="stable")
+    issued, start_of = issued[known][order], np.maximum.accumulate(start[known][order])
+    end = float(np.nanmax(start + duration))
+    places = np.searchsorted(issued, np.array(host_ms) * 1e3, side="left")
+    return [float(t) / 1e3 for t in np.append(start_of, end)[places]]
 
 
 def gaps(session: Session, top: int = 20) -> Table:
@@ -209,9 +237,9 @@ def overhead(sessions: Sequence[Session]) -> Table:
         Column("census_pct", "%", "percent", "low", 1, "slowdown by torch.profiler"),
         Column("few", "s", better="low", digits=1, doc="one step with the few tier's counters on every launch"),
         Column("few_ratio", "x bare", better="low", digits=0),
-        Column("few_a_launch", "ms", better="low", digits=1),
-        Column("full_a_launch", "s", better="low", doc="full counter set, operators run one by one"),
-        Column("opcodes_a_launch", "s", better="low", doc="opcodes, operators run one by one"),
+        Column("few_a_launch", "ms", better="low", digits=1, detail=True),
+        Column("full_a_launch", "s", better="low", doc="full counter set, operators run one by one", detail=True),
+        Column("opcodes_a_launch", "s", better="low", doc="opcodes, operators run one by one", detail=True),
         Column("turns", "s", better="low", digits=1, doc="GPU time of all counter tiers, set-up included"),
     ]
     rows = [_row(s, label) for s, label in zip(sessions, labels(sessions), strict=True)]

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from voxtune.analysis.certificate import Level, refusal, window
-from voxtune.analysis.counters import average, totals
-from voxtune.analysis.frame import family, kernels, numbers, ratio, share, short, steps, total
+from voxtune.analysis.counters import average, kernels_with_dram, totals
+from voxtune.analysis.frame import family, gpu_name, kernels, numbers, ratio, share, short, steps, total
 from voxtune.analysis.mix import kernel_shares, opcode_counts, paper_shares
 from voxtune.analysis.priority import priority
 from voxtune.analysis.table import Column, Table
@@ -45,66 +45,103 @@ def value_text(fact: dict[str, Any]) -> str:
     return f"{fact.get('bound', '')}{fact['value']:g}"
 
 
+# The views of a GPU: title and explanation of their columns.
+VIEWS = {
+    "window": ("window", "kernels 11 to 110, unweighted mean over launches"),
+    "step_plain": ("step, plain mean", "whole step, unweighted mean over launches"),
+    "step": ("step", "whole step, weighted mean (see docs/reference/analysis.md)"),
+    "counted": ("counted", "share of kernel time with the counters for the step's value"),
+}
+
+
 def study_table(sessions: Sequence[Session]) -> Table:
-    """One row per quantity and configuration. Sessions are matched by config; a baseline session is required."""
-    by_config = _by_config(sessions)
+    """One row per quantity and configuration, and columns per recorded GPU.
+
+    Sessions are matched by config; a baseline session of each GPU is required. Ratios are those to the same GPU's baseline.
+    With several GPUs the names of their columns start with the GPU.
+    """
+    by_gpu = _by_gpu(sessions)
     columns = [
         Column("figure", kind="int"),
         Column("quantity", kind="text"),
         Column("config", kind="text"),
         Column("unit", kind="text"),
         *(Column(gpu, kind="text", doc="as published") for gpu in GPUS),
-        Column("window", digits=3, doc="this GPU, kernels 11 to 110, unweighted mean over launches"),
-        Column("step_plain", digits=3, doc="this GPU, whole step, unweighted mean over launches"),
-        Column("step", digits=3, doc="this GPU, whole step, weighted mean (see docs/reference/analysis.md)"),
-        Column("counted", "%", "percent", "high", 0, "share of kernel time with the counters for the step's value"),
+        *(c for gpu in by_gpu for c in _gpu_columns(gpu, several=len(by_gpu) > 1)),
     ]
-    views = {c: _views(s) for c, s in by_config.items()}
-    levels: tuple[Level, ...] = ("few", "full")
-    refused = {level: {c: refusal([s], level) for c, s in by_config.items()} for level in levels}
-    rows = []
+    rows: dict[tuple[int, str, str], dict[str, Any]] = {}
     for (figure, quantity, config), facts in _grouped().items():
         row: dict[str, Any] = {"figure": figure, "quantity": quantity, "config": config, "unit": facts[0]["unit"]}
         for fact in facts:
             row |= {g: value_text(fact) for g in (GPUS if fact["gpu"] == "all" else (fact["gpu"],))}
-        if config in views:
-            # Warps and stalls require the full counter set, cycles and instructions the few tier.
-            row |= _measured(quantity, config, views, refused["full" if figure in (12, 13) else "few"])
-            if row["step"] is not None:
-                row["counted"] = counted_pct(by_config[config], quantity.removesuffix("_ratio"))
-        rows.append(row)
+        rows[figure, quantity, config] = row
     # The paper's metric of the tensor pipe includes constants loaded through it: add matrix instructions alone.
-    tensor = {"figure": 10, "quantity": "tensor_pct", "unit": "%"}
-    for config, session in by_config.items():
-        values = _measured("tensor_pct", config, views, refused["few"])
-        counted = {"counted": counted_pct(session, "tensor_pct")} if values["step"] is not None else {}
-        rows.append(tensor | {"config": config} | values | counted)
-    rows.sort(key=lambda r: r["figure"])
-    missing = [c for c in CONFIGS if c not in by_config]
+    for config in dict.fromkeys(c for by_config in by_gpu.values() for c in by_config):
+        rows[10, "tensor_pct", config] = {"figure": 10, "quantity": "tensor_pct", "unit": "%", "config": config}
     notes = [
         f"The paper: {paper()['source']}",
         "tensor_pipe_pct is the paper's metric and includes constants loaded through the pipe; tensor_pct counts matrix "
         "instructions only.",
+        "dram_pct is the DRAM traffic over time and peak bandwidth; where the bandwidth is unknown, the profiler's counter.",
         "Ratios over the step are empty where a session does not cover its step. Counted: the share of kernel time with the "
         "counters for the value.",
     ]
-    notes += [f"{c}: {reason}" for c, reason in refused["few"].items() if reason]
-    notes += [f"not recorded: {', '.join(missing)}"] if missing else []
-    return Table(
-        "The paper's values and this GPU", columns, rows, notes, extra={"configs": NAMES, "method": paper()["method"]}
-    )
+    for gpu, by_config in by_gpu.items():
+        prefix = f"{gpu} " if len(by_gpu) > 1 else ""
+        for key, cells in _of_gpu(by_config, list(rows)).items():
+            rows[key] |= {f"{prefix}{name}": value for name, value in cells.items()}
+        notes += [f"{prefix}{c}: {reason}" for c, s in by_config.items() if (reason := refusal([s], "few"))]
+        missing = [c for c in CONFIGS if c not in by_config]
+        notes += [f"{prefix}not recorded: {', '.join(missing)}"] if missing else []
+    ordered = sorted(rows.values(), key=lambda r: r["figure"])
+    title = f"The paper's values and {' and '.join(by_gpu)}"
+    return Table(title, columns, ordered, notes, extra={"configs": NAMES, "method": paper()["method"]})
 
 
-def _by_config(sessions: Sequence[Session]) -> dict[str, Session]:
-    by_config: dict[str, Session] = {}
+def _gpu_columns(gpu: str, *, several: bool) -> list[Column]:
+    out = []
+    for name, (title, doc) in VIEWS.items():
+        percent: dict[str, Any] = {"unit": "%", "kind": "percent", "better": "high", "digits": 0}
+        shape = percent if name == "counted" else {"digits": 3}
+        # With one GPU the share that was counted stands beside its value.
+        detail = name == "step_plain" or (several and name == "counted")
+        key = f"{gpu} {name}" if several else name
+        out.append(Column(key, doc=f"{gpu}, {doc}", title=f"{gpu} {title}", detail=detail, **shape))
+    return out
+
+
+def _of_gpu(
+    by_config: dict[str, Session], keys: Sequence[tuple[int, str, str]]
+) -> dict[tuple[int, str, str], dict[str, float | None]]:
+    """The views of one GPU, by row."""
+    views = {c: _views(s) for c, s in by_config.items()}
+    levels: tuple[Level, ...] = ("few", "full")
+    refused = {level: {c: refusal([s], level) for c, s in by_config.items()} for level in levels}
+    out: dict[tuple[int, str, str], dict[str, float | None]] = {}
+    for figure, quantity, config in keys:
+        if config not in views:
+            continue
+        # Warps and stalls require the full counter set, cycles and instructions the few tier.
+        cells = _measured(quantity, config, views, refused["full" if figure in (12, 13) else "few"])
+        if cells["step"] is not None:
+            cells["counted"] = counted_pct(by_config[config], quantity.removesuffix("_ratio"))
+        out[figure, quantity, config] = cells
+    return out
+
+
+def _by_gpu(sessions: Sequence[Session]) -> dict[str, dict[str, Session]]:
+    """The first session of each GPU and configuration of the paper."""
+    by_gpu: dict[str, dict[str, Session]] = {}
     for session in sessions:
         config = str(session.meta.get("config"))
-        if config in CONFIGS and config not in by_config:
-            by_config[config] = session
-    if "baseline" not in by_config:
+        if config in CONFIGS:
+            by_gpu.setdefault(gpu_name(session), {}).setdefault(config, session)
+    without = [gpu for gpu, by_config in by_gpu.items() if "baseline" not in by_config]
+    if without or not by_gpu:
         given = ", ".join(str(s.meta.get("config")) for s in sessions) or "none"
-        raise InputError(f"the study requires a session with configuration baseline; given: {given}")
-    return by_config
+        where = f" of {', '.join(without)}" if len(by_gpu) > 1 else ""
+        raise InputError(f"the study requires a session with configuration baseline{where}; given: {given}")
+    return by_gpu
 
 
 def _grouped() -> dict[tuple[int, str, str], list[dict[str, Any]]]:
@@ -151,7 +188,7 @@ def measure(session: Session, quantity: str, *, plain: bool) -> float | None:
         return _share_of(session, quantity.removesuffix("_share").split("_"))
     if quantity.startswith("convolution_"):
         return paper_shares(opcode_counts(session, _of_family(session, "convolution")))[quantity.split("_")[1]]
-    return average(kernels(session), quantity, plain=plain)
+    return average(kernels_with_dram(session), quantity, plain=plain)
 
 
 def counted_pct(session: Session, quantity: str) -> float | None:
@@ -172,6 +209,7 @@ def counted_pct(session: Session, quantity: str) -> float | None:
             [k in known for k in zip(*(kernel_rows[c] for c in ("name", "grid", "block")), strict=True)], dtype=bool
         )
     else:
+        kernel_rows = kernels_with_dram(session)
         measured = ~np.isnan(numbers(kernel_rows, kind if stem == "dominant" else quantity))
     return share(float(np.nansum(time[measured])), float(np.nansum(time)))
 

@@ -16,7 +16,10 @@ Better = Literal["low", "high", "none"]
 
 @dataclass(frozen=True)
 class Column:
-    """`kind` selects the format; percent is 0 to 100. `digits` are decimal places, `doc` is the tooltip."""
+    """`kind` selects the format; percent is 0 to 100. `digits` are decimal places, `doc` is the tooltip.
+
+    `title` replaces the heading made of the name. The page shows columns of `detail` on request only.
+    """
 
     name: str
     unit: str = ""
@@ -24,6 +27,8 @@ class Column:
     better: Better = "none"
     digits: int = 2
     doc: str = ""
+    title: str = ""
+    detail: bool = False
 
 
 @dataclass

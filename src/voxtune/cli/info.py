@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from voxtune.cli.common import JsonOption, Output, QuietOption, parse_size
+from voxtune.cli.common import JsonOption, Output, OverwriteOption, QuietOption, parse_size
+from voxtune.files import check_outputs, write_output
+
+if TYPE_CHECKING:
+    from voxtune.workloads import NetworkConfig
 
 if TYPE_CHECKING:
     from voxtune.runtime.model import ModelConfig
@@ -21,6 +25,14 @@ def command(
         ),
     ],
     size: Annotated[str | None, typer.Option(help="Size as D,H,W (or H,W). Default: the model's.")] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.svg",
+            help="Also draw the network: its blocks with channels, FLOPs and bytes of one step.",
+        ),
+    ] = None,
+    overwrite: OverwriteOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -33,6 +45,8 @@ def command(
     from voxtune.workloads import WORKLOADS
 
     dimensions = parse_size(size) if size else None
+    if picture is not None:
+        check_outputs([picture], overwrite=overwrite)
     if model in WORKLOADS and not Path(model).exists():
         config = workload_config(model)
         # Workloads can be of one family.
@@ -63,7 +77,24 @@ def command(
         for name, value in rows.items():
             if value is not None:
                 output.say(f"{name:11} {value}")
+    if picture is not None:
+        _draw(config.network, facts, picture, overwrite=overwrite)
+        output.say(f"{picture}: picture of {model}")
+        facts["picture"] = str(picture)
     output.result(facts)
+
+
+def _draw(network: NetworkConfig, facts: dict[str, Any], target: Path, *, overwrite: bool) -> None:
+    from voxtune.analysis.network import network_plan
+    from voxtune.report.network import draw_network
+
+    size = tuple(facts["size"])
+    sides = " × ".join(map(str, size))
+    subtitle = (
+        f"One step at {sides}, batch 1, float32: {facts['flop_per_step'] / 1e12:.3f} TFLOP; {facts['parameters']:,} "
+        "parameters. Dashed: skip connections."
+    )
+    write_output(target, draw_network(network_plan(network, size), facts["workload"], subtitle), overwrite=overwrite)
 
 
 def _order(dimensions: int) -> str:

@@ -17,7 +17,8 @@ from voxtune.cli.common import (
     choose_device,
     parse_size,
 )
-from voxtune.files import check_outputs, locked_folder
+from voxtune.errors import InputError
+from voxtune.files import check_outputs, locked_folder, write_output
 
 FORMAT = "voxtune-ladder/1"
 FILES = ("ladder.json", "ladder.html", "ladder.svg")
@@ -27,11 +28,19 @@ TINY_SIZE, TINY_STEPS = "16x16", 1
 
 
 def command(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for ladder.json, ladder.html and ladder.svg.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", "-o", help="Folder for ladder.json, ladder.html and ladder.svg; with --recorded also a page.html."
+        ),
+    ],
     rungs: Annotated[str | None, typer.Option(help="Numbers of the rungs, such as 1,4,8-10 (default: all).")] = None,
     size: Annotated[str | None, typer.Option(help="Height and width in pixels (default: 64x64).")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Number of sampling steps (default: 100).")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
+    recorded: Annotated[
+        bool, typer.Option("--recorded", help="Show the rungs as they were measured on an H200. No GPU needed.")
+    ] = False,
     overwrite: OverwriteOption = False,
     device: DeviceOption = "auto",
     json: JsonOption = False,
@@ -39,6 +48,11 @@ def command(
 ) -> None:
     """Run the 2D network in eleven stages of optimisation; write time, launches, transfers and error of each."""
     output = Output(json=json, quiet=quiet)
+    if recorded:
+        if rungs or size or steps or batch != 1:
+            raise InputError("--recorded cannot be combined with --rungs, --size, --steps or --batch")
+        _show_recorded(out, output, overwrite=overwrite)
+        return
     check_outputs([out / name for name in FILES], overwrite=overwrite, folder=out)
     target = choose_device(device)
     on_gpu = target.startswith("cuda")
@@ -52,7 +66,6 @@ def command(
     import torch
 
     from voxtune.diffusion import DiffusionConfig, make_schedule, spaced_steps
-    from voxtune.errors import InputError
     from voxtune.ladder.climb import climb
     from voxtune.ladder.published_results import published_results
     from voxtune.ladder.rungs import Setting, rungs_of
@@ -81,7 +94,9 @@ def command(
         write(reports | rows, out, overwrite=overwrite or len(rows["rows"]) > 1)
 
     with locked_folder(out):
-        tables = reports | climb(setting, selected, runs=20 if on_gpu else 1, report=output.say, save=save)
+        tables = reports | climb(
+            setting, selected, runs=20 if on_gpu else 1, cpu=rungs is None, report=output.say, save=save
+        )
         files = write(tables, out, overwrite=True) if tables["rows"] else []
     failed = "; ".join(f"rung {one['number']}: {one['reason']}" for one in tables["failed"])
     if not tables["rows"]:
@@ -96,6 +111,30 @@ def command(
     output.result(tables)
     if failed:
         raise InputError(f"{failed}; the results of the other rungs are in {out}; select rungs with --rungs")
+
+
+def _show_recorded(out: Path, output: Output, *, overwrite: bool) -> None:
+    """The shipped measurements as one page if the output is a page, otherwise as the three files of a run."""
+    from voxtune.ladder.published_results import recorded_results
+    from voxtune.report.ladder import ladder_document
+
+    tables = recorded_results()
+    if out.suffix == ".html":
+        from voxtune.report.html import render_html
+
+        check_outputs([out], overwrite=overwrite)
+        files = [write_output(out, render_html(ladder_document(tables)), overwrite=overwrite)]
+    else:
+        check_outputs([out / name for name in FILES], overwrite=overwrite, folder=out)
+        with locked_folder(out):
+            files = write(tables, out, overwrite=overwrite)
+    for path in files:
+        output.say(f"wrote {path}")
+    if not output.quiet and not output.json:
+        from voxtune.report.console import make_console, print_document
+
+        print_document(ladder_document(tables), make_console())
+    output.result(tables)
 
 
 def write(tables: dict[str, Any], folder: Path, *, overwrite: bool) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,8 +22,10 @@ from voxtune.cli.common import (
     parse_size,
     parse_window_option,
 )
+from voxtune.errors import InputError
 
 if TYPE_CHECKING:
+    from voxtune.profile.record import RecordOptions
     from voxtune.profile.session import Session
 
 
@@ -37,7 +40,10 @@ class ClockControl(StrEnum):
 
 
 def command(
-    source: Annotated[str, typer.Argument(metavar="WORKLOAD|MODEL", help="A workload ({workload}) or a model's path.")],
+    source: Annotated[
+        str | None, typer.Argument(metavar="WORKLOAD|MODEL", help="A workload ({workload}) or a model's path.")
+    ] = None,
+    *,
     out: Annotated[Path, typer.Option("--out", "-o", help="Output folder; each session gets its own subfolder.")],
     mode: Annotated[
         StepMode, typer.Option(help="train: forward, loss, backward and Adam. sample: one DDPM step.")
@@ -73,6 +79,28 @@ def command(
     keep_raw: Annotated[
         bool, typer.Option("--keep-raw", help="Keep the trace and the counter pages in the session folder.")
     ] = False,
+    nvtx: Annotated[
+        bool,
+        typer.Option(
+            "--nvtx",
+            help="Mark modules as NVTX ranges while counters are read, and keep Nsight Compute's reports (.ncu-rep) in the "
+            "session folder. They contain this machine's paths.",
+        ),
+    ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--continue",
+            help="Continue the sessions in the output folder: count what they lack, and merge it if the step is the same.",
+        ),
+    ] = False,
+    kit: Annotated[
+        bool,
+        typer.Option(
+            "--kit",
+            help="Record the study's configurations, training and sampling, on another GPU, for voxtune study --add.",
+        ),
+    ] = False,
     self_check: Annotated[
         bool, typer.Option("--self-check", help="Record a small step and check that every tier works on this machine.")
     ] = False,
@@ -89,6 +117,12 @@ def command(
 
     window = parse_window_option(window)
     output = Output(json=json, quiet=quiet)
+    if kit and (self_check or window is not None):
+        raise InputError("--kit cannot be combined with --self-check or --window")
+    if source is None:
+        if not kit:
+            raise InputError("missing WORKLOAD or MODEL: give a workload or a model's path, or --kit for the study")
+        source = "med-ddpm"
     options = RecordOptions(
         mode=mode.value,
         size=parse_size(size) if size else smallest_size(source) if self_check else None,
@@ -102,8 +136,13 @@ def command(
         clock_control=clock_control.value,
         ahead=ahead,
         keep_raw=keep_raw,
+        nvtx=nvtx,
         overwrite=overwrite,
+        resume=resume,
     )
+    if kit:
+        _record_kit(source, out, options, device, output)
+        return
     configs = [c.name for c in parse_configs(config)]
     recorded = record(source, configs, out, options=options, device=choose_device(device), say=output.say)
     rows = []
@@ -122,6 +161,34 @@ def command(
     output.result({"out": str(out), "sessions": rows})
     if failed or any(r.error for r in recorded):
         raise typer.Exit(EXIT_NEGATIVE)
+
+
+def _record_kit(source: str, out: Path, options: RecordOptions, device: str, output: Output) -> None:
+    """The sessions of the study on this GPU, in both modes; a configuration that fails is named and left out."""
+    from voxtune.profile.record import record, summary, summary_lines
+    from voxtune.report.recordings import KIT_CONFIGS
+
+    place = choose_device(device)
+    if not place.startswith("cuda"):
+        raise InputError("--kit requires a GPU: it records GPU sessions for the study")
+    rows = []
+    for mode in ("train", "sample"):
+        for result in record(
+            source, KIT_CONFIGS, out, options=replace(options, mode=mode), device=place, say=output.say
+        ):
+            row = {"mode": mode, **summary(result)}
+            rows.append(row)
+            for line in summary_lines(row):
+                output.say(line)
+    recorded = [r for r in rows if "error" not in r]
+    output.result({"out": str(out), "sessions": rows})
+    if not recorded:
+        output.say("No session was recorded. If the GPU has too little memory, give a smaller --size such as 64,64,64.")
+        raise typer.Exit(EXIT_NEGATIVE)
+    output.say(
+        f"{out}: {len(recorded)} of {len(rows)} sessions. To see them beside the recorded GPUs: "
+        f"voxtune study --recorded --add {out}. To share them, send the folder; it contains no paths of this machine."
+    )
 
 
 def _coverage(session: Session, window: str) -> dict[str, Any]:

@@ -46,6 +46,9 @@ def command(
     recorded: Annotated[
         bool, typer.Option("--recorded", help="Include the recorded sessions that ship with voxtune.")
     ] = False,
+    across_gpus: Annotated[
+        bool, typer.Option("--across-gpus", help="Also compute ratios between sessions of different GPUs.")
+    ] = False,
     waterfall: Annotated[
         Path | None,
         typer.Option(
@@ -71,7 +74,7 @@ def command(
     sessions = load(folders or [], recorded=recorded)
     from voxtune.report.build import build
 
-    document = build(sessions, window=window)
+    document = build(sessions, window=window, across_gpus=across_gpus)
     files = write(document, form.value, out, output, overwrite=overwrite)
     tables = [b.table.to_json() for b in document.tables()] if form is Form.console else []
     output.result({**summary(document, sessions, files), **({"tables": tables} if tables else {})})
@@ -123,4 +126,11 @@ def write(document: Document, form: str, path: Path | None, output: Output, *, o
 def summary(document: Document, sessions: list[Session], files: list[Path]) -> dict[str, Any]:
     rows = [{"name": s.name, "mode": s.meta["mode"], "config": s.meta["config"]} for s in sessions]
     coverage = [{"label": b.label, "covered": b.good, "reasons": b.reasons} for b in document.badges]
-    return {"title": document.title, "sessions": rows, "coverage": coverage, "files": [str(f) for f in files]}
+    counters = [{"label": b.label, "covered": b.good, "reasons": b.reasons} for b in document.coverage]
+    return {
+        "title": document.title,
+        "sessions": rows,
+        "coverage": coverage,
+        "counters": counters,
+        "files": [str(f) for f in files],
+    }

@@ -44,6 +44,16 @@ def command(
     recorded: Annotated[
         bool, typer.Option("--recorded", help="Use the recorded sessions that ship with voxtune.")
     ] = False,
+    add: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Also show sessions of other machines, such as those of voxtune profile --kit. May be repeated.",
+        ),
+    ] = None,
+    across_gpus: Annotated[
+        bool, typer.Option("--across-gpus", help="Also compute ratios between sessions of different GPUs.")
+    ] = False,
     mode: Annotated[StepModes, typer.Option(help="Which steps to record.")] = StepModes.train,
     workload: Annotated[str, typer.Option(help="Workload ({workload}) or model to record.")] = "med-ddpm",
     size: Annotated[str | None, typer.Option(help="Size as D,H,W. Default: the workload's.")] = None,
@@ -71,9 +81,11 @@ def command(
                 raise InputError(f"--mode {mode.value}: no recorded session has this mode")
         else:
             sessions = _record(workload, recordings, out, choose_device(device), output)
+        if add:
+            sessions += [s for s in load(add, recorded=False) if s.meta["mode"] in mode.modes()]
         from voxtune.report.build import build
 
-        document = build(sessions)
+        document = build(sessions, across_gpus=across_gpus)
         files = write(document, "html", page, output, overwrite=overwrite)
     tables = _print_study(sessions, output)
     output.result({**summary(document, sessions, files), "study": tables})
@@ -128,7 +140,7 @@ def _print_study(sessions: list[Session], output: Output) -> dict[str, Any]:
     from voxtune.report.sections.comparison import comparable
 
     tables: dict[str, Any] = {}
-    for name, group in comparable(sessions).items():
+    for name, group in comparable(sessions, across_gpus=True).items():
         try:
             table = study_table(group)
         except InputError as error:

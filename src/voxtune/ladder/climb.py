@@ -24,6 +24,7 @@ from voxtune.errors import InputError
 from voxtune.files import one_line
 from voxtune.kernels.compile_workers import compiling
 from voxtune.kernels.precompile import compiled_ahead
+from voxtune.ladder.cpu_program import block_times, cpu_program
 from voxtune.ladder.machine import PARTS, Event, Machine
 from voxtune.ladder.rungs import Auto, Graph, Rung, Setting
 from voxtune.ladder.weights import FORMS, Weights
@@ -45,16 +46,23 @@ def climb(
     rungs: Sequence[Rung],
     *,
     runs: int = 20,
+    cpu: bool = False,
     report: Callable[[str], None] = lambda _: None,
     save: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
     """All tables, as plain JSON. A rung that this device cannot run is listed under "failed" with its reason.
+
+    `cpu` also measures rung 0, the CPU program, and one block on CPU and GPU.
 
     `save` receives the tables after every rung, so that an interrupted run keeps what was measured.
     """
     device = next(setting.network.parameters()).device
     x, t, truth = reference(setting)
     tables = describe_run(setting, device)
+    if cpu:
+        tables["cpu_program"] = program = cpu_program(setting, x, t, truth, repeats=5 if device.type == "cuda" else 1)
+        tables["block"] = block_times(setting, device)
+        report(f" 0 CPU program      {program['total_ms']:12.2f} ms  error {program['error']:.1e}")
     with compiling() if device.type == "cuda" else nullcontext():
         for rung in rungs:
             try:

@@ -202,7 +202,7 @@ def prove_precision(session: Session, *, claims_fp32: bool) -> dict[str, Any]:
 
 COUNTER_TIERS = ("few", "full", "opcodes")
 # Share of kernel time from which a tier counts as done.
-_REQUIRED = {"few": 0.9999, "full": 0.99, "opcodes": 0.90}
+REQUIRED = {"few": 0.9999, "full": 0.99, "opcodes": 0.90}
 
 
 # JSON keys of a saved report that differ from the attribute.
@@ -309,9 +309,9 @@ def _shortfall(report: TierReport, assignment: Assignment) -> str | None:
     elif not report.result:
         reasons.append("its worker failed")
     failed = report.result.get("failed")
-    if failed and assignment.time_share < _REQUIRED[report.tier]:
+    if failed and assignment.time_share < REQUIRED[report.tier]:
         reasons.append(f"{len(failed)} operators did not run in isolation, such as: {next(iter(failed.values()))}")
-    if assignment.time_share < _REQUIRED[report.tier]:
+    if assignment.time_share < REQUIRED[report.tier]:
         reasons.append(f"counters cover {100 * assignment.time_share:.1f} % of kernel time")
     if report.unknown:
         reasons.append(f"this version of Nsight Compute has no metric for {', '.join(report.unknown)}")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from voxtune.errors import optional_import
-from voxtune.files import recorded_text
+from voxtune.files import recorded_text, write_file
 from voxtune.profile import schema
 from voxtune.profile.align import (
     SHARES,
@@ -40,10 +40,12 @@ from voxtune.profile.counters import (
     keys,
     prove_precision,
 )
-from voxtune.profile.ncu import SECTIONS, Ncu, NcuError, choose_metrics, explain, unknown_metric
+from voxtune.profile.merge import differences, merge_sessions
+from voxtune.profile.ncu import SECTIONS, Ncu, NcuError, choose_metrics, explain, report_file, unknown_metric
 from voxtune.profile.record import RecordOptions, RecordResult, SessionJob
 from voxtune.profile.session import Session, load_session
 from voxtune.profile.worker_pool import GRACE_S, ProfileWorker, WorkerOutcome, WorkerPool, worker_program
+from voxtune.reading import read_file
 
 with optional_import("profiling"):
     import pandas as pd
@@ -187,12 +189,12 @@ class _SessionRecording:
         self.reader.shutdown()
         if self.session is not None:
             self._save()
+        folder, session = self.job.folder, self.session
+        if self.job.continues is not None:
+            folder = self.job.continues
+            session = load_session(folder) if session is not None else None
         return RecordResult(
-            config=self.job.config.name,
-            folder=self.job.folder,
-            session=self.session,
-            error=self.error,
-            seconds=self.seconds,
+            config=self.job.config.name, folder=folder, session=session, error=self.error, seconds=self.seconds
         )
 
     def _save(self) -> None:
@@ -200,7 +202,10 @@ class _SessionRecording:
         assert self.session is not None
         with self.lock:
             self.session.meta["proof"] = prove_precision(self.session, claims_fp32=self.job.config.fp32)
-            self.session.save(self.job.folder, overwrite=True)  # of its own
+            if self.job.earlier is None or self.job.continues is None:
+                self.session.save(self.job.folder, overwrite=True)  # of its own
+                return
+            merge_sessions([self.job.earlier, self.session]).save(self.job.continues, overwrite=True)
 
     def _say(self, text: str) -> None:
         self.job.say(f"[{time.monotonic() - self.started:6.1f} s] {self.job.folder.name}: {text}")
@@ -219,6 +224,13 @@ class _SessionRecording:
         self.session = load_session(self.job.folder)
         bare = self.session.timings.loc[self.session.timings["tier"] == "bare", "step_ms"]
         self.kernels = kernel_rows(self.session, 0).copy()
+        if self.job.earlier is not None:
+            reasons = differences(self.job.earlier, self.session)
+            if reasons:
+                self.session = None
+                error = f"cannot continue {self.job.folder.name}: {'; '.join(reasons)}"
+                self._say(error)
+                return error
         self._say(
             f"census {outcome.seconds:.1f} s: {len(self.kernels)} kernels, unprofiled step {bare.median():.2f} ms"
         )
@@ -231,7 +243,13 @@ class _SessionRecording:
             interrupted = self.pool.stop.is_set()
             self._missing(tier, "interrupted before it started" if interrupted else self.budget.refusal(tier))
             return
+        if self._complete(tier):
+            self._say(f"{tier}: complete in the earlier recording")
+            return
         selection = self._select(tier)
+        if selection.operators == []:
+            self._say(f"{tier}: nothing is left to count")
+            return
         outcome, refused = self._run(tier, selection, seconds)
         counting = (outcome.result or {}).get("counting_s")
         self.budget.spend(tier, outcome.seconds, max(0.0, outcome.seconds - counting) if counting is not None else 0.0)
@@ -243,6 +261,14 @@ class _SessionRecording:
         # Printing a report takes seconds but no GPU, so it overlaps with the next tier.
         report = self.pool.workers[tier].report
         self.reading.append(self.reader.submit(copy_context().run, self._assign, tier, report, outcome, refused))
+
+    def _complete(self, tier: str) -> bool:
+        """Whether the recording that is continued has this slow tier. The few tier of each part identifies its launches."""
+        return (
+            tier != "few"
+            and self.job.earlier is not None
+            and bool((self.job.earlier.meta["tiers"].get(tier) or {}).get("done"))
+        )
 
     def _failure(self, tier: str, selection: Selection, outcome: WorkerOutcome) -> str | None:
         """Why a tier has no report to read; None if it has one."""
@@ -267,8 +293,14 @@ class _SessionRecording:
         times = [float(t) for t in rows["duration_us"]]
         classes = occurrence_classes(list(zip(identities, times, strict=True)))
         launches = list(zip(classes, times, strict=True))
+        if self.job.earlier is not None:
+            # What the earlier parts counted costs nothing, so that the operators that are left come first.
+            done = _counted(self.job.earlier, tier)
+            launches = [(c, 0.0 if d else t) for (c, t), d in zip(launches, done, strict=True)]
         places = align(keys(rows), [key for key, _ in self.numbered])
         numbers = [-1 if place is None else self.numbered[place][1] for place in places]
+        if not any(t for _, t in launches):
+            return Selection([], [])
         if _numbered_share(launches, numbers) >= NUMBERED:
             return Selection(choose_operators(launches, numbers, SHARES[tier]), [])
         chosen = most_expensive(launches, SHARES[tier])
@@ -316,6 +348,9 @@ class _SessionRecording:
                 result=outcome.result or {},
                 seconds=outcome.seconds,
             )
+            if self.job.options.nvtx and self.job.continues is None:
+                kept = report_file(self.job.folder / RAW, tier)
+                write_file(kept, read_file(report, what="report"), overwrite=self.job.options.overwrite)
             if self.job.options.keep_raw:
                 tier_report.save(self.job.folder / RAW, overwrite=self.job.options.overwrite)
             with self.lock:
@@ -334,6 +369,16 @@ class _SessionRecording:
             self.session.meta["tiers"][tier] = {"done": False, "why": recorded_text(reason)}
         self._save()
         self._say(f"{tier}: not recorded: {reason}")
+
+
+def _counted(session: Session, tier: str) -> list[bool]:
+    """Per kernel of the first step: whether the session has its counters of a slow tier."""
+    rows = kernel_rows(session, 0)
+    if tier == "full":
+        return [bool(t == "full") for t in rows["counter_tier"].fillna("")]
+    columns = ("name", "grid", "block")
+    known = set(zip(*(session.opcodes[c].fillna("") for c in columns), strict=True))
+    return [key in known for key in zip(*(rows[c].fillna("") for c in columns), strict=True)]
 
 
 def _numbered_share(launches: Sequence[tuple[Any, float]], numbers: Sequence[int]) -> float:

@@ -223,6 +223,11 @@ _PLACES = ("/opt/nvidia/nsight-compute/*/ncu", "/usr/local/cuda*/bin/ncu", "/usr
 SECTIONS = ("SpeedOfLight", "Occupancy", "SchedulerStats", "WarpStateStats")
 
 
+def report_file(folder: Path, tier: str) -> Path:
+    """Nsight Compute's own report of a tier, kept for its user interface."""
+    return folder / f"{tier}.ncu-rep"
+
+
 def find_ncu() -> str | None:
     """The path of ncu: VOXTUNE_NCU, else on the PATH, else the newest in the folders of NVIDIA's installers."""
     configured = os.environ.get("VOXTUNE_NCU")
@@ -245,11 +250,15 @@ class NcuError(Exception):
 
 @dataclass(kw_only=True)
 class Ncu:
-    """`cache_control` and `clock_control` are Nsight Compute's options: none keeps caches warm and clocks unlocked."""
+    """`cache_control` and `clock_control` are Nsight Compute's options: none keeps caches warm and clocks unlocked.
+
+    `nvtx` records NVTX ranges in its reports.
+    """
 
     path: str
     cache_control: str = "none"
     clock_control: str = "none"
+    nvtx: bool = False
 
     @cached_property
     def version(self) -> str | None:
@@ -281,6 +290,8 @@ class Ncu:
         command = [self.path, "--config-file", "off", "--profile-from-start", "off"]
         command += ["--target-processes", "application-only"]
         command += ["--cache-control", self.cache_control, "--clock-control", self.clock_control]
+        if self.nvtx:
+            command += ["--nvtx"]
         if functions:
             command += ["--kernel-name", f"regex:^({'|'.join(map(re.escape, functions))})$"]
         if once:

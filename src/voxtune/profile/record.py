@@ -20,7 +20,7 @@ from voxtune.errors import InputError
 from voxtune.files import check_outputs, locked_folder, paths_are_recorded, slug
 from voxtune.profile.census import CENSUS, RAW, TRACE
 from voxtune.profile.configs import StepConfig, parse_config
-from voxtune.profile.ncu import Ncu, find_ncu, raw_files
+from voxtune.profile.ncu import Ncu, find_ncu, raw_files, report_file
 from voxtune.profile.session import Session, load_session, session_files
 from voxtune.profile.steps import MODES, Target, find_target
 
@@ -31,7 +31,8 @@ TIERS = ("census", "few", "full", "opcodes")
 class RecordOptions:
     """`limit_s` limits the counters of one session, `budget_s` all sessions together (None: no limit). `ahead` starts
     workers early. `keep_raw` keeps the trace and Nsight Compute's pages in the session's folder, for
-    `voxtune.profile.replay`. `overwrite` replaces existing sessions.
+    `voxtune.profile.replay`. `nvtx` marks modules as NVTX ranges and keeps Nsight Compute's reports as well. `overwrite`
+    replaces existing sessions; `resume` continues them: it counts what they lack and merges it into them.
     """
 
     mode: str = "train"
@@ -47,7 +48,9 @@ class RecordOptions:
     clock_control: str = "none"
     ahead: bool = True
     keep_raw: bool = False
+    nvtx: bool = False
     overwrite: bool = False
+    resume: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -59,6 +62,8 @@ class RecordOptions:
             raise InputError("tiers must include census: the counters are assigned to its launches")
         if min(self.batch, self.steps, self.repeats) < 1 or self.warmup < 0:
             raise InputError("batch, steps and repeats must be >= 1, warmup >= 0")
+        if self.resume and (self.overwrite or self.keep_raw):
+            raise InputError("--continue cannot be combined with --overwrite or --keep-raw")
         if not self.limit_s > 0:
             raise InputError(f"limit {self.limit_s}: must be > 0 seconds")
         if self.budget_s is not None and not self.budget_s >= 30:
@@ -92,6 +97,9 @@ class SessionJob:
     ncu: Ncu | None
     say: Callable[[str], None]
     missing: dict[str, str] = field(default_factory=dict)
+    # The session to continue, and its folder; `folder` is then that of the new part.
+    earlier: Session | None = None
+    continues: Path | None = None
 
     def spec(self, **more: Any) -> dict[str, Any]:
         o = self.options
@@ -103,6 +111,7 @@ class SessionJob:
             "batch": o.batch,
             "device": str(self.device),
             "record_paths": paths_are_recorded(),
+            "nvtx": o.nvtx,
             **more,
         }
 
@@ -155,29 +164,35 @@ def record(
     torch_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     target = find_target(source, options.size)
     parsed = list(dict.fromkeys(parse_config(c) for c in configs))
-    check_outputs(recorded_files(out, configs, options), overwrite=options.overwrite, folder=Path(out))
+    if options.resume and torch_device.type != "cuda":
+        raise InputError("--continue requires a GPU: it adds counters, which a recording on a CPU does not have")
+    if not options.resume:
+        check_outputs(recorded_files(out, configs, options), overwrite=options.overwrite, folder=Path(out))
     ncu, missing = _counters(options, torch_device, say)
     with ExitStack() as stack:
         scratch = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="voxtune-profile-", ignore_cleanup_errors=True)
         )
-        jobs = [
-            SessionJob(
+        jobs = []
+        for config in parsed:
+            folder = session_folder(out, options.mode, config)
+            job = SessionJob(
                 target=target,
                 source=source,
                 config=config,
                 options=options,
                 device=torch_device,
-                folder=session_folder(out, options.mode, config),
+                folder=folder,
                 scratch=Path(scratch, config.name),
                 ncu=ncu,
                 say=say,
                 missing=missing,
             )
-            for config in parsed
-        ]
-        for job in jobs:
-            stack.enter_context(locked_folder(job.folder))
+            if options.resume and (folder / "session.json").is_file():
+                job.earlier, job.continues = load_session(folder), folder
+                job.folder = Path(scratch, "parts", folder.name)
+            jobs.append(job)
+            stack.enter_context(locked_folder(folder))
         if torch_device.type == "cuda":
             from voxtune.profile.gpu_recording import record_on_gpu
 
@@ -195,6 +210,8 @@ def recorded_files(out: str | Path, configs: Sequence[str], options: RecordOptio
     for config in dict.fromkeys(parse_config(c) for c in configs):
         folder = session_folder(out, options.mode, config)
         files += session_files(folder)
+        if options.nvtx:
+            files += [report_file(folder / RAW, tier) for tier in options.tiers if tier != "census"]
         if options.keep_raw:
             files += [folder / RAW / TRACE, folder / RAW / CENSUS]
             files += [file for tier in options.tiers if tier != "census" for file in raw_files(folder / RAW, tier)]
@@ -235,7 +252,7 @@ def _counters(
     if reason is not None or path is None:
         say(f"no counters: {reason}")
         return None, missing | dict.fromkeys(requested, str(reason))
-    ncu = Ncu(path=path, cache_control=options.cache_control, clock_control=options.clock_control)
+    ncu = Ncu(path=path, cache_control=options.cache_control, clock_control=options.clock_control, nvtx=options.nvtx)
     return ncu, missing
 
 

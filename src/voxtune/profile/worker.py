@@ -6,6 +6,7 @@ takes the census or runs a step with the counters switched on. It writes result.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -106,10 +107,14 @@ def count(spec: dict[str, Any], began: float) -> dict[str, Any]:
 
     import torch
 
+    from voxtune.profile.nvtx import nvtx_ranges
     from voxtune.profile.operators import CounterSwitch, count_isolated, record_calls
 
     device, _, step = _step(spec)
     close = step.close
+    marks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if spec.get("nvtx") and spec.get("operators") is None:
+        marks = nvtx_ranges(step.network)
     try:
         for _ in range(spec["warmup"]):
             step.run()
@@ -119,7 +124,7 @@ def count(spec: dict[str, Any], began: float) -> dict[str, Any]:
         result: dict[str, Any] = {"expired": False}
         if operators is None:
             ready = time.monotonic()
-            with counters:
+            with marks, counters:
                 step.run()
                 torch.cuda.synchronize(device)
         else:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from voxtune.analysis.certificate import certify
 from voxtune.analysis.certificate import window as cut
+from voxtune.analysis.compiled import with_modules
 from voxtune.analysis.frame import kernels, labels
 from voxtune.analysis.step import step_totals
 from voxtune.analysis.table import Table
@@ -14,7 +15,7 @@ from voxtune.errors import InputError
 from voxtune.report.charts import MODES
 from voxtune.report.document import Document, Fact, Section
 from voxtune.report.numbers import MISSING, clip, cudnn_version, number
-from voxtune.report.sections import comparison, counters, findings, step
+from voxtune.report.sections import comparison, counters, findings, step, summary
 
 if TYPE_CHECKING:
     from voxtune.analysis.table import Table
@@ -44,8 +45,7 @@ PER_SESSION: tuple[Make, ...] = (
 )
 # Sections about all sessions together, without profiling windows.
 ACROSS_SESSIONS: tuple[Make, ...] = (
-    comparison.comparison,
-    comparison.windows,
+    comparison.networks,
     comparison.study,
     comparison.advice,
     findings.coverage,
@@ -53,23 +53,34 @@ ACROSS_SESSIONS: tuple[Make, ...] = (
 )
 
 
-def build(sessions: Sequence[Session], *, window: str | None = None) -> Document:
-    """`window` ("paper" or "SKIP:COUNT") adds each session restricted to that profiling window."""
+def build(sessions: Sequence[Session], *, window: str | None = None, across_gpus: bool = False) -> Document:
+    """`window` ("paper" or "SKIP:COUNT") adds each session restricted to that profiling window.
+
+    `across_gpus` compares sessions of several GPUs, which are otherwise compared per GPU.
+    """
     if not sessions:
         raise InputError("no sessions given; record one with voxtune profile")
     for session in sessions:
         if kernels(session).empty:
             raise InputError(f"session {session.name!r} contains no kernels or operators; record it again")
+    sessions = with_modules(sessions)
     complete, names = list(sessions), labels(sessions)
     if window is not None:
         sessions = [view for s in complete for view in (s, _windowed(s, window))]
     all_names = labels(sessions)
-    sections = [make(all_names, sessions) for make in PER_SESSION] + [make(names, complete) for make in ACROSS_SESSIONS]
+    sections = [
+        summary.summary(names, complete),
+        *(make(all_names, sessions) for make in PER_SESSION),
+        comparison.comparison(names, complete, across_gpus=across_gpus),
+        comparison.windows(names, complete, across_gpus=across_gpus),
+        *(make(names, complete) for make in ACROSS_SESSIONS),
+    ]
     return Document(
         title=_title(sessions),
         subtitle=_subtitle(sessions),
         facts=_facts(complete),
         badges=[findings.badge(n, s) for n, s in zip(all_names, sessions, strict=True)],
+        coverage=findings.coverage_badges(names, complete),
         sections=sections,
     )
 
@@ -129,7 +140,7 @@ def _facts(sessions: Sequence[Session]) -> list[Fact]:
     some = sorted(c for c in covered if c)
     note = "of step time" if len(some) == len(covered) else f"of step time, in {len(some)} of {len(covered)} sessions"
     share = f"{_range(some, 1)} %" if some else "none"
-    facts.append(Fact(label="Counter coverage", value=share, note=note if some else _why(sessions)))
+    facts.append(Fact(label="Small counter set", value=share, note=note if some else _why(sessions)))
     peaks = sorted({r["peak_gib"] for r in table.rows if r["peak_gib"] is not None})
     facts.append(Fact(label="Peak memory", value=f"{_range([float(p) for p in peaks], 1)} GiB" if peaks else MISSING))
     return facts

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from voxtune.analysis.table import Table
     from voxtune.profile.session import Session
 
+NOT_RECORDED = ": not recorded"
 MODES = {"train": "training", "sample": "sampling"}
 PHASES = ("forward", "backward", "optimizer", "transfer", "other")
 # The order of kernel classes in stacked bars and legends: convolutions first, unknown last.
@@ -142,37 +143,64 @@ def make_tabs(
     names: Sequence[str], sessions: Sequence[Session], make: Callable[[Session, int], list[Block]]
 ) -> list[Tab]:
     """One tab per session with the blocks that `make` returns."""
-    return [Tab(label=n, blocks=make(s, i)) for i, (n, s) in enumerate(zip(names, sessions, strict=True))]
+    return [
+        Tab(label=n, blocks=make(s, i), mode=mode_of(s)) for i, (n, s) in enumerate(zip(names, sessions, strict=True))
+    ]
+
+
+def without_data(tabs: Sequence[Tab]) -> tuple[list[Tab], list[Block]]:
+    """The tabs with data, and one line per subject about the sessions without."""
+    absent: dict[str, list[tuple[str, str]]] = {}
+    left = []
+    for tab in tabs:
+        missing = [b for b in tab.blocks if isinstance(b, Text) and b.tone == "missing"]
+        if not missing or len(missing) < len(tab.blocks):
+            left.append(tab)
+        for text in missing if tab not in left else ():
+            subject, _, reason = text.text.partition(NOT_RECORDED)
+            absent.setdefault(subject, []).append((tab.label, reason))
+    lines = []
+    for subject, sessions in absent.items():
+        reasons = {reason for _, reason in sessions}
+        where = "" if len(tabs) == 1 else f" in {', '.join(label for label, _ in sessions)}"
+        why = reasons.pop() if len(reasons) == 1 else ". The certificate of coverage states the reasons."
+        lines.append(Text(text=f"{subject}{NOT_RECORDED}{where}{why}", tone="missing"))
+    return left, [*lines]
+
+
+def mode_of(session: Session) -> str:
+    return MODES.get(session.meta["mode"], str(session.meta["mode"]))
 
 
 def split_by_mode(
     figure: Bars, names: Sequence[str], sessions: Sequence[Session], tier: str | None = None
 ) -> list[Block]:
-    """One figure per mode, since training steps are much longer than sampling steps. `tier`: the source of its values."""
+    """One figure per mode, since training steps are much longer than sampling steps. `tier`: the source of its values.
+
+    Rows without a value are left out and named in the caption.
+    """
     modes = list(dict.fromkeys(str(s.meta["mode"]) for s in sessions))
-    if len(modes) < 2:
-        figure.caption = f"{figure.caption} {coverage_note(names, sessions, tier)}".strip()
-        return [figure]
     out: list[Block] = []
     for mode in modes:
         rows = [i for i, s in enumerate(sessions) if s.meta["mode"] == mode]
-        series = [
-            Series(
-                name=s.name,
-                values=[s.values[i] for i in rows],
-                low=s.low and [s.low[i] for i in rows],
-                high=s.high and [s.high[i] for i in rows],
-                colour=s.colour,
-            )
-            for s in figure.series
-        ]
-        if all(v is None for s in series for v in s.values):
+        known = [i for i in rows if any(s.values[i] is not None for s in figure.series)]
+        if not known:
             continue
-        title = f"{figure.title}: {MODES.get(mode, mode)}"
-        labels = [names[i].removeprefix(f"{mode} ") for i in rows]
-        fields = {**vars(figure), "id": f"{figure.id}-{mode}", "title": title, "labels": labels, "series": series}
-        caption = f"{figure.caption} {coverage_note(labels, [sessions[i] for i in rows], tier)}".strip()
-        out.append(Bars(**fields | {"caption": caption}))
+        prefix = f"{mode} " if len(modes) > 1 else ""
+        title = f"{figure.title}: {MODES.get(mode, mode)}" if len(modes) > 1 else figure.title
+        absent = ", ".join(names[i].removeprefix(prefix) for i in rows if i not in known)
+        note = coverage_note([names[i].removeprefix(prefix) for i in rows], [sessions[i] for i in rows], tier)
+        captions = [figure.caption, note, f"Not measured: {absent}." if absent else ""]
+        out.append(
+            figure.rows(
+                known,
+                id=f"{figure.id}-{mode}" if len(modes) > 1 else figure.id,
+                title=title,
+                labels=[figure.labels[i].removeprefix(prefix) for i in known],
+                caption=" ".join(filter(None, captions)),
+                mode=MODES.get(mode, mode),
+            )
+        )
     return out
 
 
@@ -188,7 +216,8 @@ def overview(
 ) -> Section:
     """The usual section: all sessions in one figure per mode, then one tab per session with the blocks of `one`."""
     blocks = [b for f in figures if f is not None for b in split_by_mode(f, names, sessions, tier)]
-    return Section(id=id, title=title, lead=lead, blocks=blocks, tabs=make_tabs(names, sessions, one))
+    tabs, missing = without_data(make_tabs(names, sessions, one))
+    return Section(id=id, title=title, lead=lead, blocks=[*blocks, *missing], tabs=tabs)
 
 
 def coverage_note(names: Sequence[str], sessions: Sequence[Session], tier: str | None) -> str:
@@ -206,5 +235,4 @@ def not_recorded(session: Session, tier: str, subject: str) -> Text:
     tiers = session.meta["tiers"]
     state = tiers.get(tier) or tiers.get("full") or {}
     why = state.get("why") if isinstance(state, dict) else None
-    reason = f" ({why})" if why else " in this session"
-    return Text(text=f"{subject}: not recorded{reason}.", tone="missing")
+    return Text(text=f"{subject}{NOT_RECORDED}{f' ({why})' if why else ''}.", tone="missing")

@@ -32,7 +32,7 @@ def print_document(document: Document, console: Console, *, rows: int = ROWS) ->
     console.print(Line(document.subtitle, style="dim"))
     for fact in document.facts:
         console.print(Line(f"  {fact.label}: {fact.value}" + (f" ({fact.note})" if fact.note else "")))
-    for badge in document.headline():
+    for badge in document.coverage:
         _print_badge(badge, console)
     for section in document.sections:
         _print_section(section, console, rows)
@@ -92,7 +92,8 @@ def _print_block(block: Block, console: Console, rows: int) -> None:
         _print_badge(block, console)
     elif isinstance(block, Text):
         style = {"good": "green", "bad": "red", "missing": "dim"}.get(block.tone, "")
-        console.print(Line(_printable(block.text), style=style))
+        title = f"{block.title}: " if block.title else ""
+        console.print(Line(_printable(title + block.text), style=style))
 
 
 def _print_badge(badge: Badge, console: Console) -> None:

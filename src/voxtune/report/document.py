@@ -8,9 +8,6 @@ from dataclasses import dataclass, field
 from voxtune.analysis.table import Table
 from voxtune.report.figure import Figure
 
-# More passed badges than this are shown as one.
-MAX_BADGES = 4
-
 
 @dataclass(kw_only=True)
 class Text:
@@ -18,6 +15,7 @@ class Text:
 
     text: str
     tone: str = "plain"
+    title: str = ""
 
 
 @dataclass(kw_only=True)
@@ -52,10 +50,11 @@ Block = Text | Badge | Figure | TableBlock
 
 @dataclass(kw_only=True)
 class Tab:
-    """The blocks of one session in a section."""
+    """The blocks of one session, or of one comparison, in a section."""
 
     label: str
     blocks: list[Block]
+    mode: str = ""
 
 
 @dataclass(kw_only=True)
@@ -77,17 +76,11 @@ class Document:
     title: str
     subtitle: str
     facts: list[Fact]
+    # One per session.
     badges: list[Badge]
     sections: list[Section]
-
-    def headline(self) -> list[Badge]:
-        """The badges of the headline: many passed ones as one, failed ones individually."""
-        good = [b for b in self.badges if b.good]
-        if len(good) <= MAX_BADGES:
-            return self.badges
-        label = f"{len(good)} of {len(self.badges)} sessions cover the whole step"
-        bad = [b for b in self.badges if not b.good]
-        return [Badge(label=label, good=True, reasons=[b.label for b in good]), *bad]
+    # For the headline: one per kind of data, which are the timeline and the tiers of counters.
+    coverage: list[Badge] = field(default_factory=list)
 
     def all_blocks(self) -> Iterator[Block]:
         for section in self.sections:

@@ -25,6 +25,8 @@ class Figure:
     id: str
     title: str
     caption: str = ""
+    # The mode of its sessions (training or sampling) if they have one.
+    mode: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, **asdict(self)}
@@ -54,6 +56,20 @@ class Bars(Figure):
         """The labels of rows without any value."""
         empty = [i for i in range(len(self.labels)) if all(s.values[i] is None for s in self.series)]
         return ", ".join(self.labels[i] for i in empty)
+
+    def rows(self, chosen: list[int], **changes: Any) -> Bars:
+        """The same figure with some of its rows."""
+
+        def part(values: list[float | None] | None) -> list[float | None] | None:
+            return None if values is None else [values[i] for i in chosen]
+
+        series = [
+            Series(
+                name=s.name, values=[s.values[i] for i in chosen], low=part(s.low), high=part(s.high), colour=s.colour
+            )
+            for s in self.series
+        ]
+        return Bars(**{**vars(self), "labels": [self.labels[i] for i in chosen], "series": series} | changes)
 
 
 @dataclass(kw_only=True)

@@ -22,6 +22,9 @@ from voxtune.report.figure import Bars, Figure
 from voxtune.report.numbers import heading
 from voxtune.versions import __version__
 
+# More reasons than this stay collapsed.
+OPEN_REASONS = 2
+
 
 def render_html(document: Document) -> str:
     script = "\n".join(asset(name) for name in ("tables.js", "charts.js", "page.js"))
@@ -34,7 +37,7 @@ def render_html(document: Document) -> str:
         style=asset("page.css"),
         early=early,
         contents="\n".join(f'<li><a href="#{s.id}">{escape(s.title)}</a></li>' for s in document.sections),
-        headline=_facts(document.facts) + _badges(document.headline()),
+        headline=_facts(document.facts) + _badges(document.coverage),
         sections="\n".join(_section(s) for s in document.sections),
         data=embed(_data(document)),
         library=library,
@@ -84,7 +87,7 @@ def _table_data(table: Table) -> dict[str, Any]:
 
 def _facts(facts: list[Fact]) -> str:
     def one(fact: Fact) -> str:
-        note = f"<small>{escape(fact.note)}</small>" if fact.note else ""
+        note = f"<small>{escape(fact.note).replace('+', '+<wbr>').replace('_', '_<wbr>')}</small>" if fact.note else ""
         return f"<div><dt>{escape(fact.label)}</dt><dd>{escape(fact.value)}{note}</dd></div>"
 
     return f'<dl class="facts">{"".join(one(f) for f in facts)}</dl>\n' if facts else ""
@@ -97,9 +100,10 @@ def _badges(badges: list[Badge]) -> str:
 def _badge(badge: Badge) -> str:
     tone, mark = ("good", "✓") if badge.good else ("bad", "✗")
     reasons = "".join(f"<li>{escape(r)}</li>" for r in badge.reasons)
-    # The reasons of a failed verdict are expanded.
+    # A few reasons of a failed verdict are expanded.
+    opened = "" if badge.good or len(badge.reasons) > OPEN_REASONS else " open"
     return (
-        f'<details class="badge {tone}"{"" if badge.good else " open"}><summary>{mark} {escape(badge.label)}</summary>'
+        f'<details class="badge {tone}"{opened}><summary>{mark} {escape(badge.label)}</summary>'
         f"<ul>{reasons}</ul></details>"
     )
 
@@ -134,7 +138,8 @@ def _tabs(section: Section) -> str:
 
 def _block(block: Block) -> str:
     if isinstance(block, Text):
-        return f'<p class="text {escape(block.tone)}">{escape(block.text)}</p>'
+        title = f"<b>{escape(block.title)}</b>" if block.title else ""
+        return f'<p class="text {escape(block.tone)}">{title}{escape(block.text)}</p>'
     if isinstance(block, Badge):
         return _badge(block)
     if isinstance(block, TableBlock):

@@ -9,8 +9,9 @@ import itertools
 from typing import Any
 
 from voxtune.analysis.table import Column, Table
-from voxtune.report.document import Document, Fact, Section, TableBlock, Text
+from voxtune.report.document import Block, Document, Fact, Section, TableBlock, Text
 from voxtune.report.figure import Bars, Series
+from voxtune.report.palette import CLASSES
 
 Data = dict[str, Any]
 
@@ -24,10 +25,12 @@ def ladder_document(data: Data) -> Document:
         Fact(label="over rung " + str(first["number"]), value=f"{first['total_ms'] / best['total_ms']:.1f} x"),
         Fact(label="largest error", value=f"{max(r['error'] for r in rows):.1e}", note="relative, against float64"),
     ]
-    sections = [_climb(data), _components(data), _transfers(data), _end_to_end(data), _kernels(data)]
+    sections = [_climb(data), _components(data), _transfers(data), _end_to_end(data), _block(data), _kernels(data)]
     if data.get("first_step"):
         sections.insert(4, _first_step(data))
     subtitle = f"{data['steps']} steps at {height} x {width}, batch {data['batch']}, on {data['device']}"
+    if data.get("commit"):
+        subtitle += f", measured at commit {data['commit']}"
     return Document(title="The ladder", subtitle=subtitle, facts=facts, badges=[], sections=sections)
 
 
@@ -92,7 +95,10 @@ def _components(data: Data) -> Section:
     rows: list[dict[str, Any]] = [{"operation": name} for name in names]
     for r in data["rows"]:
         label = f"rung {r['number']}"
-        columns += [Column(label, unit="ms", better="low", digits=3), Column(f"calls {r['number']}", kind="int")]
+        columns += [
+            Column(label, unit="ms", better="low", digits=3),
+            Column(f"calls {r['number']}", kind="int", detail=True),
+        ]
         for row in rows:
             entry = r["components"].get(row["operation"])
             row[label] = entry and entry["seconds"] * 1e3
@@ -156,7 +162,78 @@ def _end_to_end(data: Data) -> Section:
         "launches. Kernels are timed on the device; synchronous transfers on the host, in rungs 10 and 11 on the device."
     ]
     table = Table("Convolution, other, transfers: all steps", columns, rows, notes=notes)
-    return Section(id="end-to-end", title="End to end", blocks=[TableBlock(id="end-to-end-table-0", table=table)])
+    ours = [r for r in rows if str(r["program"]).startswith("rung ")]
+    theirs = [r | {"program": str(r["program"]).partition(" (")[0]} for r in rows if r not in ours]
+    figures = [
+        _stacked("end-to-end-ours", f"Convolution, other, transfers on {data['device']}: all steps", ours),
+        _stacked("end-to-end-report", f"Convolution, other, transfers in the report, {published['hardware']}", theirs),
+    ]
+    return Section(
+        id="end-to-end", title="End to end", blocks=[*figures, TableBlock(id="end-to-end-table-0", table=table)]
+    )
+
+
+def _stacked(id: str, title: str, rows: list[dict[str, Any]]) -> Bars:
+    """Bars of seconds, split as in figure 6 of the board's report."""
+    colours = {"convolution": CLASSES["conv_fprop"], "other": CLASSES["elementwise"], "transfers": CLASSES["layout"]}
+    series = [Series(name=n, values=[r[n] for r in rows], colour=c) for n, c in colours.items()]
+    labels = [str(r["program"]).removeprefix("report: ") for r in rows]
+    split = [i for i, r in enumerate(rows) if r["convolution"] is not None]
+    whole = ", ".join(labels[i] for i in range(len(rows)) if i not in split)
+    caption = f"Not shown, since only their total is measured: {whole}." if whole else ""
+    figure = Bars(id=id, title=title, labels=labels, series=series, unit="s", digits=3, stacked=True)
+    return figure.rows(split, caption=caption)
+
+
+def _block(data: Data) -> Section:
+    """One block on GPU and CPU: the desktop report's table V."""
+    published, ours = data["seeds"]["block"], data.get("block")
+    rows = [
+        {
+            "machine": f"report: {published['hardware']}",
+            "gpu": published["gpu_s"] * 1e3,
+            "cpu": published["cpu_s"] * 1e3,
+        }
+    ]
+    if ours:
+        rows.append({"machine": str(data["device"]), "gpu": ours["gpu_s"] * 1e3, "cpu": ours["cpu_s"] * 1e3})
+    for row in rows:
+        row["speed_up"] = row["cpu"] / row["gpu"]
+    columns = [
+        Column("machine", kind="text"),
+        Column("gpu", unit="ms", better="low", digits=4, title="on the GPU"),
+        Column("cpu", unit="ms", better="low", digits=2, title="on the CPU"),
+        Column("speed_up", unit="x", digits=0),
+    ]
+    notes = [] if ours else ["Not measured in this run."]
+    table = Table("One block on the GPU and on the CPU", columns, rows, notes=notes)
+    blocks: list[Block] = [*_cpu_program(data), TableBlock(id="block-table-0", table=table)]
+    return Section(id="block", title="GPU and CPU", blocks=blocks)
+
+
+def _cpu_program(data: Data) -> list[TableBlock]:
+    """Rung 0 beside the fastest rung."""
+    program = data.get("cpu_program")
+    if not program:
+        return []
+    best = min(data["rows"], key=lambda r: r["total_ms"])
+    names = (f"0 CPU program, {program['threads']} threads", f"{best['number']} {best['name']}")
+    rows = [
+        {
+            "rung": n,
+            "total": r["total_ms"],
+            "over_cpu": program["total_ms"] / r["total_ms"],
+            "error": f"{r['error']:.1e}",
+        }
+        for n, r in zip(names, (program, best), strict=True)
+    ]
+    columns = [
+        Column("rung", kind="text"),
+        Column("total", unit="ms", better="low", doc="all steps, per image, with update and noise"),
+        Column("over_cpu", unit="x", better="high", digits=1, title="over the CPU program"),
+        Column("error", kind="text", doc="relative, against float64"),
+    ]
+    return [TableBlock(id="block-table-1", table=Table("Rung 0: the CPU program of this machine", columns, rows))]
 
 
 def _first_step(data: Data) -> Section:
@@ -195,7 +272,26 @@ def _kernels(data: Data) -> Section:
         Column("share", unit="%", kind="percent"),
     ]
     table = Table("Each rung's kernels in one step", columns, rows)
-    return Section(id="kernels", title="Kernels", blocks=[TableBlock(id="kernels-table-0", table=table, folded=True)])
+    return Section(
+        id="kernels",
+        title="Kernels",
+        blocks=[_distribution(data), TableBlock(id="kernels-table-0", table=table, folded=True)],
+    )
+
+
+def _distribution(data: Data, top: int = 10) -> Bars:
+    """The share of each kernel in a rung's kernel time, as in figure 7 of the board's report; the largest have a colour."""
+    measured = [r for r in data["rows"] if r["kernels"]]
+    shares = [{name: _share(r, k) or 0.0 for name, k in r["kernels"].items()} for r in measured]
+    names = sorted({n for s in shares for n in s}, key=lambda n: -max(s.get(n, 0.0) for s in shares))
+    shown = names[:top]
+    series = [Series(name=n.removeprefix("voxtune_"), values=[s.get(n, 0.0) for s in shares]) for n in shown]
+    if len(names) > top:
+        rest = [max(0.0, 100 - sum(s.get(n, 0.0) for n in shown)) for s in shares]
+        series.append(Series(name="other", values=[*rest]))
+    labels = [f"{r['number']} {r['name']}" for r in measured]
+    title = "Distribution of kernel time in one step"
+    return Bars(id="kernels-share", title=title, labels=labels, series=series, unit="%", digits=1, stacked=True)
 
 
 def _times(seconds: float | None, steps: int) -> float | None:

@@ -54,12 +54,11 @@ _TITLES = {
 
 def heading(column: Column) -> tuple[str, str]:
     """The column title without unit suffix, and the unit with an arrow for the better direction."""
-    name, ending = (
-        _TITLES.get(column.name) or column.name.replace("_", " "),
-        _ENDINGS.get(column.unit, column.unit.lower()),
-    )
-    words = name.split(" ")
-    if column.unit and words[-1] == ending and len(words) > 1:
+    name = column.title or _TITLES.get(column.name) or column.name.replace("_", " ")
+    ending, words = _ENDINGS.get(column.unit, column.unit.lower()), name.split(" ")
+    if column.title:
+        pass
+    elif column.unit and words[-1] == ending and len(words) > 1:
         name = " ".join(words[:-1])
     elif column.unit and name == ending:
         name = _NAMES.get(ending, name)

@@ -13,6 +13,16 @@ ABSENT = (
     "this installation contains no recorded sessions (voxtune/recordings is empty); record one with voxtune profile"
 )
 
+# The configurations of the shipped recordings, which `voxtune profile --kit` records on other GPUs.
+KIT_CONFIGS = (
+    "baseline",
+    "tf32",
+    "channels_last",
+    "tf32+channels_last",
+    "bf16+channels_last",
+    "bf16+channels_last+compile",
+)
+
 
 def root() -> Path:
     return Path(str(resources.files("voxtune"))) / "recordings"

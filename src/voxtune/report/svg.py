@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,32 @@ NAMED_LAUNCHES = 1500
 
 
 def write_svgs(document: Document, folder: str | Path, *, overwrite: bool = False) -> list[Path]:
-    """One file per figure, numbered in the order of the report."""
-    folder, figures = Path(folder), document.figures()
-    digits = max(2, len(str(len(figures))))
-    paths = [
-        folder / f"{place:0{digits}d}-{slug(figure.id, default='figure')}.svg"
-        for place, figure in enumerate(figures, 1)
-    ]
+    """One file per figure: SESSION-SECTION-FIGURE.svg, where the session of a figure of several is their mode."""
+    folder, drawings = Path(folder), _drawings(document)
+    paths = [folder / f"{name}.svg" for name in drawings]
     check_outputs(paths, overwrite=overwrite, folder=folder)
     with locked_folder(folder):
-        for path, figure in zip(paths, figures, strict=True):
+        for path, figure in zip(paths, drawings.values(), strict=True):
             write_file(path, render_svg(figure), overwrite=overwrite)
     return paths
+
+
+def _drawings(document: Document) -> dict[str, Figure]:
+    """File names, unique, with their figures, whose titles name session and mode."""
+    out: dict[str, Figure] = {}
+    for section in document.sections:
+        for tab, blocks in [(None, section.blocks), *((t, t.blocks) for t in section.tabs)]:
+            for figure in (b for b in blocks if isinstance(b, Figure)):
+                mode = figure.mode or (tab.mode if tab else "")
+                title = figure.title.removesuffix(f": {mode}")
+                label = tab.label if tab else f"{mode or 'all'} sessions"
+                words = label if not mode or label.startswith(mode) else f"{label}, {mode}"
+                name = "-".join(slug(p).lower() for p in (label.replace("(", "").replace(")", ""), section.id, title))
+                name, n = name[:120].rstrip("-."), 2
+                while name in out:
+                    name, n = f"{name.removesuffix(f'-{n - 1}')}-{n}", n + 1
+                out[name] = replace(figure, title=f"{title}: {words}")
+    return out
 
 
 def render_svg(figure: Figure) -> str:

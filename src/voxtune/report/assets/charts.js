@@ -91,7 +91,12 @@ Voxtune.charts = (() => {
   function bars(f, t, width) {
     const room = labelRoom(f.labels, width);
     const totals = f.labels.map((_, i) => f.series.reduce((sum, s) => sum + (s.values[i] ?? 0), 0));
-    const rows = f.stacked ? f.labels.length * 36 : f.labels.length * (f.series.length * (f.series.length > 2 ? 14 : 17) + 12);
+    // Long labels are wrapped on narrow screens, where their ends tell rows apart.
+    const narrow = width < 560;
+    const lines = (label) => (narrow ? Math.ceil((label.length * 6.6) / room) : 1);
+    const least = 14 * Math.max(...f.labels.map(lines)) + 6;
+    const each = Math.max(least, f.stacked ? 36 : f.series.length * (f.series.length > 2 ? 14 : 17) + 12);
+    const rows = f.labels.length * each;
     const formatter = (params) => {
       const i = params[0].dataIndex;
       const lines = f.series.map((s) => {
@@ -109,7 +114,8 @@ Voxtune.charts = (() => {
                ...axisLook(t), name: f.unit, nameLocation: "middle", nameGap: 26, splitNumber: width < 560 ? 3 : 6,
                max: f.stacked && f.unit === "%" ? 100 : undefined },
       yAxis: { type: "category", inverse: true, data: f.labels.map((_, i) => i), ...axisLook(t),
-               axisLabel: { color: t.ink, width: room, overflow: "truncate", fontSize: 12, interval: 0,
+               axisLabel: { color: t.ink, width: room, overflow: narrow ? "breakAll" : "truncate", fontSize: narrow ? 11 : 12,
+                            lineHeight: 13, interval: 0,
                             formatter: (i) => f.labels[i] } },
       series: [...barSeries(f, t, Math.max(...totals) * 1.05, width - room - 28), ...whiskers(f, t), ...markLine(f, t)],
     };
@@ -121,13 +127,16 @@ Voxtune.charts = (() => {
     const xs = f.points.map((p) => p.x), ys = f.points.map((p) => p.y);
     const slopes = f.roofs.filter((r) => r.per_x), flats = f.roofs.filter((r) => r.flat);
     const top = Math.max(...flats.map((r) => r.flat), ...ys), steepest = Math.max(...slopes.map((r) => r.per_x), 0);
-    const left = Math.min(...xs) / 2, right = Math.max(...xs, steepest ? top / steepest : 0) * 4;
+    const decade = (v) => 10 ** Math.floor(Math.log10(v));
+    const left = decade(Math.min(...xs) / 2), right = Math.max(...xs, steepest ? top / steepest : 0) * 4;
+    const bottom = decade(Math.min(...ys) / 2);
     const lines = f.roofs.map((r) => {
-      const ends = r.flat ? [[steepest ? r.flat / steepest : left, r.flat], [right, r.flat]] : [[left, r.per_x * left], [top / r.per_x, top]];
+      const low = r.flat ? left : Math.max(left, bottom / r.per_x);
+      const ends = r.flat ? [[steepest ? Math.max(left, r.flat / steepest) : left, r.flat], [right, r.flat]] : [[low, r.per_x * low], [top / r.per_x, top]];
       return { type: "line", name: r.name, data: ends, symbol: "none", silent: true, lineStyle: { color: t.muted, width: 1.2 },
                endLabel: { show: Boolean(r.flat), formatter: r.name, color: t.muted, fontSize: 11, offset: [-8, -8], align: "right" } };
     });
-    return { lines, left, right, top: top * 2, bottom: Math.min(...ys) / 2 };
+    return { lines, left, right, top: top * 2, bottom };
   }
 
   function scatter(f, t, width) {
@@ -312,7 +321,8 @@ Voxtune.charts = (() => {
     const option = {
       ...base(t),
       series: [{
-        type: "treemap", data: branches(f, hidden, t), left: 0, right: 0, top: 2, bottom: 30, roam: false, leafDepth: null,
+        // With a leaf depth the path below starts at the root, and not at whatever is in the middle of the chart.
+        type: "treemap", name: "all modules", data: branches(f, hidden, t), left: 0, right: 0, top: 2, bottom: 30, roam: false, leafDepth: 99,
         visibleMin: 40, breadcrumb: { bottom: 2, height: 20, itemStyle: { color: t.hair, textStyle: { color: t.ink } }, emphasis: { itemStyle: { color: t.line } } },
         itemStyle: { borderColor: t.paper, borderWidth: 1, gapWidth: 1 },
         label: { fontSize: 11, overflow: "truncate", formatter: (p) => p.name },

@@ -28,7 +28,8 @@ Voxtune.number = (value, digits = 2, kind = "float") => {
 
 Voxtune.tables = (() => {
   const { element, number } = Voxtune;
-  const FEW = 8;
+  // Rows shown at first; a table with a few more is shown whole.
+  const FEW = 40, SLACK = 5;
   const NUMERIC = new Set(["int", "float", "percent"]);
   const isName = (name) => /kernel|^name$|^op$|module|^rule$|command/.test(name);
 
@@ -39,10 +40,13 @@ Voxtune.tables = (() => {
     return direction * order;
   }
 
+  // A text that may be broken after _ and + within names such as tf32+channels_last.
+  const breakable = (text) => text.split(/(?<=[_+])/).flatMap((part, i) => (i ? [element("wbr"), part] : [part]));
+
   function head(column, state, redraw) {
     const better = { low: "lower is better", high: "higher is better" }[column.better];
     const title = [column.doc, better].filter(Boolean).join("; ");
-    const button = element("button", { type: "button", title }, column.head);
+    const button = element("button", { type: "button", title }, ...breakable(column.head));
     if (column.aside) button.append(element("small", {}, column.aside));
     const cell = element("th", { scope: "col", className: NUMERIC.has(column.kind) ? "n" : "" }, button);
     button.addEventListener("click", () => {
@@ -68,10 +72,10 @@ Voxtune.tables = (() => {
       // Kernel names can be very long and are clipped; sentences are not.
       const named = isName(column.name);
       cell.classList.add(named ? "name" : "long");
-      cell.append(named ? element("span", { className: "clip", title: text }, text) : text);
+      cell.append(...(named ? [element("span", { className: "clip", title: text }, text)] : breakable(text)));
     } else {
       if (column.kind === "text" && isName(column.name)) cell.classList.add("name");
-      cell.append(text);
+      cell.append(...(column.kind === "text" ? breakable(text) : [text]));
     }
     return cell;
   }
@@ -98,29 +102,45 @@ Voxtune.tables = (() => {
       redraw();
     });
     const bar = element("div", { className: "tools" });
+    if (table.columns.some((c) => c.detail)) {
+      const toggle = element("button", { type: "button", className: "columns", "aria-expanded": "false" });
+      toggle.addEventListener("click", () => {
+        state.detail = !state.detail;
+        redraw();
+      });
+      bar.append(toggle);
+    }
     if (table.rows.length > 5) {
       const input = element("input", { type: "search", placeholder: "filter rows", "aria-label": `Filter: ${table.title}` });
       input.addEventListener("input", () => {
         state.filter = input.value;
         redraw();
       });
-      bar.append(input, count, more);
+      bar.prepend(input, count, more);
     }
-    return { bar, count, more };
+    return { bar, count, more, toggle: bar.querySelector(".columns") };
   }
 
   function build(host) {
     const table = Voxtune.data.tables[host.dataset.table];
-    const state = { sort: null, direction: 1, filter: "", all: false };
+    const state = { sort: null, direction: 1, filter: "", all: false, detail: false };
+    const details = table.columns.filter((c) => c.detail).length;
     const tbody = element("tbody");
     const redraw = () => {
       const rows = select(table, state);
-      const shown = state.all ? rows : rows.slice(0, FEW);
+      const long = rows.length > FEW + SLACK;
+      const shown = state.all || !long ? rows : rows.slice(0, FEW);
+      const places = table.columns.map((_, i) => i).filter((i) => state.detail || !table.columns[i].detail);
+      headRow.replaceChildren(...places.map((i) => heads[i]));
       tbody.replaceChildren(
-        ...shown.map((row) => element("tr", {}, ...row.map((value, i) => body(table.columns[i], value)))),
+        ...shown.map((row) => element("tr", {}, ...places.map((i) => body(table.columns[i], row[i])))),
       );
+      if (controls.toggle) {
+        controls.toggle.textContent = state.detail ? "Fewer columns" : `${details} more column${details > 1 ? "s" : ""}`;
+        controls.toggle.setAttribute("aria-expanded", String(state.detail));
+      }
       controls.count.textContent = `${shown.length} of ${table.rows.length} rows`;
-      controls.more.hidden = rows.length <= FEW;
+      controls.more.hidden = !long;
       controls.more.textContent = state.all ? "Show fewer" : `Show all ${rows.length}`;
       heads.forEach((cell, i) => {
         const sorted = table.columns[i].name === state.sort;
@@ -129,8 +149,9 @@ Voxtune.tables = (() => {
     };
     const controls = tools(table, host.dataset.table, state, redraw);
     const heads = table.columns.map((c) => head(c, state, redraw));
+    const headRow = element("tr");
     const grid = element("table", { className: "grid", "aria-label": table.title });
-    grid.append(element("thead", {}, element("tr", {}, ...heads)), tbody);
+    grid.append(element("thead", {}, headRow), tbody);
     host.append(controls.bar, element("div", { className: "scroll", tabIndex: 0, role: "region", "aria-label": table.title }, grid));
     redraw();
   }

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 from voxtune.analysis import counters
 from voxtune.analysis.mix import PAPER_GROUPS, instruction_mix, ipc_stack
 from voxtune.analysis.priority import priority
+from voxtune.analysis.traffic import traffic
 from voxtune.report.charts import (
     bars_from_rows,
     block,
     coverage_note,
     grouped_bars,
+    mode_of,
     not_recorded,
     overview,
     present,
@@ -20,12 +22,23 @@ from voxtune.report.charts import (
 )
 from voxtune.report.document import Block, Section
 from voxtune.report.figure import Bars, Series
+from voxtune.report.palette import CLASSES
+from voxtune.report.sections.comparison import comparable
 
 if TYPE_CHECKING:
     from voxtune.analysis.table import Table
     from voxtune.profile.session import Session
 
 OVERALL = {"class": "overall"}
+# Names of the parts of DRAM traffic, and the kernel classes that give their colours.
+TRAFFIC = (
+    ("convolutions", "conv_fprop"),
+    ("norms", "norm"),
+    ("layout, copies, casts", "layout"),
+    ("elementwise", "elementwise"),
+    ("fused (Triton)", "triton"),
+    ("other", "unknown"),
+)
 
 
 def instructions(names: Sequence[str], sessions: Sequence[Session]) -> Section:
@@ -124,8 +137,35 @@ def pipes(names: Sequence[str], sessions: Sequence[Session]) -> Section:
 
 def caches(names: Sequence[str], sessions: Sequence[Session]) -> Section:
     state = sessions[0].meta.get("cache_control") or "not recorded"
-    lead = f"Hit rates and DRAM throughput. Cache control of the profiler: {state}."
-    return _counter_section("caches", "Caches and DRAM", lead, counters.CACHES, "%", counters.caches, names, sessions)
+    lead = (
+        "Hit rates and DRAM traffic. DRAM throughput comes from bytes counted on every launch. Cache control of the profiler: "
+        f"{state}."
+    )
+    section = _counter_section(
+        "caches", "Caches and DRAM", lead, counters.CACHES, "%", counters.caches, names, sessions
+    )
+    for place, group in enumerate(comparable(sessions).values()):
+        table = traffic(group)
+        if table.refused:
+            continue
+        figure = bars_from_rows(
+            table,
+            id=f"caches-traffic-{place}",
+            title=f"DRAM traffic of a step by kernel class: {mode_of(group[0])}",
+            key="session",
+            values=[c.name for c in table.columns if c.name.endswith("_gb")],
+            unit="GB",
+            digits=1,
+            stacked=True,
+        )
+        if figure:
+            parts = [
+                Series(name=n, values=s.values, colour=CLASSES[c])
+                for s, (n, c) in zip(figure.series, TRAFFIC, strict=True)
+            ]
+            figure = Bars(**{**vars(figure), "series": [p for p in parts if any(p.values)], "mode": mode_of(group[0])})
+        section.blocks += [*present(figure), block("caches", table, place, part="traffic")]
+    return section
 
 
 def warps(names: Sequence[str], sessions: Sequence[Session]) -> Section:

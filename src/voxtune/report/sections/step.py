@@ -10,7 +10,7 @@ from voxtune.analysis.components import component_table, transfer_breakdown
 from voxtune.analysis.frame import OUTSIDE_MODULES
 from voxtune.analysis.memory import CATEGORIES, memory_peak, memory_timeline
 from voxtune.analysis.mix import kernel_mix, kernel_shares
-from voxtune.analysis.step import gaps, overhead, step_totals, transfers
+from voxtune.analysis.step import device_times, gaps, overhead, step_totals, transfers
 from voxtune.analysis.table import Table
 from voxtune.report.charts import PHASES, block, in_order, not_recorded, overview, split_by_mode, stacked_bars
 from voxtune.report.document import Block, Section
@@ -201,11 +201,17 @@ def memory(names: Sequence[str], sessions: Sequence[Session]) -> Section:
         table = memory_timeline(session)
         if table.refused:
             return [not_recorded(session, "memory", "Memory")]
-        end = _before_final_wait(table.column("time_ms"))
+        host = table.column("time_ms")
+        times = device_times(session, host)
+        end = _before_final_wait(host) if times is None else len(host)
         series = [Series(name=c.name, values=table.column(c.name)[:end]) for c in table.columns[1:]]
         title = "Allocated memory by category"
-        caption = "Host time: the host allocates ahead of the device. Its final wait for the device is not shown."
-        figure = Area(id=f"memory-{i}", title=title, caption=caption, x=table.column("time_ms")[:end], series=series)
+        caption = (
+            "Host time. The final wait is not shown."
+            if times is None
+            else "Time on the GPU: when it reaches the launch that follows the allocation. The host allocates ahead of it."
+        )
+        figure = Area(id=f"memory-{i}", title=title, caption=caption, x=(times or host)[:end], series=series)
         return [figure, block("memory", memory_peak(session), i)]
 
     peaks = {name: memory_peak(session) for name, session in zip(names, sessions, strict=True)}
