@@ -201,10 +201,7 @@ def _train(
             )
         with naming_settings(own, model, plan, device, **memory):
             trainer = Trainer(config, model, len(source), device, plan, processes, objective(config, device))
-        if checkpoint is not None:
-            trainer.restore(checkpoint)
-        elif goes_on_from_checkpoint(config.model.init):
-            trainer.take_averages(disk.read_checkpoint(Path(str(config.model.init))))
+        trainer.begin(checkpoint)
         commands = processes.lead(lambda: _write_run(out, config, command, fits, resume=resume))
         card = partial(
             training_card,

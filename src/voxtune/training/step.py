@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from voxtune.training.checkpoint import (
     goes_on_from_checkpoint,
     optimizer_tensors,
     random_state,
+    read_checkpoint,
     restore_network,
     restore_optimizer,
     restore_random_state,
@@ -404,6 +406,13 @@ class Trainer:
             plan=self.plan,
             tensors={f"{part}.{name}": value for part, state in parts.items() for name, value in state.items()},
         )
+
+    def begin(self, checkpoint: Checkpoint | None) -> None:
+        """From this run's checkpoint, or with the averages of the checkpoint that a new run goes on from."""
+        if checkpoint is not None:
+            self.restore(checkpoint)
+        elif goes_on_from_checkpoint(self.config.model.init):
+            self.take_averages(read_checkpoint(Path(str(self.config.model.init))))
 
     def take_averages(self, checkpoint: Checkpoint) -> None:
         """Goes on from the averages of another run's checkpoint; one that it does not have starts at its `ema`."""
