@@ -245,6 +245,15 @@ def local_count() -> int:
     return max(1, int(count)) if count.isdigit() else 1
 
 
+def was_restarted(device: torch.device) -> bool:
+    """Whether torchrun has started the processes of the run again, after one of them was lost (--max-restarts)."""
+    count, limit = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    if limit == "0":
+        return False
+    # Each machine counts its own restarts.
+    return join_processes(device).any(count.isdigit() and int(count) > 0)
+
+
 _joined: Processes | None = None
 _healthy = True
 
