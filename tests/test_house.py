@@ -77,6 +77,7 @@ MAY_READ: dict[str, tuple[set[str], str]] = {
     ),
     "profile/ncu.py": ({"csv.DictReader", "csv.reader"}, "output of Nsight Compute, parsed within the guard"),
     "kernels/compile_workers.py": ({"pickle.loads", "os.fdopen"}, "pipes of its own worker processes"),
+    "scale/manifest.py": ({"csv.reader"}, "text that is read and parsed within the guard"),
     "training/config.py": ({"yaml.load"}, "within the guard; its loader limits depth and aliases"),
 }
 # Modules of fewer lines than this belong in their importer, if they have only one.

@@ -54,6 +54,7 @@ def test_help_lists_the_choices_of_every_registry(capsys, monkeypatch):
     texts = {name: run(capsys, name, "--help")[1] for name in COMMANDS}
     used = {
         "sample": ("sampler", "timestep_spacing", "noise", "fit"),
+        "generate": ("engine", "sampler", "timestep_spacing", "fit"),
         "usefulness": ("sampler", "timestep_spacing"),
         "steps": ("sampler", "timestep_spacing"),
         "train": ("trainable", "decay", "loss", "precision", "training_plan", "autocast"),

@@ -352,3 +352,45 @@ def test_every_batch_is_in_one_shard():
             )
             assert all((task.first - 1) % batch == 0 for task in part)
         assert len(drawn) == len(expected) and set(drawn) == expected
+
+
+@pytest.mark.slow
+def test_a_plan_file_is_kept_in_the_ledger(job, tmp_path):
+    from voxtune.plan import Plan
+
+    file = tmp_path / "plan.json"
+    Plan.of("cleanup").save(file)
+    job = job.but(plan=str(file))
+    tally = job.run(InlineEngine(VolumeWorker))
+    assert tally.missing == 0, tally.problems
+    ledger = DatasetLedger(job.out).settings()
+    assert ledger["fixed"]["passes"] == ["cleanup"] and ledger["fixed"]["plan_file"]["passes"] == [{"pass": "cleanup"}]
+    record = json.loads((job.out / "sub-0" / "anat" / "sub-0_desc-synth01_T1w.json").read_text())
+    assert record["passes"] == ["cleanup"]
+    Plan.of("cleanup", "sdpa").save(file, overwrite=True)
+    with pytest.raises(InputError, match='plan is "file '):
+        job.run(InlineEngine(VolumeWorker))
+
+
+@pytest.mark.slow
+def test_an_automatic_plan_is_fixed_at_the_first_start(job, tmp_path, monkeypatch):
+    """A worker whose cache has no plan, or another one, uses that of the ledger."""
+    from voxtune.plan import Plan
+    from voxtune.plan.api import Request
+    from voxtune.plan.cache import identity, remember
+    from voxtune.runtime.planned import example_inputs
+
+    monkeypatch.setenv("VOXTUNE_CACHE", str(tmp_path / "first"))
+    loaded = load(job.model)
+    args = tuple(example_inputs(loaded, batch=2))
+    made_for = identity(loaded.network, (args, {})) | Request(precision="auto").key(loaded.network, loaded.device)
+    remember(Plan(Plan.of("cleanup").steps, made_for, {"gate": {"passed": True}}))
+    job = job.but(plan="auto")
+    assert job.run(InlineEngine(VolumeWorker)).missing == 0
+    fixed = DatasetLedger(job.out).settings()["fixed"]
+    assert fixed["passes"] == ["cleanup"] and len(fixed["plans"]) == 1
+    whole = contents(job.out)
+    next(job.out.rglob("*_T1w.nii.gz")).unlink()
+    monkeypatch.setenv("VOXTUNE_CACHE", str(tmp_path / "second"))
+    assert job.run(InlineEngine(VolumeWorker)).drawn == 1
+    assert contents(job.out) == whole

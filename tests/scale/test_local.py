@@ -122,7 +122,8 @@ def workers_of(pid):
 
 
 def volumes(out):
-    return list(out.rglob("*_T1w.json"))
+    folders = list(out.glob("sub-*/anat"))  # the data set may not exist yet
+    return [path for folder in folders for path in folder.glob("*_T1w.json")]
 
 
 def wait_for(condition, seconds=120):

@@ -207,13 +207,12 @@ class _Bar:
     def start(self, tally: Tally) -> None:
         shown = counted(tally.volumes, "volume")
         self.output.say(f"{tally.before} of {shown} finished; {counted(tally.workers, 'worker')}")
-        self._context = self.output.progress("generating", tally.volumes)
+        # Only those of this start: the time left follows from them.
+        self._context = self.output.progress("generating", tally.missing)
         self._update = self._context.__enter__()
-        if tally.before:
-            self._update(tally.before)
 
     def update(self, tally: Tally) -> None:
-        self._update(tally.done, tally.note())
+        self._update(tally.drawn, tally.note())
 
 
 def _summary(tally: Tally, output: Output) -> None:

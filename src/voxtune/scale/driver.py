@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from voxtune.errors import FileProblems, InputError
-from voxtune.files import AppendLog
+from voxtune.files import AppendLog, reporting_os_errors
 from voxtune.reading import file_sha256
 from voxtune.scale.engine import Engine
 from voxtune.scale.ledger import (
@@ -96,7 +96,8 @@ def check_sources(rows: Sequence[ManifestRow], written: WrittenVolumes) -> None:
         source = written.masks.get(row.subject)
         if source is None:
             continue
-        state = row.mask.stat()
+        with reporting_os_errors(row.mask):
+            state = row.mask.stat()
         if (state.st_size, state.st_mtime_ns) == (source.size, source.time_ns):
             continue
         if file_sha256(row.mask) != source.sha256:
