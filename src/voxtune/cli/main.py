@@ -35,6 +35,7 @@ COMMANDS = (
     "ladder",
     "train",
     "import",
+    "export",
     "info",
     "cohort",
     "pack",

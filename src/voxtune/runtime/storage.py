@@ -48,6 +48,10 @@ def load(path: str | Path, *, device: torch.device | str = "cpu") -> Model:
 
 def _read(path: Path) -> Model:
     if path.is_dir():
+        from voxtune.runtime.monai_bundle import is_bundle, read_bundle
+
+        if is_bundle(path):
+            return read_bundle(path)
         # A run folder of `voxtune train` has its model in a subfolder.
         inside = path / "model"
         return load_folder(inside if (inside / CONFIG).is_file() and not (path / CONFIG).exists() else path)

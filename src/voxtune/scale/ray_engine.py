@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ RESTARTS = 3
 MAX_LOSSES = 5
 # Of a cluster on this machine alone: nothing large passes through Ray.
 OBJECT_STORE_BYTES = 100 * 2**20
+CONNECT_SECONDS = 10.0
 
 
 def connect(address: str | None, *, cpus: int = 1) -> Any:
@@ -40,6 +42,8 @@ def connect(address: str | None, *, cpus: int = 1) -> Any:
     if ray.is_initialized():
         return ray
     address = address or os.environ.get("RAY_ADDRESS") or "local"
+    if address not in ("local", "auto"):
+        _check_reachable(address)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
         options |= {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
@@ -54,12 +58,27 @@ def connect(address: str | None, *, cpus: int = 1) -> Any:
         # SIGTERM finishes the volumes that are being drawn; Ray's handler would end the driver.
         if main and callable(before):
             signal.signal(signal.SIGTERM, before)
-    # Notices about lost actors, which Ray prints to standard output; the driver reports them in its own way.
-    with suppress(ImportError, AttributeError, KeyError, ValueError):
-        from ray._private.ray_logging import global_worker_stdstream_dispatcher
+    with suppress(ImportError):
+        from ray._private import worker
 
-        global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
+        # Ray prints notices about lost actors to standard output, where --json prints one object.
+        worker.print_to_stdstream = _log_notice
     return ray
+
+
+def _log_notice(data: Mapping[str, Any], ignore_prefix: bool = False) -> None:
+    log.debug("ray: %s", one_line(RuntimeError(" ".join(map(str, data.get("lines", ()))))))
+
+
+def _check_reachable(address: str) -> None:
+    """Raises if nothing answers at HOST:PORT: Ray would wait for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        raise InputError(f"--address {address[:100]}: expected auto or HOST:PORT, such as 10.0.0.1:6379")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise InputError(f"no connection to the Ray cluster at {address[:100]}: {one_line(error)[:200]}") from None
 
 
 def cluster_devices(
