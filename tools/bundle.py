@@ -49,7 +49,7 @@ def make(out: Path, *, torch: bool, models: list[Path], extras: str, archive: bo
     for model in models:
         if not (model / "config.json").is_file() or not (model / "model.safetensors").is_file():
             raise SystemExit(f"{model}: not a model folder (config.json and model.safetensors)")
-    python = "%d.%d" % sys.version_info[:2]
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
     bundle = out / "voxtune-bundle"
     if bundle.exists():
         shutil.rmtree(bundle)

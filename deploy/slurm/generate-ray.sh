@@ -34,7 +34,7 @@ export RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${nodes[0]}
-address=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | awk '{print $1}')
+read -r address _ < <(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address)
 port=${RAY_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
 resources=(--num-cpus "${SLURM_CPUS_PER_TASK:-1}" --num-gpus "${SLURM_GPUS_ON_NODE:-0}")
 resources+=(--object-store-memory 200000000 --disable-usage-stats --block)

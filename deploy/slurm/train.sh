@@ -31,12 +31,12 @@ if [[ -f $run/train.json ]]; then
 else
     words=(-o "$run" "$@")
 fi
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 exec srun "${torchrun[@]}" \
     --nnodes="$SLURM_JOB_NUM_NODES" \
     --nproc-per-node="${SLURM_GPUS_ON_NODE:-1}" \
     --rdzv-id="$SLURM_JOB_ID" \
     --rdzv-backend=c10d \
-    --rdzv-endpoint="$head:${RDZV_PORT:-$((20000 + SLURM_JOB_ID % 20000))}" \
+    --rdzv-endpoint="${nodes[0]}:${RDZV_PORT:-$((20000 + SLURM_JOB_ID % 20000))}" \
     --max-restarts="${MAX_RESTARTS:-3}" \
     -m voxtune train "${words[@]}"

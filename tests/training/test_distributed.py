@@ -160,7 +160,10 @@ def workers_of(process: subprocess.Popen[str]) -> list[int]:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     ranks = {}
     for pid in map(int, children):
-        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:  # it has ended
+            continue
         ranks.update({int(e[5:]): pid for e in environment if e.startswith(b"RANK=")})
     return [ranks[rank] for rank in sorted(ranks)]
 
