@@ -84,14 +84,15 @@ def test_the_linters_accept_them():
 
 
 def test_an_array_task_draws_its_shard(slurm, tmp_path):
-    task = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MAX": "16", "SLURM_ARRAY_TASK_MIN": "1"}
+    task = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MAX": "16", "SLURM_ARRAY_TASK_COUNT": "16"}
     arguments = ("m.csv", "models/head", "out", "--per-mask", "10")
     submit("generate-array.sh", *arguments, environment=slurm | task, folder=tmp_path)
     expected = ["generate", "m.csv", "--model", "models/head", "-o", "out", "--shard", "3/16", "--quiet"]
     assert words_of(tmp_path, "voxtune") == [*expected, "--per-mask", "10"]
-    submit("generate-array.sh", *arguments, environment=slurm | task | {"SHARDS": "20"}, folder=tmp_path)
+    some = {"SLURM_ARRAY_TASK_MAX": "7", "SLURM_ARRAY_TASK_COUNT": "2"}  # --array=3,7
+    submit("generate-array.sh", *arguments, environment=slurm | task | some | {"SHARDS": "20"}, folder=tmp_path)
     assert "3/20" in words_of(tmp_path, "voxtune")
-    for wrong in ({"SLURM_ARRAY_TASK_MIN": "0"}, {"SLURM_ARRAY_TASK_STEP": "2"}, {"SLURM_ARRAY_TASK_ID": ""}):
+    for wrong in (some, {"SLURM_ARRAY_TASK_ID": ""}):
         submit("generate-array.sh", *arguments, environment=slurm | task | wrong, folder=tmp_path, code=2)
 
 

@@ -20,16 +20,20 @@ if (($# < 3)); then
     echo "usage: sbatch --array=1-COUNT $0 MANIFEST MODEL DATASET [options of voxtune generate]" >&2
     exit 2
 fi
-if [[ -z ${SLURM_ARRAY_TASK_ID:-} || ${SLURM_ARRAY_TASK_MIN:-1} != 1 || ${SLURM_ARRAY_TASK_STEP:-1} != 1 ]]; then
-    echo "$0: submit an array that begins with 1, such as sbatch --array=1-16 $0" >&2
+if [[ -z ${SLURM_ARRAY_TASK_ID:-} ]]; then
+    echo "$0: submit an array, such as sbatch --array=1-16 $0" >&2
+    exit 2
+fi
+# The tasks of an array are those of the data set if there are as many as its last number says.
+if [[ -z ${SHARDS:-} && ${SLURM_ARRAY_TASK_COUNT:-1} != "${SLURM_ARRAY_TASK_MAX:-1}" ]]; then
+    echo "$0: the array is not 1-COUNT; set SHARDS to the number of all shards" >&2
     exit 2
 fi
 manifest=$1 model=$2 dataset=$3
 shift 3
 read -r -a voxtune <<<"${VOXTUNE:-voxtune}"
 
-# The last task of the array is the number of shards also if some tasks are submitted again alone: keep COUNT in SHARDS then.
 shards=${SHARDS:-${SLURM_ARRAY_TASK_MAX:-1}}
 # exec: the signal reaches the command.
-exec srun "${voxtune[@]}" generate "$manifest" --model "$model" -o "$dataset" \
+exec "${voxtune[@]}" generate "$manifest" --model "$model" -o "$dataset" \
     --shard "$SLURM_ARRAY_TASK_ID/$shards" --quiet "$@"

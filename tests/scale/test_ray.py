@@ -21,6 +21,7 @@ from tests.scale.workers import DeadlyWorker, InlineEngine, NoNetworkWorker, Slo
 from voxtune.cli.main import main
 from voxtune.errors import InputError
 from voxtune.scale.engine import EngineOptions, make_engine
+from voxtune.scale.ledger import DatasetLedger
 from voxtune.scale.verify import verify
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -197,15 +198,23 @@ def start_cluster(cpus: int) -> tuple[subprocess.Popen[bytes], str]:
 
 
 class ActorKiller(threading.Thread):
-    """Kills random workers of a cluster at random moments."""
+    """Kills random workers of a cluster at random moments, with some volumes between them: a worker takes seconds to start."""
 
-    def __init__(self, cluster: int, seed: int):
+    def __init__(self, cluster: int, ledger: Path, seed: int):
         super().__init__(daemon=True)
-        self.cluster, self.random, self.stop, self.workers = cluster, random.Random(seed), False, 0
+        self.cluster, self.ledger, self.random = cluster, ledger, random.Random(seed)
+        self.stop, self.workers = False, 0
+
+    def drawn(self) -> int:
+        return self.ledger.read_bytes().count(b"\n") if self.ledger.exists() else 0
 
     def run(self):
+        following = self.random.randint(1, 80)
         while not self.stop:
-            time.sleep(self.random.uniform(2.0, 8.0))
+            time.sleep(self.random.uniform(0.1, 0.5))
+            if self.drawn() < following:
+                continue
+            following = self.drawn() + self.random.randint(1, 160)
             running = actors(self.cluster)
             if running and not self.stop:
                 try:
@@ -225,9 +234,10 @@ def test_two_thousand_tasks_with_killed_workers_and_drivers(job, tmp_path, recor
     assert voxtune(*command(whole, "--workers", 2)).returncode == 0
     record_property("local_seconds", round(time.monotonic() - began, 1))
     disturbed = whole.but(out=tmp_path / "disturbed")
+    ledger = DatasetLedger(disturbed.out).shard_file(1, 1)
     cluster, address = start_cluster(cpus=4)
     try:
-        killer, drivers, starts, seconds = ActorKiller(cluster.pid, seed=11), 0, 0, 0.0
+        killer, drivers, starts, seconds = ActorKiller(cluster.pid, ledger, seed=11), 0, 0, 0.0
         killer.start()
         while True:
             starts += 1

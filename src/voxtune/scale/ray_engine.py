@@ -166,7 +166,7 @@ class RayEngine(Engine):
     def prepare(self, settings: WorkerSettings) -> dict[str, Any]:
         actor = self._actor(settings)
         try:
-            reply: dict[str, Any] | str = self._ray.get(actor.prepare.remote())
+            reply: dict[str, Any] | str = self._ray.get(actor.prepare.options(max_task_retries=RESTARTS).remote())
         except self._ray.exceptions.RayError as error:
             raise InputError(f"the worker ended before it was ready ({_reason(error)})") from None
         finally:
@@ -274,7 +274,7 @@ class RayEngine(Engine):
     def _remove_refused(self, results: list[TaskResult]) -> None:
         for actor in [actor for actor in self._actors if actor.refused]:
             self._ray.kill(actor.actor)
-            self._actors.remove(actor)
+            self._actors = [other for other in self._actors if other is not actor]
             results += [_lost(task, actor.refused) for task in actor.tasks.values()]
             # A node that cannot work must not end the work of the others.
             if not any(other.ready for other in self._actors):
