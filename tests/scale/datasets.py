@@ -93,7 +93,7 @@ class Job:
             settings=settings,
             rows=rows,
             contract=loaded.config.data,
-            identity=identity_of(loaded, settings, None),
+            identity=identity_of(loaded, settings),
             shard=self.shard,
             reread=self.reread,
             say=self.said.append,

@@ -18,6 +18,9 @@ from voxtune.scale.engine import EngineOptions
 from voxtune.scale.local import LocalEngine
 from voxtune.scale.verify import verify
 
+# The driver, and its worker, which has ended.
+BOTH = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+
 
 def measure(folder: Path, count: int) -> dict[str, float]:
     manifest = write_many_masks(folder / "masks", count)
@@ -41,6 +44,7 @@ def measure(folder: Path, count: int) -> dict[str, float]:
         "start_cpu_s": cpu - cpu_before,
         "task_ms": 1000 * (ended - drawing) / (count - drawn),
         "driver_task_ms": 1000 * (time.process_time() - cpu) / (count - drawn),
+        "cpu_s": sum(resource.getrusage(who).ru_utime + resource.getrusage(who).ru_stime for who in BOTH),
         "driver_peak_gib": peak,
     }
     began = time.monotonic()

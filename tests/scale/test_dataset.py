@@ -14,6 +14,7 @@ from tests.factories.small_jobs import identities, small_disk
 from tests.scale.datasets import Job, contents, write_masks, write_model
 from tests.scale.workers import InlineEngine, InvalidWorker, ShortOfMemoryWorker
 from voxtune.data.cases import find_cases
+from voxtune.data.labels import parse_labels
 from voxtune.data.pairing import pair_folders
 from voxtune.errors import FilesError, InputError
 from voxtune.files import locked_file
@@ -394,3 +395,37 @@ def test_an_automatic_plan_is_fixed_at_the_first_start(job, tmp_path, monkeypatc
     monkeypatch.setenv("VOXTUNE_CACHE", str(tmp_path / "second"))
     assert job.run(InlineEngine(VolumeWorker)).drawn == 1
     assert contents(job.out) == whole
+
+
+def test_damaged_masks_and_volumes_are_replaced_once(job):
+    """Files that no longer look like those of Voxtune are replaced if the ledger lists them; other files never are."""
+    job.run(InlineEngine())
+    whole = contents(job.out)
+    anat = job.out / "sub-0" / "anat"
+    for file in anat.iterdir():
+        file.write_bytes(b"not a file of this project")
+    tally = job.run(InlineEngine(backwards=True))
+    assert (tally.drawn, tally.missing, tally.retries) == (3, 0, 0), tally.problems
+    assert contents(job.out) == whole and verify(job.out).problems == []
+    file = DatasetLedger(job.out).shard_file(1, 1)
+    kept = [line for line in file.read_bytes().splitlines(keepends=True) if b'"sub-1_desc-synth01"' not in line]
+    file.write_bytes(b"".join(kept))
+    foreign = job.out / "sub-1" / "anat" / "sub-1_desc-synth01_T1w.json"
+    foreign.write_bytes(b"mine")
+    tally = job.run(InlineEngine())
+    assert tally.missing == 1 and "was not written by Voxtune" in next(iter(tally.problems.values()))
+    assert foreign.read_bytes() == b"mine"
+
+
+def test_the_ledger_names_no_folder(job, tmp_path):
+    table = tmp_path / "secret" / "dseg.tsv"
+    table.parent.mkdir()
+    table.write_text("index\tname\n1\tbrain\n2\ttumour\n")
+    labels = parse_labels(str(table))
+    (job.manifest / "sub-1_dseg.nii.gz").write_bytes(b"damaged")
+    job.but(settings={"labels": labels}).run(InlineEngine())
+    for file in job.out.rglob("*.json*"):
+        assert str(tmp_path) not in file.read_text(), file
+    assert job.but(settings={"labels": parse_labels("brain=1; tumour=2")}).run(InlineEngine()).drawn == 0
+    with pytest.raises(InputError, match="labels is"):
+        job.run(InlineEngine())

@@ -25,9 +25,9 @@ class NoNetworkWorker(VolumeWorker):
         self._choose_batch = lambda: self.settings.batch or 1
         return super().prepare()
 
-    def evaluate(self, job, request, indices, batch):
+    def evaluate(self, job, cond, indices, batch):
         values = [np.float32(index % 1000 / 500 - 1) for index in indices]
-        return np.stack([np.full((1, *request.labels_DHW.shape), value, np.float32) for value in values])
+        return np.stack([np.full((1, *cond.shape[2:]), value, np.float32) for value in values])
 
 
 class BareWorker(NoNetworkWorker):
@@ -52,25 +52,25 @@ class BareWorker(NoNetworkWorker):
 class SlowWorker(NoNetworkWorker):
     """Takes a while, so that there is time to end it."""
 
-    def evaluate(self, job, request, indices, batch):
+    def evaluate(self, job, cond, indices, batch):
         time.sleep(0.1)
-        return super().evaluate(job, request, indices, batch)
+        return super().evaluate(job, cond, indices, batch)
 
 
 class ShortOfMemoryWorker(VolumeWorker):
     """Has memory for one volume only, except in the measurements of the first start."""
 
-    def evaluate(self, job, request, indices, batch):
+    def evaluate(self, job, cond, indices, batch):
         if batch > 1:
             raise torch.OutOfMemoryError("tried to allocate 1 TiB")
-        return super().evaluate(job, request, indices, batch)
+        return super().evaluate(job, cond, indices, batch)
 
 
 class InvalidWorker(NoNetworkWorker):
     """Draws NaN for the second volume of each batch."""
 
-    def evaluate(self, job, request, indices, batch):
-        samples = super().evaluate(job, request, indices, batch)
+    def evaluate(self, job, cond, indices, batch):
+        samples = super().evaluate(job, cond, indices, batch)
         samples[1] = np.nan
         return samples
 

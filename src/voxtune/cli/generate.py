@@ -165,7 +165,7 @@ def command(
         settings=settings,
         rows=_with_images(rows, images, loaded, settings, output),
         contract=loaded.config.data,  # type: ignore[arg-type]  # checked by mask_contract
-        identity=identity_of(loaded, settings, labels),
+        identity=identity_of(loaded, settings),
         shard=part,
         price=price_per_gpu_hour,
         reread=verify,

@@ -91,7 +91,7 @@ def draw_images(
         warn(warning)
     # A mask in memory has no name.
     index = 0 if mask.path is None else identity_index(mask_stem(mask.path), 1)
-    [images_CDHW] = _draw(model, [request], [index], settings, seed, progress)
+    [images_CDHW] = _draw(model, encoded([request], contract), [index], settings, seed, progress)
     check_finite(images_CDHW, f"the volume of {mask.name}")
     volumes = _on_mask_grid(request, unscale_image(images_CDHW), contract.images)
     # Pictures of the volumes show what the mask is about.
@@ -199,7 +199,11 @@ class VolumeJob(Job[PlannedVolume, GeneratedVolume]):
         return self.masks[item.mask]
 
     def draw(self, inputs: Sequence[MaskRequest], indices: Sequence[int], progress: Progress | None) -> np.ndarray:
-        return _draw(self.model, inputs, indices, self.settings, self.seed, progress)
+        return self.sample(encoded(inputs, self.contract), indices, progress)
+
+    def sample(self, cond: torch.Tensor, indices: Sequence[int], progress: Progress | None = None) -> np.ndarray:
+        """As `draw`, from encoded masks."""
+        return _draw(self.model, cond, indices, self.settings, self.seed, progress)
 
     def write(
         self, item: PlannedVolume, given: MaskRequest, sample: np.ndarray, made_by: dict[str, Any]
@@ -224,8 +228,7 @@ class VolumeJob(Job[PlannedVolume, GeneratedVolume]):
 
     def choose_batch(self) -> BatchChoice:
         def condition(batch: int) -> torch.Tensor:
-            labels = (self.read(item).labels_DHW for item in self.items[:batch])
-            return torch.from_numpy(np.stack([encode_mask(labels_DHW, self.contract) for labels_DHW in labels]))
+            return encoded([self.read(item) for item in self.items[:batch]], self.contract)
 
         size = self.masks[0].labels_DHW.shape
         return choose_batch(self.model, condition, size, volumes=len(self.items), steps=self.settings.steps)
@@ -247,17 +250,20 @@ def generate(
     yield from VolumeJob(model, masks, out, **options).generate(batch, progress)
 
 
+def encoded(requests: Sequence[MaskRequest], contract: DataContract) -> torch.Tensor:
+    """The masks as the network takes them (N, L, D, H, W)."""
+    return torch.from_numpy(np.stack([encode_mask(request.labels_DHW, contract) for request in requests]))
+
+
 def _draw(
     model: Model,
-    requests: Sequence[MaskRequest],
+    cond: torch.Tensor,
     indices: Sequence[int],
     settings: SamplerSettings,
     seed: int,
     progress: Progress | None,
 ) -> np.ndarray:
     """Images (N, C, D, H, W) in the range of the model, on its grid."""
-    contract = mask_contract(model)
-    cond = torch.from_numpy(np.stack([encode_mask(request.labels_DHW, contract) for request in requests]))
     return model.sample(cond, settings=settings, seed=seed, indices=indices, progress=progress).cpu().numpy()
 
 

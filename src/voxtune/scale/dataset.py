@@ -50,7 +50,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """One start of a shard. `model` is the loaded model of `settings.model`, which only answers questions here."""
+    """One start of a shard. `identity` is what the ledger compares with the first start (`identity_of`)."""
 
     settings: WorkerSettings
     rows: Sequence[ManifestRow]
@@ -71,7 +71,7 @@ def parse_shard(text: str) -> tuple[int, int]:
     return shard, shards
 
 
-def identity_of(model: Model, settings: WorkerSettings, labels: str | None) -> dict[str, Any]:
+def identity_of(model: Model, settings: WorkerSettings) -> dict[str, Any]:
     """What decides the bytes of the volumes, as far as the command states it."""
     MaskReader(contract=mask_contract(model), labels=settings.labels).check_names()
     config = model.config.to_json()
@@ -87,7 +87,7 @@ def identity_of(model: Model, settings: WorkerSettings, labels: str | None) -> d
         "seed": settings.seed,
         "plan": settings.plan if file is None else f"file {file_sha256(file)}",
         "batch": settings.batch,
-        "labels": labels,
+        "labels": None if settings.labels is None else str(settings.labels),
         "fit": settings.fit,
         "size": None if settings.size is None else list(settings.size),
         "images": list(mask_contract(model).images),

@@ -38,17 +38,18 @@ POLL_SECONDS = 0.5
 
 @dataclass(kw_only=True)
 class WrittenVolumes:
-    """What the ledger and the disk agree on: the numbers of each subject as bits, its stored mask, and files that differ."""
+    """What the ledger and the disk agree on: the numbers of each subject as bits, and the masks that are stored.
+
+    `sources` are the masks that volumes were drawn from, `damaged` the files of volumes and masks that differ.
+    """
 
     bits: dict[str, int] = field(default_factory=dict)
-    masks: dict[str, WrittenFile] = field(default_factory=dict)
+    stored: set[str] = field(default_factory=set)
+    sources: dict[str, WrittenFile] = field(default_factory=dict)
     damaged: dict[str, set[str]] = field(default_factory=dict)
-    count: int = 0
 
     def add(self, subject: str, number: int) -> None:
-        before = self.bits.get(subject, 0)
-        self.bits[subject] = before | 1 << number
-        self.count += self.bits[subject] != before
+        self.bits[subject] = self.bits.get(subject, 0) | 1 << number
 
     def has(self, subject: str, number: int) -> bool:
         return bool(self.bits.get(subject, 0) >> number & 1)
@@ -60,32 +61,23 @@ def written_volumes(
     images: Sequence[str],
     *,
     read: bool = False,
-    progress: Callable[[int], None] | None = None,
 ) -> WrittenVolumes:
     """The complete volumes, by the ledger of all shards. With `read`, the content of every file is compared."""
     expected = {row.subject: row.replicates for row in rows}
     written = WrittenVolumes()
-    for number, line in enumerate(ledger.lines(), start=1):
-        if progress is not None:
-            progress(number)
+    for line in ledger.lines():
         if not ledger.is_expected(line, expected, images):
             continue
         volume = split_volume_name(line.name)
         damage = ledger.damage(line, read=read)
-        if damage is not None and damage[1] != "missing":
-            written.damaged.setdefault(line.name, set()).add(damage[0])
-        if volume is None:
-            # Also of a mask that is to be stored again: other volumes were drawn from this source.
-            if line.source is not None:
-                written.masks[line.name] = line.source
-            if damage is not None:
-                written.damaged.setdefault(line.name, set())
-            else:
-                written.damaged.pop(line.name, None)
-        elif damage is None:
+        if damage is not None:
+            written.damaged.setdefault(line.name, set()).update(line.files)
+        if volume is None and line.source is not None:
+            written.sources[line.name] = line.source
+        if damage is None and volume is None:
+            written.stored.add(line.name)
+        elif damage is None and volume is not None:
             written.add(*volume)
-    for name in [name for name in written.damaged if (v := split_volume_name(name)) and written.has(*v)]:
-        del written.damaged[name]
     return written
 
 
@@ -93,7 +85,7 @@ def check_sources(rows: Sequence[ManifestRow], written: WrittenVolumes) -> None:
     """Raises for masks that changed since volumes were drawn from them."""
     problems = FileProblems()
     for row in rows:
-        source = written.masks.get(row.subject)
+        source = written.sources.get(row.subject)
         if source is None:
             continue
         with reporting_os_errors(row.mask):
@@ -110,15 +102,14 @@ def tasks(
 ) -> Iterator[Task]:
     """The tasks of a shard with volumes that are missing; shards take turns."""
     for row, batches in _batches(rows, batch, shard):
-        source = written.masks.get(row.subject)
-        stored = source is not None and row.subject not in written.damaged
+        source, stored = written.sources.get(row.subject), row.subject in written.stored
         for numbers in batches:
             first = numbers[0]
             missing = tuple(n for n in numbers if not written.has(row.subject, n))
             store = not stored
             if not missing and not (store and first == 1):
                 continue
-            names = [row.subject, *(volume_name(row.subject, n) for n in missing)]
+            names = [*([row.subject] if store else []), *(volume_name(row.subject, n) for n in missing)]
             yield Task(
                 mask=row.mask,
                 named=row.named,
@@ -257,7 +248,8 @@ class Stopping:
         self.signals.append(number)
         if len(self.signals) > 1:
             self._raise(number, frame)
-        self.say("finishing the volumes that are being drawn; press Ctrl-C again to end at once")
+        with contextlib.suppress(RuntimeError):  # in the middle of another line
+            self.say("finishing the volumes that are being drawn; press Ctrl-C again to end at once")
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number)

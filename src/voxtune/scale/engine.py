@@ -18,7 +18,7 @@ from voxtune.scale.worker import Task, TaskResult, VolumeWorker, WorkerSettings
 # (settings, device) -> worker; tests have workers without a network.
 MakeWorker = Callable[[WorkerSettings, str], VolumeWorker]
 # Tasks in the hands of a worker: one in the network, the others are read, compressed and written meanwhile.
-IN_HAND = 4
+IN_HAND = 6
 # Name -> module and class.
 ENGINES = {
     "local": ("voxtune.scale.local", "LocalEngine"),

@@ -9,6 +9,7 @@ are needed. So the bits of a volume depend on its mask, its number and the setti
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +31,7 @@ from voxtune.files import delete_leftovers, discard, one_line, recording_paths
 from voxtune.plan.cache import remember, remembered, versions
 from voxtune.plan.plan import Plan
 from voxtune.runtime.batching import choose_batch
-from voxtune.runtime.generate import VolumeJob
+from voxtune.runtime.generate import VolumeJob, encoded
 from voxtune.runtime.job import check_finite
 from voxtune.runtime.masks import MaskRequest, Masks, mask_contract
 from voxtune.runtime.model import Model
@@ -38,6 +39,8 @@ from voxtune.runtime.planned import Planned, example_inputs, optimize
 from voxtune.runtime.sampling import SamplerSettings
 from voxtune.runtime.storage import load, provenance
 from voxtune.scale.ledger import LedgerLine, WrittenFile, volume_name
+
+SWITCH_SECONDS = 5e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +116,8 @@ class VolumeWorker:
             torch.set_num_threads(int(self.fixed["threads"]))
         elif settings.threads is not None:
             torch.set_num_threads(settings.threads)
+        # Python's lock goes to the thread of the network soon, also while others compress and write.
+        sys.setswitchinterval(SWITCH_SECONDS)
         # One thread for the network: its libraries keep state in each thread.
         self._network = ThreadPoolExecutor(1, initializer=_start_thread, initargs=(device,))
         self._idle_since: float | None = None
@@ -199,7 +204,10 @@ class VolumeWorker:
                 if not task.numbers:
                     return TaskResult(task=task, lines=tuple(lines))
                 stage = "network"
-                samples, batch, busy, idle = self._network.submit(self._sample, job, task, request).result()
+                whole = int(self.fixed["batch"]) if self.fixed is not None else 1
+                # Not in the network's thread, where a GPU would wait for it.
+                cond = encoded([request], job.contract).repeat_interleave(whole, dim=0)
+                samples, batch, busy, idle = self._network.submit(self._sample, job, task, cond).result()
                 stage = "disk"
                 for number in task.numbers:
                     sample = samples[number - task.first]
@@ -235,31 +243,28 @@ class VolumeWorker:
 
     def _store_mask(self, task: Task, job: VolumeJob, request: MaskRequest) -> list[LedgerLine]:
         """Writes the mask beside its volumes, in the values of the model."""
-        name = dataset_mask(task.named)
-        file = self.settings.out / name
-        for damaged in task.damaged:
-            discard(self.settings.out / damaged)
         if not task.store_mask:
             return []
+        name = dataset_mask(task.named)
+        file = self.settings.out / name
         mask = self.reader.read(task.mask, task.images)
-        # A killed worker may have left a part of a file here.
-        delete_leftovers(file.parent)
+        self._make_room(task, (name,))
         write_volume(file, mask.array, mask, overwrite=True)
         state = task.mask.stat()
         source = WrittenFile(sha256=request.sha256[0], size=state.st_size, time_ns=state.st_mtime_ns)
         return [LedgerLine(name=task.subject, files={name: WrittenFile.of(file)}, source=source)]
 
-    def _sample(self, job: VolumeJob, task: Task, request: MaskRequest) -> tuple[np.ndarray, int, float, float]:
+    def _sample(self, job: VolumeJob, task: Task, cond: torch.Tensor) -> tuple[np.ndarray, int, float, float]:
         """(samples of the whole batch, the batch size that fitted into memory, seconds of the network, seconds of waiting)."""
         started = time.monotonic()
         idle = 0.0 if self._idle_since is None else started - self._idle_since
         assert self.fixed is not None
-        batch = int(self.fixed["batch"])
+        batch = len(cond)
         indices = [identity_index(mask_stem(task.named), task.first + place) for place in range(batch)]
         while True:
             try:
                 job.model = self._model_for(batch)
-                samples = self.evaluate(job, request, indices, batch)
+                samples = self.evaluate(job, cond, indices, batch)
                 break
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()
@@ -273,13 +278,13 @@ class VolumeWorker:
         self._idle_since = time.monotonic()
         return samples, batch, self._idle_since - started, idle
 
-    def evaluate(self, job: VolumeJob, request: MaskRequest, indices: Sequence[int], batch: int) -> np.ndarray:
-        """The samples of the mask with the noise of `indices`, in calls of `batch`."""
+    def evaluate(self, job: VolumeJob, cond: torch.Tensor, indices: Sequence[int], batch: int) -> np.ndarray:
+        """The samples of encoded masks with the noise of `indices`, in calls of `batch`."""
         parts: list[np.ndarray] = []
         for start in range(0, len(indices), batch):
             # The last call has as many as the others: another size would need another plan.
             first = min(start, len(indices) - batch)
-            drawn = job.draw([request] * batch, indices[first : first + batch], None)
+            drawn = job.sample(cond[first : first + batch], indices[first : first + batch])
             parts.append(drawn[start - first :])
         return np.concatenate(parts)
 
@@ -294,6 +299,13 @@ class VolumeWorker:
             self._smaller = optimize(Model(self.model.config, network.original), plan=Plan(steps), search=False)
         return self._smaller
 
+    def _make_room(self, task: Task, names: Sequence[str]) -> None:
+        """Deletes what killed workers left beside files that are to be written, and their damaged versions."""
+        delete_leftovers((self.settings.out / names[0]).parent)
+        for name in task.damaged:
+            if name in names:
+                discard(self.settings.out / name)
+
     def _write(
         self, task: Task, job: VolumeJob, number: int, request: MaskRequest, sample: np.ndarray, batch: int
     ) -> LedgerLine:
@@ -304,7 +316,7 @@ class VolumeWorker:
             made_by["batch_reduced_from"] = self.fixed["batch"]
         out = self.settings.out
         item = job.items[number - 1]
-        delete_leftovers((out / item.names[0]).parent)
+        self._make_room(task, item.outputs)
         job.write(item, request, sample, made_by)
         files = {name: WrittenFile.of(out / name) for name in item.outputs}
         return LedgerLine(name=volume_name(task.subject, number), files=files, reduced=reduced)
