@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -197,6 +198,15 @@ def start_cluster(cpus: int) -> tuple[subprocess.Popen[bytes], str]:
     raise AssertionError("the cluster did not start")
 
 
+def stop_cluster(cluster: subprocess.Popen[bytes]) -> None:
+    cluster.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        cluster.wait(20)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(cluster.pid, signal.SIGKILL)
+    cluster.wait(20)
+
+
 class ActorKiller(threading.Thread):
     """Kills random workers of a cluster at random moments, with some volumes between them: a worker takes seconds to start."""
 
@@ -236,9 +246,9 @@ def test_two_thousand_tasks_with_killed_workers_and_drivers(job, tmp_path, recor
     disturbed = whole.but(out=tmp_path / "disturbed")
     ledger = DatasetLedger(disturbed.out).shard_file(1, 1)
     cluster, address = start_cluster(cpus=4)
+    killer, drivers, starts, seconds = ActorKiller(cluster.pid, ledger, seed=11), 0, 0, 0.0
+    killer.start()
     try:
-        killer, drivers, starts, seconds = ActorKiller(cluster.pid, ledger, seed=11), 0, 0, 0.0
-        killer.start()
         while True:
             starts += 1
             assert starts < 60
@@ -265,10 +275,9 @@ def test_two_thousand_tasks_with_killed_workers_and_drivers(job, tmp_path, recor
                 # Too fast: a part of the volumes is drawn again while workers are killed.
                 for path in random.Random(starts).sample(volumes(disturbed.out), 400):
                     path.unlink()
-        killer.stop = True
     finally:
-        os.killpg(cluster.pid, signal.SIGTERM)
-        cluster.wait(60)
+        killer.stop = True
+        stop_cluster(cluster)
     result = verify(disturbed.out)
     assert (result.verified, result.problems, result.reduced) == (2000, [], 0)
     assert contents(disturbed.out) == contents(whole.out)
