@@ -43,8 +43,6 @@ def network_of(bundle):
 def test_monai_runs_the_bundle_with_the_volume_of_voxtune(bundle, model, tmp_path):
     mask = write_mask(tmp_path / "sub-1_dseg.nii.gz", SHAPE, AFFINE)
     monai_bundle.run(
-        run_id="run",
-        init_id="initialize",
         config_file=str(bundle / "configs" / "inference.json"),
         bundle_root=str(bundle),
         mask=str(mask),

@@ -166,7 +166,7 @@ def _inference() -> dict[str, Any]:
         "saver": {
             "_target_": "SaveImage",
             "output_dir": "@output_dir",
-            "output_postfix": "desc-synth01_T1w",
+            "output_postfix": "synth",
             "separate_folder": False,
         },
         "initialize": [f"$@network.load_state_dict({checkpoint})"],
