@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import socket
+import sys
 import threading
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from voxtune.errors import InputError, optional_import
@@ -36,12 +39,13 @@ CONNECT_SECONDS = 10.0
 
 def connect(address: str | None, *, cpus: int = 1) -> Any:
     """The ray module, connected to the cluster at `address` or RAY_ADDRESS; without one, to a new one on this machine."""
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    _use_token(address)
     with optional_import("--engine ray"):
         import ray
     if ray.is_initialized():
         return ray
-    address = address or os.environ.get("RAY_ADDRESS") or "local"
     if address not in ("local", "auto"):
         _check_reachable(address)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -53,7 +57,10 @@ def connect(address: str | None, *, cpus: int = 1) -> Any:
     try:
         ray.init(address, **options)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise InputError(f"no connection to the Ray cluster at {address[:100]}: {one_line(error)[:200]}") from None
+        raise InputError(
+            f"no connection to the Ray cluster at {address[:100]}: {one_line(error)[:200]}; if it requires a token, set "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+        ) from None
     finally:
         # SIGTERM finishes the volumes that are being drawn; Ray's handler would end the driver.
         if main and callable(before):
@@ -68,6 +75,19 @@ def connect(address: str | None, *, cpus: int = 1) -> Any:
 
 def _log_notice(data: Mapping[str, Any], ignore_prefix: bool = False) -> None:
     log.debug("ray: %s", one_line(RuntimeError(" ".join(map(str, data.get("lines", ()))))))
+
+
+def _use_token(address: str) -> None:
+    """Whoever reaches a cluster can run code in it, unless it requires a token: a new cluster has one of its own.
+
+    Ray would store one in the home folder. `ray start` requires a token wherever one exists, so the driver presents it.
+    """
+    if address == "local":
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    stored = Path.home() / ".ray" / "auth_token"
+    # Ray reads the mode when it is imported.
+    if "ray" not in sys.modules and ("RAY_AUTH_TOKEN" in os.environ or stored.exists()):
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def _check_reachable(address: str) -> None:
