@@ -12,13 +12,11 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import threading
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from voxtune.errors import InputError, optional_import
@@ -41,7 +39,9 @@ def connect(address: str | None, *, cpus: int = 1) -> Any:
     """The ray module, connected to the cluster at `address` or RAY_ADDRESS; without one, to a new one on this machine."""
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    _use_token(address)
+    if address == "local":
+        # Whoever reaches a cluster can run code in it, unless it requires a token; Ray would store one in the home folder.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     with optional_import("--engine ray"):
         import ray
     if ray.is_initialized():
@@ -75,19 +75,6 @@ def connect(address: str | None, *, cpus: int = 1) -> Any:
 
 def _log_notice(data: Mapping[str, Any], ignore_prefix: bool = False) -> None:
     log.debug("ray: %s", one_line(RuntimeError(" ".join(map(str, data.get("lines", ()))))))
-
-
-def _use_token(address: str) -> None:
-    """Whoever reaches a cluster can run code in it, unless it requires a token: a new cluster has one of its own.
-
-    Ray would store one in the home folder. `ray start` requires a token wherever one exists, so the driver presents it.
-    """
-    if address == "local":
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    stored = Path.home() / ".ray" / "auth_token"
-    # Ray reads the mode when it is imported.
-    if "ray" not in sys.modules and ("RAY_AUTH_TOKEN" in os.environ or stored.exists()):
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def _check_reachable(address: str) -> None:
@@ -317,5 +304,6 @@ def _lost(task: Task, reason: str) -> TaskResult:
 
 
 def _reason(error: Exception) -> str:
-    memory = ", out of memory" if "OOM" in str(error) or "out of memory" in str(error).lower() else ""
-    return f"{type(error).__name__}{memory}"
+    """The kind of the error and the end of its message, which states the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1][:160]}" if lines else type(error).__name__
