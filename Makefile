@@ -29,8 +29,9 @@ test-slow: $(STAMP) ## Run the slow tests; the record to commit is benchmarks/re
 test-scale: $(STAMP) ## Run the campaign of large data sets and killed processes; the record is benchmarks/results/scale-tests.json
 	$(BIN)/python -m pytest -m "scale and not gpu" --record=benchmarks/results/scale-tests.json
 
-test-gpu: $(STAMP) ## Run the tests that need a CUDA device; the record is benchmarks/results/gpu-tests.json
-	$(BIN)/python -m pytest -m gpu --record=benchmarks/results/gpu-tests.json
+test-gpu: $(STAMP) ## Run the tests that need a CUDA device; the records are benchmarks/results/gpu-tests.json and gpu-tests-alone.json
+	$(BIN)/python -m pytest -m "gpu and not alone" -n 8 --dist worksteal --record=benchmarks/results/gpu-tests.json
+	$(BIN)/python -m pytest -m "gpu and alone" --record=benchmarks/results/gpu-tests-alone.json
 
 test-hostile: $(STAMP) ## Run the campaign of damaged files and interruptions; the record is benchmarks/results/hostile-tests.json
 	$(BIN)/python -m pytest -m "hostile and not gpu" -n 2 --dist worksteal --record=benchmarks/results/hostile-tests.json
@@ -63,6 +64,7 @@ bench-gpu: $(STAMP) ## Measure denoising steps, volumes, the ladder and single k
 	$(BIN)/python benchmarks/gpu_doubling_conv.py
 	$(BIN)/python benchmarks/gpu_elementwise.py
 	$(BIN)/python benchmarks/gpu_gradients.py
+	$(BIN)/python benchmarks/gpu_unet3d_train.py --cases 128,batch_2,batch_4,brats,256,monai,nnunet,segresnet --passes --breakdown
 
 wheel: $(STAMP) ## Build the wheel into dist/
 	$(BIN)/python -m build --wheel --no-isolation

@@ -2,9 +2,10 @@
 
 Rows are named NETWORK:WAY; all ways of one network are measured in one run, by a process of its own that measures one way after
 the other. The weights are random, without zeros. Errors are relative, against float64, or against float32 where a network does
-not accept float64. `first_s` is the time to the first answer in a process that has run the ways before; with `--prepare`, which
-compiles all networks beforehand, several at a time, kernels are compiled already. `first_cold_s` and `first_warm_s` (`--first`)
-are those of Voxtune in a fresh process without any cache, and in the next one.
+not accept float64. `replay_p50_ms` is the time of the recorded CUDA graph alone. `first_s` is the time to the first answer in a
+process that has run the ways before; with `--prepare`, which compiles all networks beforehand, several at a time, kernels are
+compiled already. `first_cold_s` and `first_warm_s` (`--first`) are those of Voxtune in a fresh process without any cache, and in
+the next one.
 
     python benchmarks/gpu_foreign.py --networks nnunet_plain_128,segresnet_128 --ways fp32,autocast,voxtune
     python benchmarks/gpu_foreign.py --networks nnunet_plain_128 --profile     # kernels of the plan, in the order of their time
@@ -20,6 +21,7 @@ import gc
 import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from networks import nnunet_plain, nnunet_resenc_l, segresnet
 from results_file import RESULTS, row, timed, write
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -48,29 +51,16 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(SEED), device="cpu")
 
 
-NNUNET = {"norm_op": nn.InstanceNorm3d, "norm_op_kwargs": {"eps": 1e-5, "affine": True}, "conv_bias": True}
-NNUNET |= {"nonlin": nn.LeakyReLU, "nonlin_kwargs": {"inplace": True}, "deep_supervision": False}
-FEATURES, STRIDES = (32, 64, 128, 256, 320, 320), [1, 2, 2, 2, 2, 2]
-
-
 def nnunet_plain_128() -> tuple[nn.Module, Inputs]:
-    from dynamic_network_architectures.architectures.unet import PlainConvUNet
-
-    net = PlainConvUNet(1, 6, FEATURES, nn.Conv3d, 3, STRIDES, 2, 4, 2, **NNUNET)
-    return net, ((_random(1, 1, 128, 128, 128),), {})
+    return nnunet_plain(), ((_random(1, 1, 128, 128, 128),), {})
 
 
 def nnunet_resenc_l_128() -> tuple[nn.Module, Inputs]:
-    from dynamic_network_architectures.architectures.unet import ResidualEncoderUNet
-
-    net = ResidualEncoderUNet(1, 6, FEATURES, nn.Conv3d, 3, STRIDES, (1, 3, 4, 6, 6, 6), 4, (1,) * 5, **NNUNET)
-    return net, ((_random(1, 1, 128, 128, 128),), {})
+    return nnunet_resenc_l(), ((_random(1, 1, 128, 128, 128),), {})
 
 
 def segresnet_128() -> tuple[nn.Module, Inputs]:
-    from monai.networks.nets import SegResNet
-
-    return SegResNet(init_filters=32, in_channels=4, out_channels=3), ((_random(1, 4, 128, 128, 128),), {})
+    return segresnet(), ((_random(1, 4, 128, 128, 128),), {})
 
 
 def monai_unet_128() -> tuple[nn.Module, Inputs]:
@@ -257,7 +247,7 @@ def optimized(**options: Any) -> Callable[..., Callable[[], Any]]:
         fast = voxtune.optimize(net, args, example_kwargs=kwargs, **options, say=lambda line: print("   ", line))
         print("   ", fast.report().replace("\n", "\n    "), flush=True)
         step = lambda: fast(*args, **kwargs)  # noqa: E731
-        step.passes = fast.plan.names  # type: ignore[attr-defined]
+        step.passes, step.network = fast.plan.names, fast  # type: ignore[attr-defined]
         return step
 
     return make
@@ -313,6 +303,8 @@ def measure(name: str, way: str, expected: list[Tensor], kind: str, runs: int) -
         size = list(args[0].shape[2:])
         more = {"first_s": round(first, 2), "error_against": kind, "passes": list(getattr(step, "passes", ()))}
         result = row(f"{name}:{way}", size, times, torch.cuda.max_memory_reserved() / 2**30, error)
+        if (replay := _replay(step)) is not None:
+            more["replay_p50_ms"] = round(statistics.median(timed(replay, runs, warm=min(5, runs))), 3)
         return result | {k: v for k, v in more.items() if v}
     except Exception as error_:
         return {"name": f"{name}:{way}", "failed": f"{type(error_).__name__}: {str(error_)[:200]}"}
@@ -338,6 +330,13 @@ def profile(name: str) -> None:
     print(f"{name}: {total / 5e3:.3f} ms of kernels a call")
     for event in events[:22]:
         print(f"  {event.self_device_time_total / 5e3:8.3f} ms  {event.count // 5:4d} x  {event.key[:100]}")
+
+
+def _replay(step: Any) -> Callable[[], None] | None:
+    """The recorded graph of Voxtune's plan alone: without the host's work in a call, and the copies in and out."""
+    network = getattr(step, "network", None)
+    graph = None if network is None or network.variant.runner is None else network.runner.graph
+    return None if graph is None else graph.recorded.replay
 
 
 def measure_here(names: Sequence[str], ways: Sequence[str], runs: int, out: Path, *, profiles: bool) -> None:
@@ -485,6 +484,7 @@ def main() -> None:
     rows = kept_rows(given.keep, names) if given.keep else []
     for name in names:
         rows += measure_apart(name, ways, given)
+        write(given.out, rows)
         if name in given.first.split(","):
             seconds = first_answers(name, "voxtune", given.limit)
             rows = [r | seconds if r["name"] == f"{name}:voxtune" else r for r in rows]

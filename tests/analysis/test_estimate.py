@@ -2,18 +2,29 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from voxtune.analysis.estimate import GIB, Recipe, card, cards, estimate, estimate_step, walk_workload
+from voxtune.analysis.estimate import (
+    GIB,
+    Recipe,
+    card,
+    cards,
+    estimate,
+    estimate_step,
+    plan_memory,
+    training_bytes,
+    walk_workload,
+)
 from voxtune.analysis.walk import walk
 from voxtune.cli.main import main
 from voxtune.errors import InputError
 from voxtune.profile.session import load_session
 from voxtune.report.recordings import recorded_sessions
-from voxtune.workloads import workload
+from voxtune.workloads import MedDDPMConfig, workload
 
 COMPILED = "bf16+channels_last+compile"
 # Measured on an H200 in addition to the recordings: forward ms, training ms, forward GiB, training GiB.
@@ -142,3 +153,31 @@ def test_command_prints_one_json_object(capsys):
     assert [r["gpu"] for r in result["rows"]] == ["h200", "orin-nano"]
     assert main(["estimate", "convnext", "--gpu", "h200", "--mode", "sample"]) == 0
     assert "estimate" in capsys.readouterr().out.lower()
+
+
+SMALL = MedDDPMConfig(base=32, multipliers=(1, 1), attention=())
+
+
+def test_the_plan_voxtune_is_a_simulated_step():
+    recipe = Recipe.parse("voxtune")
+    assert recipe.plan and recipe.precision == "half" and Recipe.parse("voxtune+tf32").precision == "tf32"
+    kept = plan_memory(SMALL, (16, 16, 16), 2, recipe)
+    assert training_bytes(SMALL, (16, 16, 16), 2, recipe) == kept.total
+    more = plan_memory(SMALL, (16, 16, 16), 2, recipe, accumulated=True)
+    assert more.gradients > kept.gradients and more.total > kept.total
+    assert kept.total < training_bytes(SMALL, (16, 16, 16), 2, Recipe.parse("bf16"))
+    budget = kept.total - 2**18
+    assert plan_memory(SMALL, (16, 16, 16), 2, recipe, budget=budget).total <= budget
+
+
+def test_the_plan_voxtune_has_memory_and_no_time():
+    table = estimate(replace(workload("med-ddpm"), network=SMALL), ["h200"], config="voxtune", size=(16, 16, 16))
+    (row,) = table.rows
+    assert row["mode"] == "train" and row["fits"] and row["step_ms"] is None
+    assert row["peak_gib"] == pytest.approx(sum(table.extra["memory_bytes"].values()) / GIB)
+    assert "kept" in table.notes[1]
+    for text, message in (("voxtune+compile", "cannot be combined with compile"), ("voxtune+baseline", "cannot be")):
+        with pytest.raises(InputError, match=message):
+            Recipe.parse(text)
+    with pytest.raises(InputError, match="plan of training"):
+        estimate(workload("med-ddpm"), ["h200"], config="voxtune", modes=("sample",))

@@ -165,7 +165,7 @@ KERNELS = {
     ),
     "voxtune_weight_gradient": Kernel(
         computes="weight gradient of a 3x3x3 convolution",
-        passes="training, not used by default",
+        passes="training, where it was measured to be faster",
         types=HALVES,
         compiled=("test_weight_gradient::test_compiles",),
         gpu=(f"{WEIGHT_GRADIENT}::test_exact_on_integers",),

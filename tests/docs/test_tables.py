@@ -1,4 +1,4 @@
-"""Tables of the documentation agree with code and records: docs/reference/what-runs-where.md, docs/guide/own-network.md."""
+"""Tables of the documentation agree with code and records: what-runs-where.md, own-network.md, training.md."""
 
 from __future__ import annotations
 
@@ -38,6 +38,48 @@ def test_the_table_of_networks(tmp_path, monkeypatch):
         "| `net_b` | not measured | failed |",
     ]
     assert tables.networks_origin().endswith("commit abc1234, GPU, torch 2.")
+
+
+def test_the_tables_of_training(tmp_path, monkeypatch):
+    """A record as benchmarks/gpu_unet3d_train.py writes it, of two runs, with a way that failed."""
+
+    def row(name, ms, *, shape=(128, 128, 128), batch=1, **more):
+        figures = {"p50_ms": ms, "peak_gib": ms / 10, "held_gib": 4.0, "error": 0.02, "error_against": "float32"}
+        return {"name": name, "shape": list(shape), "batch": batch, **figures, **more}
+
+    monai = {"name": "monai:torch_compile_bf16", "shape": [128] * 3, "batch": 1, "failed": "out of memory: 1 GiB"}
+    rows = [row("voxtune", 40.0), row("voxtune_without_edges", 42.5), row("voxtune_without_time", 50.0, commit="0ld")]
+    rows += [row("torch_compile_bf16", 90.0), monai, row("monai:voxtune", 20.0)]
+    rows += [row("nnunet_plain:torch_compile_bf16", 30.0), row("nnunet_plain:voxtune", 20.0)]
+    rows += [row("torch_compile_bf16", 180.0, batch=2, commit="0ld"), row("voxtune", 80.0, batch=2)]
+    breakdown = {
+        "kernels_ms": 39.0,
+        "gaps_ms": 1.0,
+        "launches": 7,
+        "classes": {"optimizer": {"ms": 39.0, "launches": 7}},
+    }
+    content = {"gpu": "GPU", "commit": "abc1234", "versions": {"torch": "2"}, "rows": rows}
+    record = tmp_path / "unet3d_train.json"
+    monkeypatch.setattr(tables, "TRAIN", record)
+    assert tables.train_table() == tables.train_breakdown_table() == "" and "Not recorded" in tables.train_origin()
+    record.write_text(json.dumps(content | {"breakdown": {"voxtune 128x128x128 batch 1": breakdown}}))
+    assert tables.train_table().splitlines()[2:] == [
+        "| `torch_compile_bf16` | 90.0 | 9.0 | 4.0 | 2.0e-02 (float32) |",
+        "| `voxtune` | 40.0 | 4.0 | 4.0 | 2.0e-02 (float32) |",
+    ]
+    assert tables.train_others_table().splitlines()[2:] == [
+        "| `monai` | 128 x 128 x 128 | 1 | out of memory: 1 GiB |  | 20.0 | 2.0 | 4.0 |  | 2.0e-02 (float32) |",
+        "| `nnunet_plain` | 128 x 128 x 128 | 1 | 30.0 | 3.0 | 20.0 | 2.0 | 4.0 | 1.50 | 2.0e-02 (float32) |",
+        "| `med-ddpm` | 128 x 128 x 128 | 2 | 180.0 | 18.0 | 80.0 | 8.0 | 4.0 |  | 2.0e-02 (float32) |",
+    ]
+    # A pass is compared with the whole plan of the same commit.
+    assert tables.train_passes_table().splitlines()[2:] == ["| without `edges` | 42.5 | +2.5 | 4.2 | +0.2 |"]
+    assert tables.train_breakdown_table().splitlines()[2:] == [
+        "| optimizer | 39.00 | 7 |",
+        "| all kernels | 39.00 | 7 |",
+        "| gaps | 1.00 |  |",
+    ]
+    assert "commits abc1234, 0ld, GPU, torch 2." in tables.train_origin()
 
 
 def test_every_kernel_of_the_package_has_an_entry():

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import threading
+from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime import build
 from triton.runtime._async_compile import active_mode
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from voxtune.kernels import precompile
 from voxtune.kernels.precompile import compiled_ahead, ready
 
 
@@ -57,6 +63,25 @@ def test_a_launch_is_a_launch_outside():
     assert kernel.launched == [((1, 2), (3,))]
 
 
+def test_tensors_without_memory_are_never_launched():
+    kernel, x = Kernel(), torch.zeros(16, 16)
+    fake = FakeTensorMode().from_tensor(x)
+    for argument in (fake, TensorDescriptor.from_tensor(fake, [16, 16]), torch.nn.Parameter(fake)):
+        ready(kernel)[(3,)](x, argument, 2)
+        ready(kernel)[(3,)](x, y=argument)
+    assert not kernel.launched
+    ready(kernel)[(3,)](x, TensorDescriptor.from_tensor(x, [16, 16]), 2)
+    assert len(kernel.launched) == 1
+
+
+def test_kernels_are_launched_in_one_way_only():
+    """Where fake tensors are refused, and rehearsals compile."""
+    package = Path(precompile.__file__).parents[1]
+    launch = re.compile(r"(?<![\w.\]])voxtune_\w+\[[^\]]+\]\s*\(")
+    for path in package.rglob("*.py"):
+        assert not launch.search(path.read_text()), path
+
+
 def test_a_rehearsal_compiles_each_once_in_threads_and_launches_nothing():
     kernel, during = Kernel(), []
 
@@ -68,9 +93,9 @@ def test_a_rehearsal_compiles_each_once_in_threads_and_launches_nothing():
     interval = sys.getswitchinterval()
     with compiled_ahead(rehearse):
         assert active_mode.get() is None
-        assert ready(kernel) is kernel
+        ready(kernel)[(3,)](9)
     assert during == [0]
-    assert not kernel.launched
+    assert kernel.launched == [((9,), (3,))]
     assert len(kernel.compiled) == 2
     assert sorted(set(kernel.loaded)) == [(1,), (2,)]
     assert all(made.thread is not threading.main_thread() for made in kernel.compiled)
@@ -89,7 +114,8 @@ def test_what_fails_is_left_to_the_launch():
     with compiled_ahead(rehearse):
         done.append(1)
     assert done
-    assert ready(good) is good
+    ready(good)[(1,)](9)
+    assert good.launched == [((9,), (1,))]
     assert active_mode.get() is None
 
 

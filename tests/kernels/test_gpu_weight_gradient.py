@@ -72,7 +72,7 @@ def test_any_division_of_the_steps_gives_the_same(hopper, programs):
         {"registers": False, "ahead": True},
         {"turns": True},
         {"w": 16, "stages": 3},
-        {"h": 16, "stages": 3},
+        {"h": 16, "w": 8, "stages": 3},
         {"stages": 2},
         {"warps": 8},
         {"warps": 8, "registers": False},

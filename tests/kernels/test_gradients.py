@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from voxtune.kernels import conv3d as cv
@@ -252,3 +253,15 @@ def test_a_norms_result_is_computed_again():
     assert len(computed) == 1, "once, for the gradient of the convolution's weight"
     for a, b in zip(kept, again, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_weights_without_memory_are_packed_without_a_kernel(monkeypatch):
+    """A simulation's parameters: their packed weights have shapes only, and so have their gradients."""
+    monkeypatch.setattr("voxtune.kernels.ops.INTERPRETED", True)
+    with FakeTensorMode() as mode:
+        weight = mode.from_tensor(torch.nn.Parameter(torch.zeros(16, 8, 3, 3, 3)))
+        packed = packing.pack_as(weight, torch.bfloat16)
+        assert packed.shape == (27, 16, 8) and packed.dtype == torch.bfloat16
+        assert packing.opposite(packed, 0, 8).shape == (27, 8, 16)
+        packed.float().sum().backward()
+    assert weight.grad.shape == weight.shape

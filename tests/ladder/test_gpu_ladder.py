@@ -46,6 +46,7 @@ def test_every_rung(setting, number):
         assert (machine.count("up"), machine.count("down")) == (1, 1)
 
 
+@pytest.mark.alone
 def test_recorded_times_are_device_times(setting):
     """They exclude the launch overhead of the host: the kernels of a step take about one step of the graph."""
     from voxtune.ladder.climb import reference, row

@@ -27,6 +27,7 @@ from voxtune.plan.tuner import BY_CUDNN, GPU_LADDER, TunerRung, tune
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.alone,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 # Measurements: run pytest with --log-cli-level=INFO.

@@ -129,6 +129,7 @@ def test_copies_and_gradients(fast, caplog):
     assert x.grad is not None and "requires gradients" in caplog.text
 
 
+@pytest.mark.alone
 def test_the_check_of_the_weights_takes_little_time():
     from voxtune.plan.derivation import LiveWeights
     from voxtune.workloads import MedDDPMConfig, build

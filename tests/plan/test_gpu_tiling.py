@@ -16,6 +16,7 @@ from voxtune.plan.tiling import measure_tiles
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.alone,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 # Measurements: run pytest with --log-cli-level=INFO.

@@ -20,6 +20,7 @@ from voxtune.plan import Plan
 from voxtune.plan import search as searching
 from voxtune.plan.api import CPU_READY
 from voxtune.plan.build import PlanTarget
+from voxtune.plan.derivation import LiveWeights
 from voxtune.plan.gate import Verdict
 from voxtune.plan.measure import Timing
 from voxtune.plan.optimized import MAX_VARIANTS
@@ -135,6 +136,21 @@ def test_changed_weights_are_used_at_the_next_call(small, change, monkeypatch):
     change(net)
     assert_same(fast, net, x)
     assert not torch.allclose(fast(x)["out"], before)
+
+
+@pytest.mark.parametrize("values", [0, 1, 2])
+def test_equal_weights_in_another_tensor_are_seen(values):
+    """Of one value, tensors compare equal with a plain truth value; of none or several, the comparison raises."""
+    net = nn.Module()
+    net.weight, net.scale = nn.Parameter(torch.ones(values)), nn.Buffer(torch.ones(values))
+    weights = LiveWeights(net, net)
+    assert not weights.changed()
+    for name, other in (("weight", nn.Parameter(torch.ones(values))), ("scale", torch.ones(values))):
+        before = getattr(net, name)
+        setattr(net, name, other)
+        assert weights.changed()
+        setattr(net, name, before)
+        assert not weights.changed()
 
 
 @pytest.mark.parametrize(

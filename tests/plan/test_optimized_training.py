@@ -16,7 +16,8 @@ from tests.factories.users_networks import make_users
 from voxtune.errors import InputError
 from voxtune.plan import Plan
 from voxtune.plan.gate import volumes_of
-from voxtune.plan.optimized_training import OptimizedTraining
+from voxtune.plan.optimized_training import OptimizedTraining, gate_inputs
+from voxtune.plan.training import training_network, training_passes
 
 NAMES = tuple(n for n in REWRITING if n not in ("elementwise", "small_images"))
 PLAN = Plan.of(*NAMES)
@@ -43,7 +44,10 @@ def steps(call, net, x, count=3):
     return losses
 
 
-@pytest.mark.parametrize("name", ["nnunet_plain", pytest.param("monai_segresnet", marks=pytest.mark.slow)])
+NETWORKS = ["nnunet_plain", *(pytest.param(n, marks=pytest.mark.slow) for n in ("monai_segresnet", "nnunet_residual"))]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
 def test_the_steps_are_those_of_the_network(name):
     net, (x,), _ = make_users(name)
     net.train()
@@ -57,6 +61,40 @@ def test_the_steps_are_those_of_the_network(name):
         assert (a.grad is None) == (b.grad is None)
     report = fast.report()
     assert "original" in report and "own kernels" in report and "conv3d: applied" in report
+
+
+# Passes that must find something, and operators of PyTorch that may remain beside those of the plan.
+REWRITTEN = {
+    "nnunet_plain": (("fuse_norm", "doubling", "edges", "conv3d", "strided", "pointwise"), set()),
+    "monai_segresnet": (("fuse_norm", "upsample", "edges", "conv3d", "strided", "pointwise"), {"add.Tensor"}),
+}
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_a_segmentation_network_is_rewritten_whole(name):
+    net, args, _ = make_users(name)
+    network = training_network(net.train(), args, {}, Plan.of(*training_passes("bf16")))
+    applied, left = REWRITTEN[name]
+    for passed in applied:
+        assert network.notes[passed].startswith("applied"), (passed, network.notes[passed])
+    calls = [n.target for n in network.rewritten.graph.nodes if n.op == "call_function"]
+    theirs = {str(t).removeprefix("aten.") for t in calls if getattr(t, "namespace", "") == "aten"}
+    assert theirs == left
+
+
+def test_biases_before_an_instance_norm_have_gradients_of_zero():
+    """Convolutions that no pass takes leave their biases to the norm, where these have no effect. nnU-Net names them twice."""
+    net, args, _ = make_users("nnunet_plain")
+    expected = {name for name, p in net.named_parameters() if _trained(net, args, p)}
+    network = training_network(net, args, {}, Plan.of(*training_passes("fp32")).without("conv3d", "edges"))
+    network(*args).square().sum().backward()
+    assert {name for name, p in net.named_parameters() if p.grad is not None} == expected
+    bias = net.get_parameter("encoder.stages.0.0.convs.0.conv.bias")
+    assert not bias.grad.any() and "encoder.stages.0.0.convs.0.conv.weight" in expected
+
+
+def _trained(net, args, parameter):
+    return torch.autograd.grad(net(*args).sum(), parameter, allow_unused=True)[0] is not None
 
 
 def test_other_sizes_are_rewritten_at_their_first_call():
@@ -109,6 +147,30 @@ def test_what_cannot_be_trained_is_refused():
         voxtune.optimize(net.train(), x, PLAN)
 
 
+class TwoResults(nn.Module):
+    """As with deep supervision: results of two sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.coarse = small()[0], nn.Conv3d(8, 4, 3, stride=2, padding=1)
+
+    def forward(self, x):
+        y = self.body(x)
+        return [y, self.coarse(y)]
+
+
+def test_several_results_of_other_sizes_are_trained():
+    torch.manual_seed(0)
+    net, x = TwoResults(), torch.randn(1, 8, 8, 8, 8)
+    plain = copy.deepcopy(net)
+    fast = voxtune.optimize(net, x, PLAN, train=True, say=lambda line: None)
+    for call in (fast, plain):
+        sum(y.square().mean() for y in call(x)).backward()
+    assert [tuple(y.shape) for y in fast(x)] == [(1, 8, 8, 8, 8), (1, 4, 4, 4, 4)]
+    for a, b in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_a_wrong_plan_is_refused_with_its_layer(monkeypatch):
     from voxtune.kernels import gradients
 
@@ -117,6 +179,30 @@ def test_a_wrong_plan_is_refused_with_its_layer(monkeypatch):
     net, x = small()
     with pytest.raises(InputError, match=r"refused by the gate: gradient of 3: error"):
         voxtune.optimize(net, x, PLAN, train=True, say=lambda line: None)
+
+
+def test_the_gate_judges_the_middle_of_large_volumes():
+    net, _ = small()
+    volume = torch.arange(32.0**3).view(1, 1, 32, 32, 32).expand(1, 8, 32, 32, 32)
+    last = volume.contiguous(memory_format=torch.channels_last_3d)
+    t, other = torch.tensor([3]), torch.randn(1, 2, 5, 5, 5)
+
+    def call(x, t, *, cond, other):
+        return net(x + cond) + t
+
+    (x, same), kwargs = gate_inputs(call, ((last, t), {"cond": volume, "other": other}))
+    assert same is t and kwargs["other"] is other
+    assert torch.equal(x, volume[:, :, 8:24, 8:24, 8:24]) and torch.equal(kwargs["cond"], x)
+    assert x.is_contiguous(memory_format=torch.channels_last_3d) and kwargs["cond"].is_contiguous()
+
+    def refusing(x):
+        assert x.shape[2] == 32, "made for this size"
+        return net(x)
+
+    assert gate_inputs(refusing, ((volume,), {}))[0][0] is volume
+    assert gate_inputs(lambda x: net(x) / 0, ((volume,), {}))[0][0] is volume
+    token = torch.randn(1, 7, 16)
+    assert gate_inputs(refusing, ((token,), {}))[0][0] is token
 
 
 def test_a_copy_is_rewritten_at_its_first_call():

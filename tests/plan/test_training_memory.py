@@ -9,11 +9,11 @@ import torch
 
 from tests.factories.networks import REWRITING, make
 from voxtune.errors import InputError
-from voxtune.kernels.gradients import recipe_of
 from voxtune.plan.plan import Plan
-from voxtune.plan.recompute import Group, Kept, grouped, kept_bytes, pieces, repeated_bytes
+from voxtune.plan.recompute import Group, grouped, merged, pieces, recomputation
 from voxtune.plan.training import training_network
 from voxtune.plan.training_memory import TrainingMemory
+from voxtune.workloads import MedDDPMConfig, build, without_zeros
 
 PLAN = Plan.of(*(n for n in REWRITING if n not in ("elementwise", "small_images")))
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -23,9 +23,21 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def network():
     torch.manual_seed(0)
     net, args = make("med_ddpm")
-    net = net.double()
+    return in_float64(net, args)
+
+
+def in_float64(net, args):
     args = tuple(a.double() if a.is_floating_point() else a for a in args)
-    return training_network(net, args, None, PLAN), args
+    return training_network(net.double(), args, None, PLAN), args
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """A network whose activations, not its weights, make up most of a step's memory."""
+    torch.manual_seed(0)
+    net = without_zeros(build(MedDDPMConfig(base=32, multipliers=(1, 1), attention=())))
+    size = (16, 16, 16)
+    return in_float64(net, (torch.randn(1, 1, *size), torch.zeros(1, dtype=torch.long), torch.randn(1, 2, *size)))
 
 
 def gradients(network, args):
@@ -68,51 +80,87 @@ def count_norms(fast, args):
     return count.norms
 
 
-def test_what_is_kept_is_what_a_step_keeps(network):
-    """The figure from shapes against the storages that a real step's hooks see."""
-    fast, args = network
-    memory = TrainingMemory(fast, args)
-    execution = fast.execution(())
-    weights = fast.weights()
-    own = {w.untyped_storage()._cdata for w in (*weights.values(), *fast.parameters(), *fast.buffers())}
-    constants = {t.untyped_storage()._cdata for t in fast.rewritten.buffers()}
-    seen = {}
-
-    def pack(x):
-        recipe = recipe_of(x)
-        for part in (
-            [x] if recipe is None else [t for t in torch.utils._pytree.tree_leaves(recipe.kept) if t is not None]
-        ):
-            if isinstance(part, torch.Tensor) and part.untyped_storage()._cdata not in own | constants:
-                seen[part.untyped_storage()._cdata] = (part.untyped_storage().nbytes(), part)
-        return x
-
-    execution.hooks = lambda: torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
-    execution(args, weights)
-    real = sum(size for size, _ in seen.values())
-    assert kept_bytes(memory.kept, ()) == pytest.approx(real, rel=0.02)
+@pytest.fixture(scope="module")
+def memory(wide):
+    fast, args = wide
+    return TrainingMemory(fast, args)
 
 
-def test_larger_groups_keep_less(network):
-    fast, args = network
-    memory = TrainingMemory(fast, args)
-    kept = [step.kept for _, step in memory.choices()]
-    assert len(kept) > 1 and kept == sorted(kept, reverse=True) and kept[-1] < 0.7 * kept[0]
-    assert all(step.total == step.states + step.weights + step.kept + step.transient for _, step in memory.choices())
-    totals = [(step.total, groups) for groups, step in memory.choices()]
-    assert memory.within(totals[0][0]) == ()
-    tight = min(total for total, _ in totals)
-    assert dict(totals)[tight] == memory.within(tight) or tight == totals[0][0]
+@pytest.fixture(scope="module")
+def choices(memory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("voxtune.plan.training_memory.MOST_STEPS", 4)
+        return list(memory.choices())
+
+
+def test_each_choice_needs_less(memory, choices):
+    totals = [step.total for _, step in choices]
+    assert len(totals) > 1 and totals == sorted(set(totals), reverse=True)
+    assert [memory.step(groups).total for groups, _ in choices] == totals
+
+
+def test_a_budget_is_met_by_what_costs_least(memory, choices, monkeypatch):
+    most, least = choices[0][1].total, choices[-1][1].total
+    assert memory.within(most) == () and memory.computed_twice(()) == 0
+    costs = []
+    for budget in (most - 1, least):
+        groups = memory.within(budget)
+        assert groups and memory.step(groups).total <= budget
+        costs.append(memory.computed_twice(groups))
+    assert costs == sorted(costs) and costs[0] > 0 and costs[-1] < 1
+    monkeypatch.setattr("voxtune.plan.training_memory.MOST_STEPS", 1)
     with pytest.raises(InputError, match="needs at least"):
-        memory.within(tight - 1)
+        memory.within(1000)
 
 
-def test_kept_bytes_count_each_tensor_once():
-    kept = [Kept(3, 1, 100), Kept(4, 1, 100), Kept(4, 3, 10), Kept(5, 3, 10), Kept(5, 4, 7, again=True)]
-    assert kept_bytes(kept, ()) == 110
-    assert kept_bytes(kept, [Group(3, 6)]) == 100
-    assert repeated_bytes(kept, [Group(3, 6)]) == 10
-    assert kept_bytes(kept, [Group(3, 6)], {1: 100, 2: 5}) == 105
+def test_what_is_chosen_changes_no_gradient(wide, choices):
+    fast, args = wide
+    expected = gradients(fast, args)
+    least = choices[-1][0]
+    fast.recompute(least)
+    own = gradients(fast, args)
+    fast.recompute(())
+    assert least and all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(own, expected, strict=True))
+
+
+def test_a_result_is_computed_again_by_the_pieces_from_it_to_its_readers(wide, memory):
+    nodes = list(wide[0].rewritten.graph.nodes)
+    assert memory.candidates
+    for node, (group, cost) in memory.candidates.items():
+        inside = nodes[group.first : group.end]
+        assert node in inside and set(node.users) <= set(inside) and cost > 0
+        again = recomputation(nodes, group)
+        assert node in again.results and node in again.nodes
+        assert not {user for user in node.users if user.target is torch.ops.voxtune.norm_act.default} - set(inside)
+
+
+def test_groups_that_overlap_become_one():
+    assert merged([Group(5, 8), Group(0, 3), Group(7, 9), Group(9, 10)]) == (Group(0, 3), Group(5, 9), Group(9, 10))
+
+
+def test_values_of_a_group_are_released_one_by_one(network):
+    """Each when nothing can ask for it any more, not when the group's backward pass is over."""
+    from voxtune.plan.training import _GroupValues
+
+    fast, args = network
+    fast.recompute(grouped(fast.rewritten.graph, 6))
+    sizes = []
+    before = _GroupValues.__call__
+
+    def watched(self, node):
+        y = before(self, node)
+        sizes.append((id(self), len(self.values)))
+        return y
+
+    _GroupValues.__call__ = watched
+    try:
+        gradients(fast, args)
+    finally:
+        _GroupValues.__call__ = before
+        fast.recompute(())
+    of_one = [[n for i, n in sizes if i == key] for key in {i for i, _ in sizes}]
+    longest = max(of_one, key=len)
+    assert longest[0] > 1 and longest[-1] < longest[0]
 
 
 def test_steps_without_gradients_compute_nothing_twice(network):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.factories.networks import make
+from voxtune.analysis.memory import memory_peak
 from voxtune.errors import InputError
 from voxtune.plan.build import build
 from voxtune.plan.plan import Plan
@@ -13,6 +16,7 @@ from voxtune.profile import profile_step
 from voxtune.profile.classify import classify
 from voxtune.profile.configs import parse_config
 from voxtune.profile.steps import find_target, make_step
+from voxtune.workloads import MedDDPMConfig
 
 PLAN = Plan.of("cleanup", "sdpa", "time", "fuse_norm", "upsample", "edges", "conv3d", "pointwise", "channels_last")
 
@@ -34,14 +38,33 @@ def test_rewritten_operators_are_attributed_to_their_original_modules():
     assert torch.equal(fast(*args), before), "the profiler restores what it changed"
 
 
-def test_plan_cannot_be_combined_and_is_for_sampling_only():
+def test_plan_cannot_be_combined():
     with pytest.raises(InputError, match="cannot be combined"):
         parse_config("plan+bf16")
     assert not parse_config("plan").fp32
-    with pytest.raises(InputError, match="for sampling"):
-        make_step(
-            find_target("med-ddpm", (16, 16, 16)), "train", parse_config("plan"), batch=1, device=torch.device("cpu")
+
+
+def test_a_training_step_by_the_plan_has_its_memory_by_category():
+    """Beside that of plain PyTorch."""
+    small = MedDDPMConfig(base=32, multipliers=(1,), attention=())
+    target, peaks = replace(find_target("med-ddpm", (16, 16, 16)), network=small, size=(8, 8, 8)), {}
+    for config in ("baseline", "plan"):
+        step = make_step(target, "train", parse_config(config), batch=1, device=torch.device("cpu"))
+        session = profile_step(
+            step.run,
+            name=config,
+            modules=step.network,
+            optimizer=step.optimizer,
+            inputs=step.inputs,
+            steps=1,
+            warmup=1,
+            repeats=1,
         )
+        step.close()
+        peaks[config] = {row["category"]: row["own_peak_gib"] for row in memory_peak(session).rows}
+    for category in ("weights", "optimizer"):
+        assert peaks["plan"][category] == pytest.approx(peaks["baseline"][category], rel=0.02)
+    assert {"gradients", "activations", "inputs"} <= set(peaks["plan"]) and min(peaks["plan"].values()) > 0
 
 
 @pytest.mark.parametrize(

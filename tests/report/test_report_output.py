@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from tests.factories.report_sessions import HOSTILE, make
+from voxtune.analysis.memory import memory_peak
 from voxtune.analysis.table import Column, Table
 from voxtune.report import palette
 from voxtune.report.build import build
@@ -145,6 +146,22 @@ def test_partial_counters_are_noted():
     assert figures["caches-overall"].title == "Caches and DRAM, launches with counters"
     assert "17 %" in figures["caches-overall"].caption
     assert figures["mix-ms"].caption == ""
+
+
+def test_memory_at_the_peak_is_shown_side_by_side():
+    before, after = make(launches=60), make(launches=60)
+    before.meta["name"], after.meta["name"] = "baseline", "plan"
+    after.memory["bytes"] *= 0.5
+    figures = {f.id: f for f in build([before, after]).figures()}
+    figure = figures["memory-peak"]
+    assert len(figure.labels) == 2 and figure.unit == "GiB"
+    totals = [sum(series.values[i] for series in figure.series) for i in (0, 1)]
+    assert totals[1] == pytest.approx(0.5 * totals[0]) and totals[0] == pytest.approx(
+        memory_peak(before).extra["peak_bytes"] / 2**30
+    )
+    after.memory = after.memory.iloc[:0]
+    figure = {f.id: f for f in build([before, after]).figures()}["memory-peak"]
+    assert all(series.values[1] is None for series in figure.series)
 
 
 def test_memory_chart_ends_before_the_final_wait_of_the_host():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -11,13 +14,17 @@ import torch
 
 from tests.factories.tiny_training import Blobs, tiny_config
 from voxtune.errors import InputError
+from voxtune.plan.training_memory import TrainingMemory
+from voxtune.precision import deterministic_algorithms
 from voxtune.runtime.model import Model
 from voxtune.training.checkpoint import checkpoints, read_checkpoint
 from voxtune.training.config import ModelSettings
 from voxtune.training.data import Batch, Loader
+from voxtune.training.fit import MOST_FITS
+from voxtune.training.folder import read_run
 from voxtune.training.loop import train
 from voxtune.training.model import model_config
-from voxtune.training.plan import rewriting_plan
+from voxtune.training.plan import RewrittenForward, rewriting_plan, zeros
 from voxtune.training.plan_choice import _Choice, choose_plan
 from voxtune.training.plan_step import WARM_UP
 from voxtune.training.step import Trainer
@@ -64,20 +71,16 @@ def weights_of(trainer):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_recorded_step_gives_the_weights_of_the_uncaptured_one(accumulation):
+    """Without operators that sum in no fixed order: in BF16 their differences grow from step to step."""
     config = config_of(accumulation=accumulation, ema_start=2, ema_every=1)
     steps = WARM_UP + 5
-    start = weights_of(Trainer(config, model_of(config), 5, GPU, rewriting_plan("bf16")))
-    recorded, losses = trained(config, steps)
-    plain, expected = trained(config, steps, record=False)
-    again, _ = trained(config, steps, record=False)
+    with deterministic_algorithms(True):
+        recorded, losses = trained(config, steps)
+        plain, expected = trained(config, steps, record=False)
     assert recorded._queue._recorded is not None and plain._queue._recorded is None
-    moved = (weights_of(plain) - start).norm()
-    # Some backward kernels sum in no fixed order: two uncaptured runs differ as well.
-    chance = (weights_of(again) - weights_of(plain)).norm() / moved
-    assert (weights_of(recorded) - weights_of(plain)).norm() / moved <= 3 * chance + 1e-3
-    assert losses == pytest.approx(expected, rel=1e-3)
+    assert torch.equal(weights_of(recorded), weights_of(plain)) and losses == expected
     means = [torch.cat([v.double().flatten() for v in t.ema.network.parameters()]) for t in (recorded, plain)]
-    assert (means[0] - means[1]).norm() / moved <= 3 * chance + 1e-3
+    assert torch.equal(*means)
     counts = {float(s["step"]) for s in recorded.optimizer.state.values()}
     assert counts == {float(steps)}
 
@@ -140,23 +143,20 @@ def test_the_host_does_not_wait_in_a_step():
 
 
 def test_resume_equals_uninterrupted(tmp_path):
-    config = config_of(plan="voxtune", precision="bf16", steps=12)
+    config = config_of(plan="voxtune", precision="bf16", steps=12, deterministic=True)
     source = Blobs(size=SIZE)
-    for name in ("whole", "again"):
-        train(config, source, tmp_path / name, model=model_of(config), device="cuda")
+    train(config, source, tmp_path / "whole", model=model_of(config), device="cuda")
     seen = []
     stop = lambda: len(seen) >= 4  # noqa: E731
     train(config, source, tmp_path / "run", lambda *a: seen.append(a), stop=stop, model=model_of(config), device="cuda")
     said = []
     train(config, source, tmp_path / "run", device="cuda", resume=True, say=said.append)
     assert not said, "the plan of the checkpoint is used without measuring again"
-    whole, again, run = (
-        read_checkpoint(checkpoints(tmp_path / name / "checkpoints")[-1]) for name in ("whole", "again", "run")
-    )
-    flat = lambda c, part: torch.cat([v.double().flatten() for k, v in c.part(part).items() if "step" not in k])  # noqa: E731
+    whole, run = (read_checkpoint(checkpoints(tmp_path / name / "checkpoints")[-1]) for name in ("whole", "run"))
     for part in ("model.", "ema.", "optimizer."):
-        chance = (flat(again, part) - flat(whole, part)).norm()
-        assert (flat(run, part) - flat(whole, part)).norm() <= 3 * chance + 1e-4 * flat(whole, part).norm(), part
+        expected, given = whole.part(part), run.part(part)
+        assert expected.keys() == given.keys()
+        assert [k for k in expected if not torch.equal(expected[k], given[k])] == [], part
     assert (run.plan.name, run.plan.precision, run.state.step) == ("voxtune", "bf16", 12)
 
 
@@ -181,6 +181,7 @@ def test_the_gate_accepts_the_rewritten_network(precision, record_property):
     assert (plan.name, plan.precision) == ("voxtune", precision)
 
 
+@pytest.mark.alone
 def test_recording_saves_time(record_property):
     config = config_of()
     search = _Choice(config, model_of(config), Blobs(size=SIZE), GPU, print)
@@ -211,3 +212,67 @@ def test_out_of_memory_names_settings_that_fit(tmp_path):
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert "resume" in str(refused.value) or "start again" in str(refused.value)
+
+
+@contextmanager
+def little_memory(gib):
+    """This process may use so much more than it uses now."""
+    total = torch.cuda.get_device_properties(GPU).total_memory
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(GPU) + gib * 2**30) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_auto_fit_continues_with_settings_that_fit(tmp_path, record_property):
+    """Eight volumes at once exceed the memory; the run goes on with the same samples in a step, and can be resumed."""
+    big = ModelSettings(size=(64, 64, 64), base=64, multipliers=(1, 2), attention=(), diffusion_steps=20)
+    config = config_of(model=big, batch=8, steps=6, plan="baseline", precision="bf16")
+    source, said = Blobs(size=(64, 64, 64)), []
+    with little_memory(3):
+        result = train(config, source, tmp_path / "run", device=GPU, say=said.append, auto_fit=True)
+    record_property("said", said)
+    lines = [line for line in said if line.startswith("out of GPU memory: continuing with")]
+    assert 1 <= len(lines) <= MOST_FITS and result.step == 6
+    stored = read_run(tmp_path / "run")
+    assert stored.samples_per_step == 8 and stored != config
+    assert len(json.loads((tmp_path / "run" / "fits.json").read_text())) == len(lines)
+    with little_memory(3):
+        more = train(replace(stored, steps=8), source, tmp_path / "run", device=GPU, resume=True)
+    assert more.step == 8 and more.resumed_from == 6
+
+
+@pytest.mark.parametrize("budget", [None, 0.85])
+def test_the_simulated_memory_is_that_of_the_gpu(budget, record_property):
+    """The peak of uncaptured steps. Workspaces of cuDNN and cuBLAS are not simulated: a fixed allowance beside 10 %."""
+    size, allowance = (64, 64, 64), 64 * 2**20
+    config = config_of(model=replace(NETWORK, size=size, multipliers=(1, 1, 2)), batch=2)
+    model, plan = model_of(config), rewriting_plan("bf16")
+    model.network.to(GPU)
+    network = RewrittenForward(plan, model.network).rewrite(zeros(model, 2))
+    memory = TrainingMemory(network, zeros(model, 2))
+    groups = () if budget is None else memory.within(int(budget * memory.step().total))
+    estimated = memory.step(groups)
+    del network, memory
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(GPU) - sum(p.nbytes for p in model.network.parameters())
+    if budget is not None:
+        plan = replace(plan, memory_budget=estimated.total)
+    source = Blobs(size=size)
+    trainer = Trainer(config, model, len(source), GPU, plan)
+    trainer._queue.record = False
+    batches = batches_of(config, source)
+    for _ in range(2):
+        trainer.train_step([next(batches)])
+        trainer.settle()
+    torch.cuda.reset_peak_memory_stats(GPU)
+    trainer.train_step([next(batches)])
+    trainer.settle()
+    measured = torch.cuda.max_memory_allocated(GPU) - before
+    record_property("estimated", estimated.by_category())
+    record_property("measured", measured)
+    assert estimated.total * 0.9 <= measured <= estimated.total * 1.1 + allowance

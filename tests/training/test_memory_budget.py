@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.factories.tiny_training import Blobs, tiny_config, weights
+from tests.factories.tiny_training import MODEL, Blobs, tiny_config, weights
 from voxtune.errors import InputError
 from voxtune.plan.training_memory import TrainingMemory
 from voxtune.runtime.model import Model
@@ -20,9 +21,18 @@ from voxtune.training.plan import RewrittenForward, rewriting_plan
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+SIZE = (16, 16, 16)
+SETTINGS = {"plan": "voxtune", "model": replace(MODEL, size=SIZE)}
+
+
+@pytest.fixture(autouse=True)
+def _short_searches(monkeypatch):
+    monkeypatch.setattr("voxtune.plan.training_memory.MOST_STEPS", 3)
+
+
 def run(out, **settings):
     said: list[str] = []
-    result = train(tiny_config(steps=2, plan="voxtune", **settings), Blobs(), out, say=said.append)
+    result = train(tiny_config(steps=2, **SETTINGS, **settings), Blobs(size=SIZE), out, say=said.append)
     assert result.step == 2
     return weights(out), said
 
@@ -34,7 +44,7 @@ def estimate(said):
 
 def choices():
     """The steps' memory of the tiny run's network, from nothing computed again to most of it."""
-    config = tiny_config(plan="voxtune")
+    config = tiny_config(**SETTINGS)
     model = Model(model_config(config))
     size, network = model.config.size, model.config.network
     shape = lambda channels: (config.batch, channels, *size)  # noqa: E731

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import resources
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,13 @@ from voxtune.errors import InputError
 from voxtune.workloads import NetworkConfig, Workload, build
 from voxtune.workloads.segment import SegmentConfig, SegmentUNet
 
+if TYPE_CHECKING:
+    from voxtune.plan.step_memory import StepMemory
+
 GB, GIB = 1e9, 2**30
 Precision = Literal["fp32", "tf32", "half"]
-PARTS = ("baseline", "fp32", "tf32", "bf16", "fp16", "channels_last", "compile")
+PARTS = ("baseline", "fp32", "tf32", "bf16", "fp16", "channels_last", "compile", "voxtune")
+PLAN_NOTE = "The plan voxtune: memory of a simulated training step; its time and sampling are not estimated."
 NOTE = "Estimated from tensor shapes and datasheets with constants fitted to one H200; nothing was executed."
 # torch.compile fuses these into neighbouring operators: no launch and no memory traffic of their own.
 FUSED_AWAY = {"silu", "silu_backward", "gelu", "gelu_backward", "mul", "relu", "sigmoid", "threshold_backward", *COPIES}
@@ -33,15 +37,16 @@ FUSED_AWAY = {"silu", "silu_backward", "gelu", "gelu_backward", "mul", "relu", "
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How the network runs: precision, memory format, compiled or not."""
+    """How the network runs: precision, memory format, compiled or not; `plan`: rewritten for training, by the plan voxtune."""
 
     precision: Precision = "fp32"
     channels_last: bool = False
     compiled: bool = False
+    plan: bool = False
 
     @staticmethod
     def parse(text: str) -> Recipe:
-        """ "baseline", "tf32", "channels_last", "bf16", "compile", or some joined by "+"."""
+        """ "baseline", "tf32", "channels_last", "bf16", "compile", "voxtune", or some joined by "+"."""
         parts = [p.strip() for p in text.split("+")]
         for part in parts:
             if part not in PARTS:
@@ -53,8 +58,14 @@ class Recipe:
             raise InputError(
                 f"configuration {text!r}: {' and '.join(sorted(chosen))} cannot be combined; give one precision"
             )
-        precision: Any = chosen.pop() if chosen else "fp32"
-        return Recipe(precision=precision, channels_last="channels_last" in parts, compiled="compile" in parts)
+        plan = "voxtune" in parts
+        other = next((part for part in ("baseline", "fp16", "channels_last", "compile") if part in parts), None)
+        if plan and other is not None:
+            raise InputError(f"configuration {text!r}: voxtune cannot be combined with {other}")
+        precision: Any = chosen.pop() if chosen else "half" if plan else "fp32"
+        return Recipe(
+            precision=precision, channels_last="channels_last" in parts, compiled="compile" in parts, plan=plan
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,10 +319,49 @@ def _walk(
     return walk(make, inputs, train=train, autocast=half, channels_last=recipe.channels_last and not recipe.compiled)
 
 
-def training_bytes(network: NetworkConfig, size: tuple[int, ...], batch: int, recipe: Recipe) -> float:
-    """Estimated peak memory of a training run: a step with Adam, and the moving average of the weights."""
+def training_bytes(
+    network: NetworkConfig,
+    size: tuple[int, ...],
+    batch: int,
+    recipe: Recipe,
+    *,
+    accumulated: bool = False,
+    budget: int | None = None,
+) -> float:
+    """Estimated peak memory of a training run: a step with Adam, and the moving average of the weights.
+
+    `accumulated` and `budget` are those of the plan voxtune: see `plan_memory`.
+    """
+    if recipe.plan:
+        return plan_memory(network, size, batch, recipe, accumulated=accumulated, budget=budget).total
     walked = walk_workload(network, size, batch, recipe, train=True)
     return peak_bytes(walked, recipe, train=True) + 4.0 * walked.parameter_elements
+
+
+def plan_memory(
+    network: NetworkConfig,
+    size: tuple[int, ...],
+    batch: int,
+    recipe: Recipe,
+    *,
+    accumulated: bool = False,
+    budget: int | None = None,
+) -> StepMemory:
+    """The memory of a simulated training step by the plan voxtune, with what is computed again to fit into a `budget`.
+
+    `accumulated`: the gradients of a step's several batches are in memory together.
+    """
+    from voxtune.plan.plan import Plan
+    from voxtune.plan.training import training_network, training_passes
+    from voxtune.plan.training_memory import TrainingMemory
+
+    args = [torch.zeros(batch, network.out_channels, *size), torch.zeros(batch, dtype=torch.long)]
+    if network.mask_channels:
+        args.append(torch.zeros(batch, network.mask_channels, *size))
+    passes = training_passes("bf16" if recipe.precision == "half" else recipe.precision)
+    rewritten = training_network(build(network), args, None, Plan.of(*passes))
+    memory = TrainingMemory(rewritten, args, accumulated=accumulated)
+    return memory.step(() if budget is None else memory.within(budget))
 
 
 def segmenter_bytes(network: SegmentConfig, size: tuple[int, ...], batch: int, recipe: Recipe) -> float:
@@ -358,6 +408,8 @@ def estimate(
     size = size or workload.size
     steps = workload.steps if steps is None else steps
     _check(workload, size, batch, steps, modes)
+    if recipe.plan:
+        return _estimate_plan(workload, chosen, modes, config, size, batch, recipe)
     rows, notes = [], [NOTE]
     for mode in modes:
         train = mode == "train"
@@ -368,6 +420,37 @@ def estimate(
             rows.append(_row(gpu, mode, result, None if train else steps))
     title = f"Estimate: {workload.name}, {config}, {'x'.join(map(str, size))}, batch {batch}"
     return Table(title, list(COLUMNS), rows, notes, extra={"estimate": True, "config": config, "steps": steps})
+
+
+def _estimate_plan(
+    workload: Workload,
+    gpus: list[Card],
+    modes: tuple[str, ...],
+    config: str,
+    size: tuple[int, ...],
+    batch: int,
+    recipe: Recipe,
+) -> Table:
+    if "train" not in modes:
+        raise InputError(f"configuration {config!r}: voxtune is a plan of training; pass --mode train")
+    memory = plan_memory(workload.network, size, batch, recipe)
+    reserve = _data()["efficiency"]["fit_reserve_gb"]["value"]
+    unknown = dict.fromkeys(("step_ms", "total_s", "mostly"))
+    rows = [
+        {
+            "gpu": gpu.key,
+            "mode": "train",
+            "fits": memory.total <= (gpu.memory_gb - reserve) * GB,
+            "peak_gib": memory.total / GIB,
+            "card_gib": gpu.memory_gb * GB / GIB,
+            **unknown,
+        }
+        for gpu in gpus
+    ]
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.by_category().items())
+    title = f"Estimate: {workload.name}, {config}, {'x'.join(map(str, size))}, batch {batch}"
+    extra = {"estimate": True, "config": config, "steps": None, "memory_bytes": memory.by_category()}
+    return Table(title, list(COLUMNS), rows, [PLAN_NOTE, f"GiB at the peak: {parts}."], extra=extra)
 
 
 def _row(gpu: Card, mode: str, result: Estimate, steps: int | None) -> dict[str, Any]:

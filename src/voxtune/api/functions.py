@@ -63,6 +63,7 @@ def train(
     precision: Literal["auto", "fp32", "tf32", "bf16"] | None = None,
     plan: Literal["auto", "baseline", "compile", "voxtune"] | None = None,
     memory_budget: str | None = None,
+    auto_fit: bool = False,
     autocast: Literal["none", "bf16", "fp16"] | None = None,
     seed: int | None = None,
     cache: str | None = None,
@@ -93,7 +94,13 @@ def train(
     """
     if workload == "segment":
         raise InputError("workload 'segment': train segmenters with the command voxtune train --workload segment")
-    check_values(train, overlapping_labels=overlapping_labels, deterministic=deterministic, overwrite=overwrite)
+    check_values(
+        train,
+        overlapping_labels=overlapping_labels,
+        deterministic=deterministic,
+        overwrite=overwrite,
+        auto_fit=auto_fit,
+    )
     for name, function in {"progress": progress, "stop": stop}.items():
         if function is not None and not callable(function):
             raise InputError(f"{name}: expected a function, got {type(function).__name__}")
@@ -135,6 +142,8 @@ def train(
         stop=stop,
         warn=log.warning,
         report=_overview_log(),
+        say=log.info,
+        auto_fit=auto_fit,
     )
 
 

@@ -45,6 +45,9 @@ EXIT_CODES = {
     EXIT_INTERRUPTED: "interrupted by Ctrl-C (143: by SIGTERM)",
 }
 
+# Signals to stop that this command has received so far.
+ARRIVED_SIGNALS: list[int] = []
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print only warnings and errors.")]
 DeviceOption = Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda:N.")]

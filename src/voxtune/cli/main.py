@@ -13,12 +13,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from voxtune.cli.choices import Command
-from voxtune.cli.common import EXIT_CODES, EXIT_INPUT, EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK
+from voxtune.cli.common import ARRIVED_SIGNALS, EXIT_CODES, EXIT_INPUT, EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK
 from voxtune.cli.problems import print_problems
 from voxtune.errors import MAX_MESSAGE, FilesError, InputError, printable
 from voxtune.files import one_line
@@ -112,6 +112,10 @@ def main(arguments: list[str] | None = None) -> int:
         return code
 
 
+# Seconds until a signal is sent again that arrived where it could not interrupt.
+AGAIN = 0.05
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C or SIGTERM. After a plain KeyboardInterrupt within exec(), as in imports, Python ignores the exit code."""
 
@@ -119,7 +123,8 @@ class Interrupted(KeyboardInterrupt):
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
     """Within the block, Ctrl-C and SIGTERM raise KeyboardInterrupt; the list holds the signals that arrived."""
-    pressed: list[int] = []
+    pressed = ARRIVED_SIGNALS
+    pressed.clear()
 
     def press(number: int, _frame: FrameType | None) -> None:
         pressed.append(number)
@@ -131,8 +136,17 @@ def _interrupts() -> Iterator[list[int]]:
     handled = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, press) for number in handled}
     hook = sys.unraisablehook
-    # An interruption within a destructor or a callback cannot be raised; Python would print a traceback.
-    sys.unraisablehook = lambda event: None if pressed else hook(event)
+
+    def unraisable(event: Any) -> None:
+        # An interruption within a destructor or a callback cannot be raised there; Python would print a traceback and go on.
+        if issubclass(event.exc_type, Interrupted):
+            again = threading.Timer(AGAIN, os.kill, (os.getpid(), pressed[-1]))
+            again.daemon = True
+            again.start()
+        elif not pressed:
+            hook(event)
+
+    sys.unraisablehook = unraisable
     try:
         yield pressed
     finally:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from voxtune.cli.common import (
+    ARRIVED_SIGNALS,
     DeviceOption,
     ImageOption,
     JsonOption,
@@ -107,6 +108,10 @@ def command(
             help="Memory of a step, such as 12GB: what exceeds it is computed again in the backward pass, by plan voxtune.",
         ),
     ] = None,
+    auto_fit: Annotated[
+        bool,
+        typer.Option("--auto-fit", help="After running out of GPU memory, go on with settings estimated to fit."),
+    ] = False,
     autocast: Annotated[
         str | None, _option(help="Autocast: {autocast}, with --plan baseline or compile. Default: by --precision.")
     ] = None,
@@ -163,8 +168,8 @@ def command(
     plain["model.multipliers"] = _numbers(multipliers)
     overrides = {k: v for k, v in plain.items() if v is not None} | _assignments(settings or [])
     if workload == "segment":
-        if config is not None or resume is not None:
-            raise InputError("--workload segment cannot be combined with --config or --resume")
+        if config is not None or resume is not None or auto_fit:
+            raise InputError("--workload segment cannot be combined with --config, --resume or --auto-fit")
         if process_count() > 1:
             raise InputError("--workload segment trains in one process; start it without torchrun")
         train_segment(overrides, out, choose_device(device), output, dry_run=dry_run, overwrite=overwrite)
@@ -173,7 +178,7 @@ def command(
             raise InputError("--dry-run cannot be combined with --resume")
         _dry_run(config, overrides, choose_device(device), output)
     else:
-        _train(config, resume, out, overrides, choose_device(device), output, overwrite=overwrite)
+        _train(config, resume, out, overrides, choose_device(device), output, overwrite=overwrite, auto_fit=auto_fit)
 
 
 class Screen:
@@ -200,13 +205,18 @@ def _memory(config: TrainConfig, device: str) -> Callable[[Overview], float]:
     """The estimated memory of a run with these settings."""
     from voxtune.analysis.estimate import Recipe, training_bytes
     from voxtune.training.distributed import process_count
+    from voxtune.training.plan import budget_of
 
     requested = config.requested_precision
     half = requested in ("bf16", "fp16") or (requested == "auto" and device != "cpu")
     precision: Any = "half" if half else "fp32"
     compiled = config.requested_plan == "compile"
-    recipe = Recipe(precision=precision, channels_last=config.channels_last, compiled=compiled)
     batch = min(config.batch, -(-config.samples_per_step // process_count()))
+    if config.requested_plan == "voxtune":
+        plan = Recipe(precision="tf32" if requested == "tf32" else precision, plan=True)
+        more: dict[str, Any] = {"accumulated": config.accumulation > 1, "budget": budget_of(config)}
+        return lambda facts: training_bytes(facts.network, facts.size, batch, plan, **more)  # type: ignore[arg-type]
+    recipe = Recipe(precision=precision, channels_last=config.channels_last, compiled=compiled)
     return lambda facts: training_bytes(facts.network, facts.size, batch, recipe)  # type: ignore[arg-type]
 
 
@@ -234,6 +244,7 @@ def _train(
     output: Output,
     *,
     overwrite: bool,
+    auto_fit: bool,
 ) -> None:
     import torch
 
@@ -277,6 +288,7 @@ def _train(
             warn=output.warn,
             report=screen.show,
             say=output.say,
+            auto_fit=auto_fit,
         )
     output.result({**result.to_json(), "overview": screen.to_json()})
     # In a run of several processes, another one may have received the signal.
@@ -335,6 +347,8 @@ class SignalStop:
 
     def __call__(self) -> bool:
         if not self._before:
+            if ARRIVED_SIGNALS:  # and the library that was interrupted went on
+                raise KeyboardInterrupt
             self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         return bool(self.caught)
 

@@ -6,6 +6,9 @@ import functools
 import importlib
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +20,8 @@ log = logging.getLogger("voxtune")
 # Bytes of shared memory for one program, by compute capability.
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 CUBE = (3, 3, 3)
+# Without multiprocessors, where the interpreter runs: enough for several programs.
+CPU_PROCESSORS = 4
 # Barriers of the kernel, and what the compiler adds.
 RESERVE = 1 << 10
 
@@ -56,12 +61,37 @@ class Device:
     hopper: bool = True
     halo: bool = True  # conv3d_halo.py can be used
     shared: int = SHARED_MEMORY[90]
+    processors: int = 132
 
     @staticmethod
-    @functools.cache
     def of(device: torch.device) -> Device:
-        hopper = is_hopper(device)
-        return Device(hopper=hopper, halo=hopper and has_gluon(), shared=shared_limit(device))
+        return _simulated.get() or _device_of(device)
+
+
+_simulated: ContextVar[Device | None] = ContextVar("voxtune_simulated_device", default=None)
+
+
+@contextmanager
+def simulated_device(device: Device) -> Iterator[None]:
+    """Tensors of any device inside the block, which are fake, are treated as if they were on this one."""
+    token = _simulated.set(device)
+    try:
+        yield
+    finally:
+        _simulated.reset(token)
+
+
+def simulates_device() -> bool:
+    return _simulated.get() is not None
+
+
+@functools.cache
+def _device_of(device: torch.device) -> Device:
+    hopper = is_hopper(device)
+    halo, processors = hopper and has_gluon(), CPU_PROCESSORS
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return Device(hopper=hopper, halo=halo, shared=shared_limit(device), processors=processors)
 
 
 def is_hopper(device: torch.device) -> bool:

@@ -23,9 +23,10 @@ all tiles.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 import triton
@@ -36,12 +37,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from voxtune.kernels.conv3d import CUBE, channels_inside, load_voxels, result_size
 from voxtune.kernels.conv3d_tiles import Device, has_copy_engine
+from voxtune.kernels.measured_tiles import card
 from voxtune.kernels.precompile import ready
 
 Method = Literal["cudnn", "triton", "hopper"]
-# Which of them `gradients.py` uses where `why_not` is None; None: the fastest one, where it was measured, else cuDNN.
+# Which of them `gradients.py` uses where `why_not` is None; None: the one that was faster on this card, else by the rule.
 METHOD: Method | None = None
-# On an H200 the kernel for Hopper takes 0.5 to 0.9 of cuDNN's time from this number of voxels on; smaller ones were not measured.
+# The rule where nothing was measured: on an H200 the kernel for Hopper takes 0.5 to 0.9 of cuDNN's time from this number of
+# voxels on; with fewer, the faster one depends on the shape.
 MEASURED_VOXELS = 64**3
 # Later versions of Triton pad an input plane to a power of two: the faster tile then exceeds the shared memory.
 COMPACT_PLANES = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
@@ -95,6 +98,66 @@ class Division:
         tiles = tile.groups * chunks * triton.cdiv(K, tile.k)
         steps = N * D * triton.cdiv(H, tile.h) * triton.cdiv(W, tile.w)
         return Division(tiles=tiles, steps=steps, programs=min(programs, tiles * steps), chunks=chunks)
+
+
+@dataclass(frozen=True)
+class GradientShape:
+    """A weight gradient without its values: what decides which method is the faster one.
+
+    `searched`: whether cuDNN chooses its algorithm by measuring, which makes it another rival.
+    """
+
+    N: int
+    voxels: tuple[int, ...]  # of dy
+    channels: tuple[int, ...]  # of each source
+    outputs: int
+    padding: tuple[int, ...]
+    dtype: torch.dtype
+    searched: bool
+
+    @property
+    def key(self) -> str:
+        numbers = (self.N, *self.voxels, "+".join(map(str, self.channels)), self.outputs, *self.padding)
+        cudnn = " searched" if self.searched else ""
+        return f"{' '.join(map(str, numbers))} {str(self.dtype).removeprefix('torch.')}{cudnn}"
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        """A random gradient and random sources, channels-last."""
+        around = zip(self.voxels, self.padding[::2], self.padding[1::2], strict=True)
+        size = [voxels + 2 - before - after for voxels, before, after in around]
+        dy = torch.randn(self.N, *self.voxels, self.outputs, device=device, dtype=self.dtype)
+        sources = [torch.randn(self.N, *size, C, device=device, dtype=self.dtype) for C in self.channels]
+        return dy.movedim(-1, 1), [source.movedim(-1, 1) for source in sources]
+
+    @property
+    def products(self) -> int:
+        return self.N * math.prod(self.voxels) * sum(self.channels) * self.outputs
+
+
+# The faster method by the name of a card and a shape's key: plan/weight_gradients.py measures it.
+_faster: dict[str, dict[str, Method]] = {}
+# Where shapes are recorded. Not a context variable: on a GPU, PyTorch calls gradients in a thread of its own.
+_recorders: list[dict[str, GradientShape]] = []
+
+
+def use(name: str, faster: dict[str, Any]) -> None:
+    """Adds what was measured on a card. Values that are not methods are ignored: a file may be damaged."""
+    _faster.setdefault(name, {}).update({key: m for key, m in faster.items() if m in get_args(Method)})
+
+
+def forget() -> None:
+    _faster.clear()
+
+
+@contextmanager
+def recording() -> Iterator[dict[str, GradientShape]]:
+    """Records the shapes of the weight gradients inside the block for which a method is chosen, by their keys."""
+    shapes: dict[str, GradientShape] = {}
+    _recorders.append(shapes)
+    try:
+        yield shapes
+    finally:
+        _recorders.pop()
 
 
 def weight_gradient_reference(
@@ -239,11 +302,35 @@ def why_not(  # noqa: PLR0911
     return f"a depth of {dy.shape[2]}" if hopper and dy.shape[2] < tile.stages else None
 
 
-def method_for(dy: Tensor) -> Method:
+def method_for(dy: Tensor, sources: Sequence[Tensor], padding: tuple[int, ...]) -> Method:
+    """For a 3x3x3 kernel: the method that was faster on this card, or by the rule."""
     if METHOD is not None:
         return METHOD
-    large = dy.shape[0] * math.prod(dy.shape[2:]) >= MEASURED_VOXELS
-    return "hopper" if large and dy.is_cuda and Device.of(dy.device).halo else "cudnn"
+    measured = _faster.get(card(dy.device), {})
+    if measured or _recorders:
+        shape = shape_of(dy, sources, padding)
+        for shapes in _recorders:
+            shapes[shape.key] = shape
+        if shape.key in measured:
+            return measured[shape.key]
+    return by_rule(dy.shape[0] * math.prod(dy.shape[2:]), dy.device)
+
+
+def by_rule(voxels: int, device: torch.device) -> Method:
+    return "hopper" if voxels >= MEASURED_VOXELS and Device.of(device).halo else "cudnn"
+
+
+def shape_of(dy: Tensor, sources: Sequence[Tensor], padding: tuple[int, ...]) -> GradientShape:
+    channels = tuple(s.shape[1] for s in sources)
+    searched = torch.backends.cudnn.benchmark
+    return GradientShape(dy.shape[0], tuple(dy.shape[2:]), channels, dy.shape[1], tuple(padding), dy.dtype, searched)
+
+
+def own_method(dy: Tensor, sources: Sequence[Tensor], padding: tuple[int, ...]) -> Method | None:
+    """The kernel of this project that computes a weight gradient of a 3x3x3 kernel on its device; None if neither does."""
+    candidates: tuple[Method, ...] = ("hopper", "triton")
+    fitting = (m for m in candidates if why_not(dy, sources, CUBE, padding, hopper=m == "hopper") is None)
+    return next(fitting, None)
 
 
 def default_tile(dy: Tensor, *, hopper: bool) -> GradientTile:
@@ -257,10 +344,8 @@ def default_tile(dy: Tensor, *, hopper: bool) -> GradientTile:
 
 def programs_of(device: torch.device, tile: GradientTile) -> int:
     """As many as run at the same time."""
-    if device.type != "cuda":
-        return 8
-    count = torch.cuda.get_device_properties(device).multi_processor_count
-    return int(count if tile.hopper else 2 * count)
+    processors = Device.of(device).processors
+    return processors if tile.hopper else 2 * processors
 
 
 def weight_gradient(

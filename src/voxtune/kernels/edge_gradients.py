@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from voxtune.kernels.conv3d_tiles import Device
 from voxtune.kernels.pointwise import TYPES
 from voxtune.kernels.precompile import ready
 from voxtune.kernels.stem_conv import FEW, as_volume, span, stem_run
@@ -154,8 +155,4 @@ def tile_of(F: int, taps: int, C: int, W: int, dtype: torch.dtype) -> dict[str, 
 def programs_of(tile: dict[str, int], device: torch.device) -> int:
     """As many as run at once: each writes its sums."""
     each = 16 // tile["num_warps"] if tile["R"] < 256 else 1
-    return each * processors(device)
-
-
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return each * Device.of(device).processors

@@ -188,13 +188,15 @@ def _conv3d_gradient(ctx: Context, dy: Tensor, _statistics: None) -> tuple[Any, 
     *sources, packed = ctx.saved_tensors
     dy = _lasting(dy)
     around = tuple(k - 1 - p for k, pair in zip(kernel, _pairs(padding), strict=True) for p in pair)
+    channels = [source.shape[1] for source in sources]
+    dpacked = _packed_gradient(dy, sources, packed, kernel, padding)
+    # A source may have been computed again for its weight's gradient: not in memory beside its own gradient.
+    del sources
     data, first = [], 0
-    for source in sources:
-        C = source.shape[1]
+    for C in channels:
         # Each tap's matrix, with its channels exchanged, at the opposite tap.
         data.append(_plain_conv3d(dy, _packing.opposite(packed, first, C), kernel, around))
         first += C
-    dpacked = _packed_gradient(dy, sources, packed, kernel, padding)
     return data, dpacked, _shift_gradient(dy, shift), dy if has_residual else None, None, None, None
 
 
@@ -230,14 +232,22 @@ def _packed_gradient(
     dy: Tensor, sources: list[Tensor], packed: Tensor, kernel: tuple[int, ...], padding: tuple[int, ...]
 ) -> Tensor:
     """Of a packed weight, each source's columns from that source."""
-    lasting, method = [_lasting(s) for s in sources], _own.method_for(dy)
+    lasting = [_lasting(s) for s in sources]
+    method = _own.method_for(dy, lasting, padding) if kernel == _conv3d.CUBE else "cudnn"
     if method != "cudnn":
         reason = _own.why_not(dy, lasting, kernel, padding, hopper=method == "hopper")
         if _runs_kernel(dy, reason, "the weight gradient of conv3d"):
             return _own.weight_gradient(dy, lasting, padding, packed.dtype, hopper=method == "hopper")
-    shapes = [(packed.shape[1], s.shape[1], *kernel) for s in sources]
+    return packed_by_cudnn(dy, sources, packed.dtype, kernel, padding)
+
+
+def packed_by_cudnn(
+    dy: Tensor, sources: Sequence[Tensor], dtype: torch.dtype, kernel: tuple[int, ...], padding: tuple[int, ...]
+) -> Tensor:
+    """The gradient of a packed weight by PyTorch's operators, which are cuDNN's on a GPU."""
+    shapes = [(dy.shape[1], s.shape[1], *kernel) for s in sources]
     weights = [_weight_gradient(dy, _padded(s, padding), shape) for s, shape in zip(sources, shapes, strict=True)]
-    return _joined([_conv3d.pack(w) for w in weights], 2).to(packed.dtype)
+    return _joined([_conv3d.pack(w) for w in weights], 2).to(dtype)
 
 
 def _weight_gradient(
@@ -383,9 +393,9 @@ def _keep_head(ctx: Context, inputs: Sequence[Any], output: Tensor) -> None:
 
 def _head_gradient(ctx: Context, dy: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
-    x, M = _lasting(x), weight.shape[0]
+    sums, M = _tap_sums(dy, _lasting(x), ahead=False)[0], weight.shape[0]
+    del x  # which may have been computed again
     dx = torch.ops.voxtune.stem([dy], _opposite(weight), None) if ctx.needs_input_grad[0] else None
-    sums, _ = _tap_sums(dy, x, ahead=False)
     total = _shift_gradient(dy, (1, M)) if ctx.biased else None
     return dx, sums.permute(1, 2, 0).reshape(weight.shape), None if total is None else total[0], None
 

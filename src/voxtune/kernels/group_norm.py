@@ -30,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from voxtune.kernels.conv3d_tiles import Device
 from voxtune.kernels.precompile import ready
 
 # Programs of step 1 per multiprocessor: enough loads in flight to saturate the memory system.
@@ -472,9 +473,8 @@ def lanes(group: int, columns: int) -> int:
 
 def stretches(V: int, N: int, C: int, device: torch.device) -> tuple[int, int]:
     """(voxels per program, number of programs for V): about WAVES programs per multiprocessor in all."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     columns = N * triton.cdiv(C, 128)
-    programs = max(1, WAVES * processors // columns)
+    programs = max(1, WAVES * Device.of(device).processors // columns)
     stretch = max(MIN_VOXELS, triton.cdiv(V, programs))
     return stretch, triton.cdiv(V, stretch)
 

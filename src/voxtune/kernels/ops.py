@@ -28,6 +28,7 @@ from voxtune.kernels import rms_norm as _rms
 from voxtune.kernels import stem_conv as _stem
 from voxtune.kernels import strided_conv as _strided
 from voxtune.kernels import upsample as _upsample
+from voxtune.kernels.conv3d_tiles import simulates_device
 from voxtune.kernels.group_norm import empty_channels_last
 
 log = logging.getLogger("voxtune")
@@ -36,6 +37,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _use_references: ContextVar[bool] = ContextVar("voxtune_references", default=False)
 # Registered directly: torch's decorator imports its compiler at the first call, which costs every process seconds.
 _LIBRARY = library.Library("voxtune", "DEF")
+# By the operators' names: a simulation calls them with fake tensors, for which PyTorch would call `shapes_of`.
+IMPLEMENTATIONS: dict[str, Callable[..., object]] = {}
 Function = TypeVar("Function", bound=Callable[..., object])
 Packed = TypeVar("Packed")
 
@@ -43,7 +46,9 @@ Packed = TypeVar("Packed")
 def operator(schema: str) -> Callable[[Function], Function]:
     def register(function: Function) -> Function:
         _LIBRARY.define(schema)
-        _LIBRARY.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
+        name = schema.partition("(")[0]
+        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        IMPLEMENTATIONS[name] = function
         return function
 
     return register
@@ -56,7 +61,7 @@ def shapes_of(name: str) -> Callable[[Function], Function]:
 
 def _runs_kernel(x: Tensor, reason: str | None, name: str) -> bool:
     """Whether the kernel runs; a fallback on a GPU is logged once with its reason."""
-    if not (x.is_cuda or INTERPRETED) or _use_references.get():
+    if not (x.is_cuda or INTERPRETED or simulates_device()) or _use_references.get():
         return False
     if reason is not None and (key := f"{name}: {reason}") not in _logged:
         _logged.add(key)

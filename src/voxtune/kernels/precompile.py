@@ -20,27 +20,58 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
 from voxtune.kernels.compile_workers import Worker, active
 
 log = logging.getLogger("voxtune")
 # Seconds before a thread must release the interpreter, for which launches in the body wait; Python's default is ten times this.
 SWITCH_INTERVAL = 0.0005
+_threads = threading.local()
 _rehearsing: ContextVar[bool] = ContextVar("voxtune_rehearsing", default=False)
 
 
-class _Compiling:
-    """Compiles a kernel instead of launching it."""
+class _Ready:
+    """Launches a kernel; compiles it instead in a rehearsal, and does nothing with fake tensors, which have no memory.
+
+    A fake tensor's address is 0: its kernel would write there, which ends every later use of the GPU by this process.
+    """
 
     def __init__(self, kernel: Any):
         self.kernel = kernel
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        return lambda *args, **kwargs: self.kernel.run(*args, grid=grid, warmup=True, **kwargs)
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            if any(map(_is_fake, args)) or any(map(_is_fake, kwargs.values())):
+                return None
+            if _rehearsing.get():
+                return self.kernel.run(*args, grid=grid, warmup=True, **kwargs)
+            _give_context()
+            return self.kernel[grid](*args, **kwargs)
+
+        return launch
+
+
+def _give_context() -> None:
+    """Makes the GPU's context this thread's own: PyTorch's threads for gradients have none before their first allocation.
+
+    Triton encodes a descriptor of a tensor with a function of the driver, which fails without.
+    """
+    if not getattr(_threads, "has_context", False) and torch.cuda.is_initialized():
+        torch.cuda.mem_get_info()
+        _threads.has_context = True
+
+
+def _is_fake(argument: Any) -> bool:
+    """Of a tensor, or of a descriptor of one."""
+    return isinstance(argument if isinstance(argument, Tensor) else getattr(argument, "base", None), FakeTensor)
 
 
 def ready(kernel: Any) -> Any:
-    """The kernel, to be launched as usual: `ready(kernel)[grid](...)`. In a rehearsal it is only compiled."""
-    return _Compiling(kernel) if _rehearsing.get() else kernel
+    """The kernel, to be launched as usual: `ready(kernel)[grid](...)`, the one way in which this project launches kernels."""
+    return _Ready(kernel)
 
 
 class _DeferredExecutor(Executor):

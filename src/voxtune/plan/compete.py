@@ -88,7 +88,8 @@ def _captured(call: Call, repeats: int) -> torch.cuda.CUDAGraph:
     """Unlike torch.cuda.graph, does not collect garbage and empty the cache each time."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    graph.capture_begin()
+    # Threads that load a training run's batches pin memory meanwhile, which the mode for all threads forbids.
+    graph.capture_begin(capture_error_mode="thread_local")
     try:
         for _ in range(repeats):
             call()

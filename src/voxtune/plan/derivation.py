@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -95,9 +95,18 @@ class LiveWeights:
     def changed(self) -> bool:
         """Whether a parameter or buffer of the network was replaced or written to since the last `repack`."""
         # Loops in C: this runs at every call, beside the GPU's work.
-        if not all(map(is_, chain.from_iterable(self._views), self._objects)):
-            return True
-        return list(map(_version, self._tensors)) != self._versions or not self._in_place()
+        return not self._same_objects() or list(map(_version, self._tensors)) != self._versions or not self._in_place()
+
+    def _same_objects(self) -> bool:
+        """Whether the modules' dictionaries hold the same objects as before."""
+        objects = list(chain.from_iterable(self._views))
+        try:
+            # Python compares what is not identical, which tensors of one value alone answer with a truth value.
+            if objects != self._objects:
+                return False
+        except Exception:
+            return False
+        return all(objects[i] is self._objects[i] for i in self._of_one_value)
 
     def _in_place(self) -> bool:
         """Whether each tensor lies where it lay; PyTorch's builds for CUDA have a function for it."""
@@ -113,6 +122,7 @@ class LiveWeights:
         # Live views of the modules' dictionaries; the end shows that there are as many objects as before.
         self._views: list[Iterable[Any]] = [*(d.values() for group in of_module for d in group if d), (_END,)]
         self._objects = list(chain.from_iterable(self._views))
+        self._of_one_value = [i for i, x in enumerate(self._objects) if isinstance(x, Tensor) and x.numel() == 1]
         # Inference tensors have no version counter; they cannot be written to outside inference mode either.
         self._tensors = [x for x in self._objects if isinstance(x, Tensor) and not x.is_inference()]
         self._versions, self._places = list(map(_version, self._tensors)), list(map(_place, self._tensors))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -12,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from voxtune.errors import InputError
 from voxtune.files import one_line
 from voxtune.plan.api import to_stderr
 from voxtune.plan.build import PlanTarget
-from voxtune.plan.gate import Verdict
+from voxtune.plan.gate import Verdict, volumes_of
 from voxtune.plan.hazards import refuses_half
 from voxtune.plan.measure import Timing, measure
 from voxtune.plan.optimized import MAX_VARIANTS, SharesOriginal, precision_in_force, weights_type
@@ -27,6 +29,7 @@ from voxtune.plan.run import Inputs, Signature
 from voxtune.plan.training import TrainingNetwork, training_network, training_passes
 from voxtune.plan.training_gate import GateBatch, GradientGate, results_of
 from voxtune.plan.tuner import TuningRow, describe_row
+from voxtune.plan.weight_gradients import measure_weight_gradients
 from voxtune.precision import HALF
 
 log = logging.getLogger("voxtune")
@@ -34,6 +37,9 @@ log = logging.getLogger("voxtune")
 FASTER = 0.98
 # Of measuring each call, in so many parts.
 SECONDS, ROUNDS = 4.0, 2
+# Voxels or pixels of a batch that the gate judges, where the network accepts parts: float64 gradients of larger ones do not fit,
+# or take minutes.
+LARGEST_GATED = {"cuda": 64**3, "cpu": 16**3}
 OWN = "own kernels"
 
 
@@ -202,7 +208,8 @@ def _tried(
     network: TrainingNetwork | None = None
     try:
         network = training_network(model, *inputs, plan)
-        row.verdict = _judge(model, inputs, step, plan, precision)
+        measure_weight_gradients(network, *inputs)
+        row.verdict = _judge(model, inputs, as_called, plan, precision)
         row.why = "" if row.verdict.passed else f"refused by the gate: {row.verdict.reason}"
     except (InputError, RuntimeError) as error:
         row.why = one_line(error)
@@ -237,9 +244,55 @@ def _precision(requested: str, current: Precision, device: torch.device) -> Prec
     )
 
 
-def _judge(model: nn.Module, inputs: Inputs, step: _Step, plan: Plan, precision: Precision) -> Verdict:
+def _judge(
+    model: nn.Module, inputs: Inputs, as_called: Callable[..., Any], plan: Plan, precision: Precision
+) -> Verdict:
+    inputs = gate_inputs(as_called, inputs)
+    step = _step(as_called, inputs)
+
     def rewritten(copied: nn.Module) -> Callable[..., Any]:
         return training_network(copied, *inputs, plan)
 
     name = "default" if precision == "tf32" else precision
     return GradientGate(model, [GateBatch(step.args, step.loss, step.kwargs)], name).judge(rewritten)
+
+
+def gate_inputs(call: Callable[..., Any], inputs: Inputs) -> Inputs:
+    """The inputs, or the middle of their volumes where these are large: half of each side, as often as the network accepts it."""
+    images = [x for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim() > 3]
+    size = max((tuple(x.shape[2:]) for x in images), key=math.prod, default=())
+    if not images:
+        return inputs
+    largest = LARGEST_GATED[images[0].device.type] / images[0].shape[0]
+    while math.prod(size) > largest and all(side % 2 == 0 and side > 2 for side in size):
+        part = tuple(side // 2 for side in size)
+        smaller = _middle(inputs, size, part)
+        try:
+            with torch.no_grad():
+                results = volumes_of(call(*smaller[0], **smaller[1]))
+        except (RuntimeError, ValueError, TypeError, AssertionError, IndexError) as error:
+            log.info("the gate judges volumes of %s: smaller ones are refused (%s)", size, one_line(error))
+            break
+        if not results or not all(bool(torch.isfinite(y).all()) for y in results):
+            break
+        inputs, size = smaller, part
+    return inputs
+
+
+def _middle(inputs: Inputs, size: tuple[int, ...], part: tuple[int, ...]) -> Inputs:
+    """The inputs with the middle of all volumes of `size`."""
+    place = (
+        slice(None),
+        slice(None),
+        *(slice((a - b) // 2, (a - b) // 2 + b) for a, b in zip(size, part, strict=True)),
+    )
+
+    def cut(x: Tensor) -> Tensor:
+        if tuple(x.shape[2:]) != size:
+            return x
+        memory_format = torch.channels_last_3d if len(size) == 3 else torch.channels_last
+        lasting = len(size) < 4 and x.is_contiguous(memory_format=memory_format) and not x.is_contiguous()
+        return x[place].contiguous(memory_format=memory_format if lasting else torch.contiguous_format)
+
+    smaller: Inputs = tree_map_only(Tensor, cut, inputs)
+    return smaller

@@ -6,7 +6,7 @@ only the inputs are kept: the larger the groups, the less is kept, and the more 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 # A tensor that is smaller than the largest one by this factor is not worth computing again.
 SMALL = 64
-# Pieces in a group, from the least memory saved to the most.
-GROUP_SIZES = (2, 3, 4, 6, 8, 12)
+# Pieces from a result to the last operator that reads it.
+LONGEST_WINDOW = 4
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,6 @@ class Group:
 
     first: int
     end: int
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A tensor that an operator keeps for its gradient: positions of the operator and of the node that computed the tensor.
-
-    `again`: what a norm returned, which is not kept but computed again from its sources.
-    """
-
-    by: int
-    of: int
-    bytes: int
-    again: bool = False
 
 
 def tensor_bytes(value: Any) -> int:
@@ -90,33 +77,48 @@ def grouped(graph: fx.Graph, size: int) -> tuple[Group, ...]:
     )
 
 
-def kept_bytes(kept: Sequence[Kept], groups: Sequence[Group], needed: Mapping[int, int] | None = None) -> int:
-    """What a step keeps: of a group only what comes from outside of it, and what computing it again needs (position: bytes)."""
-    group_of = {i: group for group in groups for i in range(group.first, group.end)}
-    tensors = dict(needed or {})
-    for item in kept:
-        group = group_of.get(item.by)
-        if not item.again and (group is None or not group.first <= item.of < group.end):
-            tensors[item.of] = max(tensors.get(item.of, 0), item.bytes)
-    return sum(tensors.values())
+def window(nodes: Sequence[fx.Node], parts: Sequence[Group], node: fx.Node) -> Group | None:
+    """The group that computes a kept result again: its piece, and those of all operators that read it. None if they are far."""
+    if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
+        return None
+    position = {n: i for i, n in enumerate(nodes)}
+    ends = [position[node], *(position[user] for user in node.users)]
+    inside = [next((k for k, part in enumerate(parts) if part.first <= i < part.end), None) for i in ends]
+    if None in inside or not node.users:
+        return None
+    first, last = inside[0], max(k for k in inside if k is not None)
+    assert first is not None
+    group = Group(parts[first].first, parts[last].end)
+    if last - first >= LONGEST_WINDOW or node not in recomputation(nodes, group).results:
+        return None
+    return group
 
 
-def repeated_bytes(kept: Sequence[Kept], groups: Sequence[Group]) -> int:
-    """The most that one group keeps while it is computed again."""
-    return max((_bytes_inside(kept, group) for group in groups), default=0)
-
-
-def _bytes_inside(kept: Sequence[Kept], group: Group) -> int:
-    within = range(group.first, group.end)
-    return sum(
-        {item.of: item.bytes for item in kept if item.by in within and item.of in within and not item.again}.values()
-    )
+def merged(groups: Sequence[Group]) -> tuple[Group, ...]:
+    """Groups that overlap as one."""
+    together: list[Group] = []
+    for group in sorted(groups, key=lambda group: group.first):
+        if together and group.first < together[-1].end:
+            together[-1] = Group(together[-1].first, max(together[-1].end, group.end))
+        else:
+            together.append(group)
+    return tuple(together)
 
 
 def computed_again(node: fx.Node) -> bool:
     """Whether an operator's result is never kept, but what it was computed from."""
     own = torch.ops.voxtune
     return node.target in (own.norm_act.default, own.upsample.default)
+
+
+def _keeps(user: fx.Node, node: fx.Node) -> bool:
+    """Whether an operator keeps an argument for its gradient: not a sum its terms, nor a product its residual."""
+    own = torch.ops.voxtune
+    if user.target is own.add.default:
+        return False
+    if user.target in (own.conv3d.default, own.pointwise.default):
+        return node in tree_leaves(user.args[0])
+    return True
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,8 @@ def recomputation(nodes: Sequence[fx.Node], group: Group) -> Recomputation:
     def kept_here(node: fx.Node) -> bool:
         single = isinstance(node.meta.get("val"), torch.Tensor) and bool(node.users)
         large = single and _result_bytes(node) * SMALL >= largest
-        return large and not computed_again(node) and all(user in members for user in node.users)
+        kept = any(_keeps(user, node) for user in node.users)
+        return large and kept and not computed_again(node) and all(user in members for user in node.users)
 
     results = [node for node in members if node.op == "call_function" and kept_here(node)]
     needed: dict[fx.Node, None] = {}

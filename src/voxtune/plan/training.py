@@ -9,6 +9,7 @@ are computed again from these.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -25,6 +26,7 @@ from voxtune.plan.passes import BY_NAME, Context, PassStage, Precision, select
 from voxtune.plan.plan import Plan
 from voxtune.plan.recompute import Group, Recomputation, recomputation
 from voxtune.plan.run import leaves_of
+from voxtune.plan.weight_gradients import load_weight_gradients
 
 # Their results depend on the batch, or on chance, in training mode: an inference graph computes something else.
 _DIFFERS = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd, nn.AlphaDropout)
@@ -89,7 +91,11 @@ class TrainingNetwork(nn.Module):
         return self._live.values()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._execution(leaves_of(args, kwargs), self.weights())
+        return self.run(self._execution, args, kwargs)
+
+    def run(self, execution: Execution, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The network's result by an execution of its graph."""
+        output = execution(leaves_of(args, kwargs), self.weights())
         idle = [p for p in map(self.original.get_parameter, self._without_effect) if p.requires_grad]
         if idle and torch.is_grad_enabled():
             output = list(output)
@@ -214,10 +220,12 @@ class _GroupValues:
     def promise(self, node: fx.Node, y: Tensor) -> None:
         from voxtune.kernels.gradients import RecomputedInGroup, recompute_later
 
-        recompute_later(y, RecomputedInGroup(self, node))
+        recipe = RecomputedInGroup(self, node)
+        weakref.finalize(recipe, self.values.pop, node, None)
+        recompute_later(y, recipe)
 
     def __call__(self, node: fx.Node) -> Tensor:
-        """Operators need the values one after the other; they are kept until the group's are done."""
+        """Operators need the values one after the other; each is kept until none can ask for it any more."""
         from voxtune.kernels.gradients import computed
 
         if node not in self.values:
@@ -278,15 +286,20 @@ def training_network(
     from voxtune.kernels.gradients import differentiable, register_gradients
 
     register_gradients()
+    if target.device.type == "cuda":
+        load_weight_gradients(target.device)
     captured.graph.eliminate_dead_code()
-    parameters = {name for name, _ in model.named_parameters()}
-    before = _used(captured) & parameters
+    # A module may have several names, of which the graph has any.
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    before = {name: parameters[name] for name in sorted(_used(captured) & parameters.keys())}
     notes = rewrite(captured, plan, Context(target.device, plan.names, twin=target.device.type != "cuda"))
     for node in captured.graph.nodes:
         if node.op == "call_function" and not differentiable(node.target):
             raise InputError(f"{node.target} has no gradient")
     _pack_in_one_step(captured)
-    return TrainingNetwork(model, captured, notes, sorted(before - _used(captured)))
+    effective = {id(parameters[name]) for name in _used(captured) & parameters.keys()}
+    idle = {id(p): name for name, p in before.items() if id(p) not in effective}
+    return TrainingNetwork(model, captured, notes, tuple(idle.values()))
 
 
 def _used(captured: Captured) -> set[str]:

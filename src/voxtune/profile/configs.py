@@ -27,7 +27,7 @@ class StepConfig:
     bf16: bool = False  # by autocast
     channels_last: bool = False
     compile: bool = False
-    plan: bool = False  # Voxtune's plan for sampling, without its CUDA graph
+    plan: bool = False  # Voxtune's plan for sampling, or for training, without its CUDA graph
 
     def __post_init__(self) -> None:
         if self.plan and (self.tf32 or self.bf16 or self.channels_last or self.compile):

@@ -102,7 +102,7 @@ def _operator(span: Span | None) -> Span | None:
     for s in span.around() if span else ():
         if s.name.startswith(NODE):
             break
-        if s.category == "cpu_op" and s.name.startswith("aten::"):
+        if s.category == "cpu_op" and s.name.startswith(("aten::", "voxtune::")):
             outermost = s
     return outermost
 

@@ -397,6 +397,8 @@ def _encodable(text: str) -> bool:
 def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
     """Changed settings, as "name: old -> new", with which `new` cannot resume `old`."""
     before, after = _flat(to_mapping(old)), _flat(to_mapping(new))
+    if old.samples_per_step == new.samples_per_step:  # the same samples in parts of another size
+        before |= {name: after[name] for name in ("batch", "accumulation")}
     if {old.autocast, new.autocast} == {"none", None}:  # of a run before there were plans, and of today's default
         before["autocast"] = after["autocast"]
     fixed = DECAY_LENGTH if new.decay != "none" else frozenset()

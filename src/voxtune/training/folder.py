@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,14 @@ from voxtune.training.config import (
 )
 from voxtune.training.log import METRICS, SAMPLES, TENSORBOARD
 
-CONFIG, SOURCES, COMMANDS, MODEL = "train.json", "sources.json", "commands.json", "model"
+CONFIG, SOURCES, COMMANDS, FITS, MODEL = "train.json", "sources.json", "commands.json", "fits.json", "model"
 SOURCES_FORMAT = "voxtune-sources/1"
 # Files of a run, in the order in which they are deleted: what is left after an interruption is a run that knows its data, or
 # a folder for a new one.
 RUN_FILES = (
     *(f"{MODEL}/{name}" for name in ("README.md", "model.safetensors", "config.json")),
     *(f"{CHECKPOINTS}/step-*.safetensors", f"{CHECKPOINTS}/step-*.safetensors.damaged"),
-    *(f"{SAMPLES}/step-*.png", f"{TENSORBOARD}/events.out.tfevents.*", METRICS, COMMANDS, CONFIG, SOURCES),
+    *(f"{SAMPLES}/step-*.png", f"{TENSORBOARD}/events.out.tfevents.*", METRICS, COMMANDS, FITS, CONFIG, SOURCES),
 )
 # What a run that was killed before its first setting leaves behind; .lock is that of version 0.1.
 LEFTOVERS = {LOCK, ".lock", SOURCES}
@@ -141,3 +141,16 @@ def add_command(out: Path, command: str | None) -> list[str]:
         return commands
     write_json(path, [*commands, command], state=True)
     return [*commands, command]
+
+
+def add_fits(out: Path, fits: Sequence[Mapping[str, Any]]) -> None:
+    """Adds settings that were changed because a step ran out of memory to those in the run folder, each of them once."""
+    path = out / FITS
+    try:
+        stored = read_json(path) if path.exists() else []
+    except InputError:
+        stored = []
+    before = stored if isinstance(stored, list) else []
+    new = [dict(fit) for fit in fits if dict(fit) not in before]
+    if new:
+        write_json(path, [*before, *new], state=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,11 +34,12 @@ from voxtune.training.data import (
     worker_count,
 )
 from voxtune.training.distributed import Processes, join_processes
-from voxtune.training.fit import settings_that_fit, usable_memory
-from voxtune.training.folder import CONFIG, MODEL, add_command, check_new_run, delete_run, write_settings
+from voxtune.training.fit import Fit, naming_settings, train_fitting
+from voxtune.training.folder import CONFIG, MODEL, add_command, add_fits, check_new_run, delete_run, write_settings
 from voxtune.training.log import TrainLog, image_picture, sample_picture
 from voxtune.training.model import model_config, training_card, with_folder_image
-from voxtune.training.overview import TIMED_STEPS, Overview, overview
+from voxtune.training.overview import Overview, Progress, overview, timing
+from voxtune.training.plan import unmeasured_plan
 from voxtune.training.plan_choice import choose_plan
 from voxtune.training.plan_step import WARM_UP
 from voxtune.training.prefetch import Prefetch
@@ -46,8 +47,6 @@ from voxtune.training.step import Trainer
 
 # Number of sampled images on a picture during training.
 PICTURE_IMAGES = 16
-
-Progress = Callable[[int, int, float], None]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -96,6 +95,7 @@ def train(
     warn: Warn | None = None,
     report: Callable[[Overview], None] | None = None,
     say: Callable[[str], None] | None = None,
+    auto_fit: bool = False,
 ) -> TrainResult:
     """Trains into the run folder `out` until the run is complete or `stop()` returns true after a step.
 
@@ -108,10 +108,44 @@ def train(
     calls `report` before its first step, and again when the time of its first steps is known. `say` receives what is measured
     and decided when the plan is chosen. torch's global random state is restored afterwards.
 
+    `auto_fit`: a step that runs out of GPU memory changes the settings of the run to some with which a step is estimated to
+    fit, which train on the same samples, and the run continues; `say` is told.
+
     In processes that torchrun started, every one calls `train` with the same arguments; `stop` is called in all of them, the
     other functions in process 0 alone.
     """
-    out, started = Path(out), time.monotonic()
+    out = Path(out)
+    train_once = partial(_train, out=out, progress=progress, device=device, command=command, stop=stop, report=report)
+    options: dict[str, Any] = {
+        "source": source,
+        "model": model,
+        "resume": resume,
+        "overwrite": overwrite,
+        "warn": warn,
+        "say": say,
+    }
+    return train_fitting(train_once, config, **options) if auto_fit else train_once(config, **options)
+
+
+def _train(
+    config: TrainConfig,
+    source: Source | None,
+    out: Path,
+    progress: Progress | None,
+    *,
+    model: Model | None,
+    device: torch.device | str,
+    resume: bool,
+    overwrite: bool,
+    command: str | None,
+    stop: Callable[[], bool] | None,
+    warn: Warn | None,
+    report: Callable[[Overview], None] | None,
+    say: Callable[[str], None] | None,
+    fits: Sequence[Fit] = (),
+) -> TrainResult:
+    """One attempt of `train`; `fits` are settings that earlier ones changed."""
+    started = time.monotonic()
     processes = join_processes(torch.device(device))
     device = processes.device
     if warn is None or not processes.leads:
@@ -156,14 +190,19 @@ def train(
             warn(line)
         if facts is not None and report is not None:
             report(facts)
-            progress = _timing(progress, facts, config, report, WARM_UP + 1 if device.type == "cuda" else 0)
+            progress = timing(progress, facts, config, report, WARM_UP + 1 if device.type == "cuda" else 0)
         # Of what one process computes in a step.
         own, opened, start = replace(config, batch=share.batch, accumulation=share.accumulation), source, model
-        plan = processes.lead(lambda: choose_plan(own, start, opened, device, say or (lambda line: None), checkpoint))
-        trainer = Trainer(config, model, len(source), device, plan, processes)
+        memory: dict[str, Any] = {"alone": processes.alone, "before": fits}
+        with naming_settings(own, model, unmeasured_plan(own, device), device, **memory):
+            plan = processes.lead(
+                lambda: choose_plan(own, start, opened, device, say or (lambda line: None), checkpoint)
+            )
+        with naming_settings(own, model, plan, device, **memory):
+            trainer = Trainer(config, model, len(source), device, plan, processes)
         if checkpoint is not None:
             trainer.restore(checkpoint)
-        commands = processes.lead(lambda: _write_run(out, config, command, resume=resume))
+        commands = processes.lead(lambda: _write_run(out, config, command, fits, resume=resume))
         card = partial(
             training_card,
             config,
@@ -175,7 +214,8 @@ def train(
         )
         last = None if checkpoint is None else checkpoint.path
         run = Run(trainer, source, out, processes=processes, warn=warn, card=card, last=last, started=started)
-        return run.loop(progress, stop, None if checkpoint is None else checkpoint.state.step)
+        with naming_settings(own, model, plan, device, **memory, hint=run.how_to_resume):
+            return run.loop(progress, stop, None if checkpoint is None else checkpoint.state.step)
 
 
 def _open_run(
@@ -189,11 +229,12 @@ def _open_run(
     return resume, disk.newest_checkpoint(out / CHECKPOINTS, warn) if resume else None
 
 
-def _write_run(out: Path, config: TrainConfig, command: str | None, *, resume: bool) -> list[str]:
+def _write_run(out: Path, config: TrainConfig, command: str | None, fits: Sequence[Fit], *, resume: bool) -> list[str]:
     """Writes the settings of the run and its commands, which are returned; a new run replaces an earlier one here."""
     if not resume:
         delete_run(out)
     write_settings(out, config)
+    add_fits(out, [{**fit.settings(), "estimated_bytes": fit.bytes} for fit in fits])
     return add_command(out, command)
 
 
@@ -246,25 +287,6 @@ def _facts(model: Model, source: Source, origin: str, settings: TrainConfig, *, 
     facts = overview(source, config.network, config.size, config.data, held_out=held_out, origin=origin, new=new)
     model.config = replace(model.config, training_data=facts.statistics)
     return replace(facts, steps=settings.steps, samples_per_step=settings.samples_per_step)
-
-
-def _timing(
-    progress: Progress | None, facts: Overview, config: TrainConfig, report: Callable[[Overview], None], warm: int
-) -> Progress:
-    """A `progress` that reports the estimated time after some steps, without the first one, which starts everything.
-
-    The `warm` steps before these are not timed either: a GPU's graph is recorded in them."""
-    times: list[float] = []
-
-    def update(step: int, steps: int, loss: float) -> None:
-        if step > min(warm, steps - TIMED_STEPS) and len(times) < TIMED_STEPS:
-            times.append(time.perf_counter())
-            if len(times) == min(TIMED_STEPS, steps) > 1:
-                report(facts.with_time((times[-1] - times[0]) / (len(times) - 1), config.steps, config.minutes))
-        if progress is not None:
-            progress(step, steps, loss)
-
-    return update
 
 
 class Run:
@@ -480,13 +502,11 @@ class Run:
     def _resume_hint(self) -> Iterator[None]:
         try:
             yield
-        except torch.OutOfMemoryError as error:
-            raise InputError(f"{self._out_of_memory()}; {self._how_to_resume()}") from error
         except OSError as error:
             reason = f"{error.filename or self.out}: {error.strerror or ' '.join(str(error).split())}"
-            raise InputError(f"{reason}; {self._how_to_resume()}") from error
+            raise InputError(f"{reason}; {self.how_to_resume()}") from error
         except InputError as error:
-            raise InputError(f"{error}; {self._how_to_resume()}") from error
+            raise InputError(f"{error}; {self.how_to_resume()}") from error
         except Exception as error:
             text = " ".join(str(error).split())
             if self.config.deterministic and "does not have a deterministic implementation" in text:
@@ -503,17 +523,7 @@ class Run:
                 f"torch.compile cannot compile this network on this machine ({text[:200]}): pass --plan baseline"
             ) from error
 
-    def _out_of_memory(self) -> str:
-        general = "use a smaller batch with more accumulation, a smaller model, or precision bf16"
-        trainer = self.trainer
-        if trainer.device.type == "cuda" and self.processes.alone:
-            torch.cuda.empty_cache()
-            options = settings_that_fit(self.config, trainer.model, trainer.plan, usable_memory(trainer.device))
-            if options is not None:
-                return f"out of GPU memory: a step is estimated to fit with {options}"
-        return f"out of GPU memory: {general}"
-
-    def _how_to_resume(self) -> str:
+    def how_to_resume(self) -> str:
         stopped = f"stopped after step {self.trainer.step}"
         # Process 0 may have failed to write the last one.
         last = self.last if self.processes.leads else next(reversed(disk.checkpoints(self.out / CHECKPOINTS)), None)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import textwrap
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -28,6 +29,7 @@ from voxtune.data.training_data import (
 )
 from voxtune.errors import InputError
 from voxtune.files import counted
+from voxtune.training.config import TrainConfig
 from voxtune.training.data import read_item
 from voxtune.workloads import NetworkConfig
 from voxtune.workloads.segment import SegmentConfig
@@ -39,6 +41,8 @@ PLAUSIBLE_BRAIN_ML = (400, 2500)
 WIDTH, INDENT = 100, 13
 # The steps that the time of a run is estimated from; the first one also initialises the libraries.
 TIMED_STEPS = 4
+
+Progress = Callable[[int, int, float], None]
 
 
 @runtime_checkable
@@ -342,3 +346,22 @@ def duration(seconds: float) -> str:
 def size_text(count: float) -> str:
     """A number of bytes in GiB, or in MiB if it is small."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{max(1, round(count / 2**20))} MiB"
+
+
+def timing(
+    progress: Progress | None, facts: Overview, config: TrainConfig, report: Callable[[Overview], None], warm: int
+) -> Progress:
+    """A `progress` that reports the estimated time after some steps, without the first one, which starts everything.
+
+    The `warm` steps before these are not timed either: a GPU's graph is recorded in them."""
+    times: list[float] = []
+
+    def update(step: int, steps: int, loss: float) -> None:
+        if step > min(warm, steps - TIMED_STEPS) and len(times) < TIMED_STEPS:
+            times.append(time.perf_counter())
+            if len(times) == min(TIMED_STEPS, steps) > 1:
+                report(facts.with_time((times[-1] - times[0]) / (len(times) - 1), config.steps, config.minutes))
+        if progress is not None:
+            progress(step, steps, loss)
+
+    return update

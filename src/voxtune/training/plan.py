@@ -89,10 +89,13 @@ class TrainingPlan:
         memory_format = torch.channels_last_3d if dimensions == 3 else torch.channels_last
         return network.to(memory_format=memory_format)  # type: ignore[call-overload]
 
-    def forward(self, network: nn.Module) -> Forward:
-        """Computes the network by this plan; gradients go to the network's own parameters."""
+    def forward(self, network: nn.Module, *, accumulated: bool = False) -> Forward:
+        """Computes the network by this plan; gradients go to the network's own parameters.
+
+        `accumulated`: a step has several batches, whose gradients are in memory together.
+        """
         if self.name == "voxtune":
-            return RewrittenForward(self, network)
+            return RewrittenForward(self, network, accumulated=accumulated)
         return self._plain(cast(nn.Module, torch.compile(network)) if self.name == "compile" else network)
 
     def _plain(self, network: nn.Module) -> Forward:
@@ -106,8 +109,8 @@ class TrainingPlan:
 class RewrittenForward:
     """The network rewritten for the shapes of its first call; other shapes run as plain PyTorch in the same precision."""
 
-    def __init__(self, plan: TrainingPlan, network: nn.Module):
-        self.plan, self.network = plan, network
+    def __init__(self, plan: TrainingPlan, network: nn.Module, *, accumulated: bool = False):
+        self.plan, self.network, self.accumulated = plan, network, accumulated
         self._plain = plan._plain(network)
         self._rewritten: TrainingNetwork | None = None
         self._shapes: tuple[Any, ...] = ()
@@ -116,7 +119,10 @@ class RewrittenForward:
         args = (x, t_N) if cond is None else (x, t_N, cond)
         shapes = tuple(a.shape for a in args)
         if self._rewritten is None:
+            from voxtune.plan.weight_gradients import measure_weight_gradients
+
             self._rewritten, self._shapes = self.rewrite(args), shapes
+            measure_weight_gradients(self._rewritten, args)
         return self._rewritten(*args) if shapes == self._shapes else self._plain(x, t_N, cond)
 
     def rewrite(self, args: tuple[Tensor, ...]) -> TrainingNetwork:
@@ -127,7 +133,8 @@ class RewrittenForward:
 
         rewritten = training_network(self.network, args, None, Plan.of(*self.plan.passes))
         if self.plan.memory_budget is not None:
-            rewritten.recompute(TrainingMemory(rewritten, args).within(self.plan.memory_budget))
+            memory = TrainingMemory(rewritten, args, accumulated=self.accumulated)
+            rewritten.recompute(memory.within(self.plan.memory_budget))
         return rewritten
 
 

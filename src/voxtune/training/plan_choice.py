@@ -206,8 +206,9 @@ class _Choice:
         from voxtune.plan.training_memory import TrainingMemory
 
         args = self._zeros()
-        rewritten = RewrittenForward(plan, self.model.network).rewrite(args)
-        memory, groups = TrainingMemory(rewritten, args), rewritten.groups
+        accumulated = self.config.accumulation > 1
+        rewritten = RewrittenForward(plan, self.model.network, accumulated=accumulated).rewrite(args)
+        memory, groups = TrainingMemory(rewritten, args, accumulated=accumulated), rewritten.groups
         step, all_kept = memory.step(groups), memory.step()
         line = f"memory budget: a step is estimated to need {step.total / 2**30:.2f} GiB"
         if not groups:
@@ -223,6 +224,7 @@ class _Choice:
 
         rows: list[TuningRow] = []
         timed: list[tuple[float, TuningRow, TrainingPlan]] = []
+        exceeded: torch.OutOfMemoryError | None = None
         plans = self._candidates(precision)
         for plan in plans:
             row = TuningRow(plan.label, plan.passes)
@@ -231,6 +233,8 @@ class _Choice:
                 timed.append((row.timing.p50_ms, row, plan))
             except Exception as error:  # a kernel or compiler that fails costs this candidate only
                 row.why = f"{type(error).__name__}: {one_line(error)}"
+                # Without its frames, which hold the step's memory.
+                exceeded = error.with_traceback(None) if isinstance(error, torch.OutOfMemoryError) else exceeded
                 log.info("%s: %s", plan.label, row.why)
             self._release()
             rows.append(row)
@@ -238,7 +242,7 @@ class _Choice:
             if plan is plans[0] and row.timing is not None and self._short(row.timing):
                 return self._baseline(plan, rows, "the run is too short for a search")
         if not timed:
-            raise InputError(f"no plan can train this network here: {rows[0].why}")
+            raise InputError(f"no plan can train this network here: {rows[0].why}") from exceeded
         reference = next((ms for ms, _, plan in timed if plan.name == "baseline"), math.inf)
         for ms, row, plan in sorted(timed, key=lambda entry: entry[0]):
             if plan.name == "baseline":

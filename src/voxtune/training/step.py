@@ -145,7 +145,7 @@ class Trainer:
         scaled = plan.precision == "fp16" and device.type == "cuda"
         self.scaler = torch.amp.GradScaler("cuda") if scaled else None
         if plan.name == "voxtune":
-            self._replica = processes.replicated(network, plan.forward(network))
+            self._replica = processes.replicated(network, plan.forward(network, accumulated=config.accumulation > 1))
             self._forward: Any = self._replica
         else:
             # torch.compile around the replicas: it then ends a graph where a bucket of gradients is complete.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from voxtune.analysis.components import component_table, transfer_breakdown
 from voxtune.analysis.frame import OUTSIDE_MODULES
-from voxtune.analysis.memory import memory_peak, memory_timeline
+from voxtune.analysis.memory import CATEGORIES, memory_peak, memory_timeline
 from voxtune.analysis.mix import kernel_mix, kernel_shares
 from voxtune.analysis.step import gaps, overhead, step_totals, transfers
 from voxtune.analysis.table import Table
@@ -208,8 +208,19 @@ def memory(names: Sequence[str], sessions: Sequence[Session]) -> Section:
         figure = Area(id=f"memory-{i}", title=title, caption=caption, x=table.column("time_ms")[:end], series=series)
         return [figure, block("memory", memory_peak(session), i)]
 
+    peaks = {name: memory_peak(session) for name, session in zip(names, sessions, strict=True)}
+    figure = stacked_bars(
+        peaks,
+        id="memory-peak",
+        title="Memory at the peak by category",
+        key="category",
+        value="at_peak_gib",
+        unit="GiB",
+        digits=2,
+        order=CATEGORIES,
+    )
     lead = "Allocated device memory over one step, by category."
-    return overview("memory", "Memory", lead, [], names, sessions, one)
+    return overview("memory", "Memory", lead, [figure], names, sessions, one)
 
 
 def _before_final_wait(times: list[float]) -> int:
