@@ -287,4 +287,4 @@ def test_two_thousand_tasks_with_killed_workers_and_drivers(job, tmp_path, recor
     record_property("workers_killed", killer.workers)
     record_property("drivers_killed", drivers)
     record_property("starts", starts)
-    record_property("seconds", round(seconds, 1))
+    record_property("ray_seconds", round(seconds, 1))
