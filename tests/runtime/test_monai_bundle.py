@@ -93,6 +93,7 @@ def test_voxtune_reads_it_back(bundle, model, tmp_path):
     assert main(["import", str(bundle), "-o", str(tmp_path / "again"), "--quiet"]) == 0
     assert weights_sha256(tmp_path / "again") == weights_sha256(model)
     assert load(tmp_path / "again").config == load(model).config == load(bundle).config
+    assert weights_sha256(bundle) is not None
     mask = load(model).example_labels()
     assert np.array_equal(load(bundle).draw(mask).array, load(model).draw(mask).array)
 

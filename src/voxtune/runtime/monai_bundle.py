@@ -23,13 +23,13 @@ from voxtune.files import check_outputs, locked_folder, recorded_path, write_fil
 from voxtune.marks import marked_markdown
 from voxtune.reading import read_json
 from voxtune.runtime.model import Model, ModelConfig
-from voxtune.runtime.storage import network_from_state
+from voxtune.runtime.storage import BUNDLE_WEIGHTS, network_from_state
 from voxtune.tensorfiles import read_torch
 from voxtune.versions import __version__
 from voxtune.workloads import build
 
 METADATA, INFERENCE, SETTINGS = "configs/metadata.json", "configs/inference.json", "configs/voxtune.json"
-WEIGHTS, DOCUMENT = "models/model.pt", "docs/README.md"
+DOCUMENT = "docs/README.md"
 PREFIX = "network."
 NETWORK = "voxtune.runtime.monai_bundle.BundleNetwork"
 
@@ -65,7 +65,7 @@ class BundleNetwork(nn.Module):
 
 
 def bundle_files(folder: Path) -> tuple[Path, ...]:
-    return tuple(folder / name for name in (SETTINGS, METADATA, INFERENCE, WEIGHTS, DOCUMENT))
+    return tuple(folder / name for name in (SETTINGS, METADATA, INFERENCE, BUNDLE_WEIGHTS, DOCUMENT))
 
 
 def is_bundle(folder: Path) -> bool:
@@ -81,7 +81,7 @@ def write_bundle(model: Model, folder: Path, *, document: str) -> Path:
     check_outputs(bundle_files(folder), folder=folder)
     state = {f"{PREFIX}{k}": v.detach().float().cpu() for k, v in model.network.state_dict().items()}
     with locked_folder(folder):
-        with writing(folder / WEIGHTS) as part:
+        with writing(folder / BUNDLE_WEIGHTS) as part:
             torch.save(state, part)
         documents = {METADATA: _metadata(model), INFERENCE: _inference(), SETTINGS: model.config.to_json()}
         for name, content in documents.items():
@@ -93,7 +93,7 @@ def write_bundle(model: Model, folder: Path, *, document: str) -> Path:
 def read_bundle(folder: Path) -> Model:
     """The model of a bundle that `write_bundle` wrote. Nothing in it is executed."""
     config = ModelConfig.from_json(read_json(folder / SETTINGS), str(folder / SETTINGS))
-    weights = folder / WEIGHTS
+    weights = folder / BUNDLE_WEIGHTS
     state = read_torch(weights)
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
         raise InputError(f"{weights}: not the weights of a bundle; write it again with voxtune export")
@@ -153,7 +153,7 @@ def _inference() -> dict[str, Any]:
         "seed": 0,
         "steps": None,
         "device": "$torch.device('cuda:0' if torch.cuda.is_available() else 'cpu')",
-        "checkpoint": f"$@bundle_root + '/{WEIGHTS}'",
+        "checkpoint": f"$@bundle_root + '/{BUNDLE_WEIGHTS}'",
         "network_def": {"_target_": NETWORK, "config": f"$@bundle_root + '/{SETTINGS}'"},
         "network": "$@network_def.to(@device)",
         "preprocessing": {

@@ -8,11 +8,13 @@ Masks and volumes pass through the shared file system; Ray carries tasks and che
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import signal
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -33,6 +35,8 @@ MAX_LOSSES = 5
 # Of a cluster on this machine alone: nothing large passes through Ray.
 OBJECT_STORE_BYTES = 100 * 2**20
 CONNECT_SECONDS = 10.0
+# Without any worker that is ready, before this is reported.
+WAITING_SECONDS = 120.0
 
 
 def connect(address: str | None, *, cpus: int = 1) -> Any:
@@ -169,6 +173,8 @@ class RayEngine(Engine):
         self._waiting: deque[Task] = deque()
         self._alone: deque[Task] = deque()
         self._losses = 0
+        self._refusals: set[str] = set()
+        self._waiting_since: float | None = None
 
     def prepare(self, settings: WorkerSettings) -> dict[str, Any]:
         actor = self._actor(settings)
@@ -224,6 +230,7 @@ class RayEngine(Engine):
         actor.tasks[actor.actor.draw.remote(task)] = task
 
     def wait(self, seconds: float) -> list[TaskResult]:
+        self._report_waiting()
         references = [ref for a in self._actors for ref in (*a.tasks, *([a.starting] if a.starting else []))]
         done: set[Any] = set()
         if self._ray.wait(references, num_returns=1, timeout=seconds)[0]:
@@ -237,6 +244,16 @@ class RayEngine(Engine):
         self._remove_refused(results)
         self._hand_out()
         return results
+
+    def _report_waiting(self) -> None:
+        """Warns once if Ray has no room for any worker, such as beside another job."""
+        if any(actor.ready for actor in self._actors):
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = time.monotonic()
+        elif time.monotonic() - self._waiting_since > WAITING_SECONDS:
+            self._waiting_since = math.inf
+            log.warning("no worker has started for %.0f s: the Ray cluster may be busy", WAITING_SECONDS)
 
     def _receive(self, actor: ActorHandle, done: set[Any], results: list[TaskResult]) -> None:
         """Adds the results of an actor; raises RayError if it was lost."""
@@ -284,9 +301,11 @@ class RayEngine(Engine):
             self._actors = [other for other in self._actors if other is not actor]
             results += [_lost(task, actor.refused) for task in actor.tasks.values()]
             # A node that cannot work must not end the work of the others.
-            if not any(other.ready for other in self._actors):
+            if not self._actors:
                 raise InputError(actor.refused)
-            log.warning("going on with %s: %s", counted(len(self._actors), "worker"), actor.refused)
+            if actor.refused not in self._refusals:
+                log.warning("going on without a worker: %s", actor.refused)
+            self._refusals.add(actor.refused)
 
     def close(self) -> None:
         for actor in self._actors:
