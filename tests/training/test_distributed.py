@@ -168,12 +168,20 @@ def workers_of(process: subprocess.Popen[str]) -> list[int]:
     return [ranks[rank] for rank in sorted(ranks)]
 
 
-def running(subjects: Path, out: Path, steps: int, rows_before: int = 6, restarts: int = 0) -> subprocess.Popen[str]:
-    """A run of two processes that has logged some steps."""
+def running(
+    subjects: Path,
+    out: Path,
+    steps: int,
+    rows_before: int = 6,
+    restarts: int = 0,
+    processes: int = 2,
+    device: str = "cpu",
+) -> subprocess.Popen[str]:
+    """A run of two processes, or of another number, that has logged some steps."""
     arguments = ("--subjects", subjects, "--batch", "2", "--accumulation", "1", "--steps", steps, "-o", out)
     more = ("--checkpoint-every", "3", "--sample-every", "0")
-    tiny = [word for word in TINY if word not in ("--size", "8,8,8")]
-    process = launched(*tiny, *arguments, *more, restarts=restarts)
+    tiny = [device if word == "cpu" else word for word in TINY if word not in ("--size", "8,8,8")]
+    process = launched(*tiny, *arguments, *more, restarts=restarts, processes=processes)
     wait_for_rows(process, out, rows_before)
     return process
 
@@ -240,6 +248,21 @@ def test_torchrun_starts_lost_processes_again_and_they_resume(subjects, tmp_path
     assert text.count("started again by torchrun: resuming") == len(moments)
     assert [row["step"] for row in rows(out)] == list(range(1, steps + 1)), "each step once"
     assert distance(undisturbed(subjects, tmp_path / "one", steps), newest(out, "model.")) <= 1e-5
+
+
+@needs_torchrun
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_one_lost_process_is_started_again(subjects, tmp_path, device):
+    """Also on a GPU, whose plan comes from the checkpoint."""
+    out, steps = tmp_path / "run", 60
+    process = running(subjects, out, steps, restarts=1, processes=1, device=device)
+    os.kill(workers_of(process)[0], signal.SIGKILL)
+    code, text, err = output_of(process)
+    assert code == 0, err
+    assert f"Trained {steps} steps" in text and text.count("started again by torchrun: resuming") == 1
+    assert [row["step"] for row in rows(out)] == list(range(1, steps + 1)), "each step once"
 
 
 @pytest.mark.slow
