@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-stamp
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu test-hostile test-scale lint format docs bench bench-gpu wheel clean
+.PHONY: help setup demo test test-slow test-gpu test-hostile test-scale lint format docs bench bench-gpu wheel bundle clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,6 +40,8 @@ lint: $(STAMP) ## Check style and types
 	$(BIN)/ruff check src tests benchmarks tools
 	$(BIN)/ruff format --check src tests benchmarks tools
 	$(BIN)/mypy
+	$(BIN)/shellcheck deploy/install.sh deploy/slurm/*.sh
+	$(BIN)/hadolint deploy/Dockerfile
 
 format: $(STAMP) ## Format the code
 	$(BIN)/ruff check --fix src tests benchmarks tools
@@ -66,6 +68,9 @@ bench-gpu: $(STAMP) ## Measure denoising steps, volumes, the ladder and single k
 
 wheel: $(STAMP) ## Build the wheel into dist/
 	$(BIN)/python -m build --wheel --no-isolation
+
+bundle: $(STAMP) ## Pack wheels, weights and an installer for a machine without internet; TORCH=no leaves PyTorch out
+	$(BIN)/python tools/bundle.py -o dist $(if $(filter no,$(TORCH)),--without-torch) $(foreach model,$(MODELS),--model $(model))
 
 clean: ## Remove everything that was built
 	rm -rf .venv build dist out site .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -57,6 +57,7 @@ MAY_READ: dict[str, tuple[set[str], str]] = {
     "files.py": ({"os.open"}, "the writer"),
     "cli/main.py": ({"os.open"}, "/dev/null"),
     "cli/problems.py": ({"os.fdopen"}, "a temporary file that it writes"),
+    "analysis/dataset.py": ({"read_text", "json.loads"}, "data of the package"),
     "analysis/estimate.py": ({"read_text", "json.loads"}, "data of the package"),
     "analysis/mix.py": ({"read_text", "json.loads"}, "data of the package"),
     "analysis/study.py": ({"read_text", "json.loads"}, "data of the package"),

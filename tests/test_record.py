@@ -42,4 +42,4 @@ def test_every_outcome_is_written(tmp_path):
 def test_the_commands_of_make_can_replace_a_record():
     """Written as two words, pytest takes the path of an existing record for a folder of tests, and loads no conftest."""
     makefile = (Path(__file__).parent.parent / "Makefile").read_text()
-    assert makefile.count("--record=") == 3 and "--record " not in makefile
+    assert makefile.count("--record=") >= 5 and "--record " not in makefile

@@ -14,6 +14,7 @@ EXTRAS = {
     "scipy": "cohort",
     "pandas": "report",
     "pyarrow": "report",
+    "ray": "scale",
     "tensorboard": "train",
     "yaml": "train",
 }

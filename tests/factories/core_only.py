@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 # A GPU machine without internet: it has PyTorch, numpy, safetensors, typer, and nothing else that Voxtune uses.
-BARE = "nibabel scipy nilearn sklearn pandas pyarrow rich yaml PIL plotly tensorboard monai diffusers"
+BARE = "ray nibabel scipy nilearn sklearn pandas pyarrow rich yaml PIL plotly tensorboard monai diffusers"
 # What the extras install; the core remains.
-EXTRAS = "scipy nilearn sklearn pandas pyarrow yaml tensorboard plotly monai diffusers"
+EXTRAS = "ray scipy nilearn sklearn pandas pyarrow yaml tensorboard plotly monai diffusers"
 
 CODE = """
 import contextlib, io, json, sys

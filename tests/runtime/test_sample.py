@@ -177,7 +177,7 @@ def test_the_prior_of_overlapping_labels_has_a_value_for_each_combination(model)
     data = replace(model.config.data, labels=labels, overlapping=True)
     assert data.regions == ((0,), (0, 1))
     prior = SamplingConfig(start=4, prior=(-1.0, 0.5, 0.25))
-    start = Model(replace(model.config, data=data, sampling=prior), model.network)._start
+    start = Model(replace(model.config, data=data, sampling=prior), model.network).start
     values = np.zeros(model.config.size, np.uint8)
     values[4:12, 4:12, 4:12], values[6:8, 6:8, 6:8] = 2, 1
     x = start(torch.zeros(1, 1, *values.shape), 4, torch.from_numpy(encode_mask(values, data))[None])

@@ -30,14 +30,14 @@ needs_torchrun = pytest.mark.skipif(
 )
 
 
-def launched(*arguments: object, processes: int = 2) -> subprocess.Popen[str]:
-    """torchrun with these arguments."""
+def launched(*arguments: object, processes: int = 2, restarts: int = 0) -> subprocess.Popen[str]:
+    """torchrun with these arguments; it starts the processes again up to `restarts` times."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    command += ["--master-port", str(port), *map(str, arguments)]
+    command += ["--master-port", str(port), "--max-restarts", str(restarts), *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
 
@@ -160,22 +160,39 @@ def workers_of(process: subprocess.Popen[str]) -> list[int]:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     ranks = {}
     for pid in map(int, children):
-        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:  # it has ended
+            continue
         ranks.update({int(e[5:]): pid for e in environment if e.startswith(b"RANK=")})
     return [ranks[rank] for rank in sorted(ranks)]
 
 
-def running(subjects: Path, out: Path, steps: int, rows_before: int = 6) -> subprocess.Popen[str]:
-    """A run of two processes that has logged some steps."""
+def running(
+    subjects: Path,
+    out: Path,
+    steps: int,
+    rows_before: int = 6,
+    restarts: int = 0,
+    processes: int = 2,
+    device: str = "cpu",
+) -> subprocess.Popen[str]:
+    """A run of two processes, or of another number, that has logged some steps."""
     arguments = ("--subjects", subjects, "--batch", "2", "--accumulation", "1", "--steps", steps, "-o", out)
     more = ("--checkpoint-every", "3", "--sample-every", "0")
-    tiny = [word for word in TINY if word not in ("--size", "8,8,8")]
-    process = launched(*tiny, *arguments, *more)
-    deadline = time.monotonic() + 120
-    while len(read_metrics(out / "metrics.jsonl")) < rows_before:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.02)
+    tiny = [device if word == "cpu" else word for word in TINY if word not in ("--size", "8,8,8")]
+    process = launched(*tiny, *arguments, *more, restarts=restarts, processes=processes)
+    wait_for_rows(process, out, rows_before)
     return process
+
+
+def wait_for_rows(process: subprocess.Popen[str], out: Path, count: int) -> None:
+    """Until a run has logged `count` steps."""
+    deadline = time.monotonic() + 120
+    while len(read_metrics(out / "metrics.jsonl")) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "no new steps"
+        time.sleep(0.02)
 
 
 @pytest.mark.slow
@@ -193,17 +210,60 @@ def test_a_killed_process_ends_the_run_which_resumes(subjects, tmp_path, victim)
     assert f"voxtune train --resume {out}" in line
     done = read_checkpoint(checkpoints(out / "checkpoints")[-1]).state.step
     assert done > 0 and done % 3 == 0
-    steps = str(done + 3)
+    steps = done + 3
     resumed = launched("-m", "voxtune", "train", "--resume", out, "--steps", steps, "--device", "cpu")
     code, text, err = output_of(resumed)
     assert code == 0, err
     assert f"Trained {steps} steps in 2 processes" in text
-    arguments = ["--subjects", str(subjects), "--batch", "2", "--accumulation", "1", "--steps", steps]
-    one = [sys.executable, *TINY, *arguments, "-o", str(tmp_path / "one"), "--sample-every", "0"]
+    assert distance(undisturbed(subjects, tmp_path / "one", steps), newest(out, "model.")) <= 1e-5
+
+
+def undisturbed(subjects: Path, out: Path, steps: int) -> dict[str, torch.Tensor]:
+    """The weights of a run of one process."""
+    arguments = ["--subjects", str(subjects), "--batch", "2", "--accumulation", "1", "--steps", str(steps)]
+    one = [sys.executable, *TINY, *arguments, "-o", str(out), "--sample-every", "0"]
     one = [word for word in one if word not in ("--size", "8,8,8")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     subprocess.run(one, check=True, env=environment, capture_output=True)
-    assert distance(newest(tmp_path / "one", "model."), newest(out, "model.")) <= 1e-5
+    return newest(out, "model.")
+
+
+@pytest.mark.slow
+@needs_torchrun
+@pytest.mark.parametrize("moments", [(6,), (1, 9)])
+def test_torchrun_starts_lost_processes_again_and_they_resume(subjects, tmp_path, moments):
+    """Killed after these numbers of steps: the other process ends as well, both are started again by torchrun alone."""
+    out, steps = tmp_path / "run", 40
+    process = running(subjects, out, steps, rows_before=moments[0], restarts=len(moments))
+    for place, rows_before in enumerate(moments):
+        wait_for_rows(process, out, rows_before)
+        before = workers_of(process)
+        os.kill(before[(place + 1) % 2], signal.SIGKILL)
+        deadline = time.monotonic() + 90
+        while len(workers_of(process)) < 2 or set(workers_of(process)) & set(before):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+    code, text, err = output_of(process)
+    assert code == 0, err
+    assert f"Trained {steps} steps in 2 processes" in text
+    assert text.count("started again by torchrun: resuming") == len(moments)
+    assert [row["step"] for row in rows(out)] == list(range(1, steps + 1)), "each step once"
+    assert distance(undisturbed(subjects, tmp_path / "one", steps), newest(out, "model.")) <= 1e-5
+
+
+@needs_torchrun
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_one_lost_process_is_started_again(subjects, tmp_path, device):
+    """Also on a GPU, whose plan comes from the checkpoint."""
+    out, steps = tmp_path / "run", 60
+    process = running(subjects, out, steps, restarts=1, processes=1, device=device)
+    os.kill(workers_of(process)[0], signal.SIGKILL)
+    code, text, err = output_of(process)
+    assert code == 0, err
+    assert f"Trained {steps} steps" in text and text.count("started again by torchrun: resuming") == 1
+    assert [row["step"] for row in rows(out)] == list(range(1, steps + 1)), "each step once"
 
 
 @pytest.mark.slow

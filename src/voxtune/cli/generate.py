@@ -57,6 +57,13 @@ def command(
     per_mask: Annotated[int, typer.Option(min=1, max=100_000, help="Volumes for each mask.")] = 1,
     seed: Annotated[int, typer.Option(help="Random seed of the noise.")] = 0,
     engine: Annotated[str, typer.Option(help="What runs the workers: {engine}.", **one_of("engine"))] = "local",
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of a Ray cluster, such as auto or HOST:6379. Default: RAY_ADDRESS, or this machine alone.",
+            show_default=False,
+        ),
+    ] = None,
     gpus: Annotated[
         int | None, typer.Option(min=1, help="GPUs to use, with a worker on each. Default: all.", show_default=False)
     ] = None,
@@ -136,7 +143,7 @@ def command(
 
     part = parse_shard(shard)
     rows = _rows(manifest, per_mask, allow_outside, output)
-    devices = _devices(choose_device(device), gpus, workers)
+    devices, cores = _devices(engine, device, gpus, workers, address)
     options = sampler_options(sampler=sampler, steps=steps, timestep_spacing=timestep_spacing, clip=clip, cache=cache)
     loaded, settings = _settings(
         model, out, options, output, seed=seed, plan=plan, batch=batch, labels=labels, fit=fit, size=size
@@ -150,7 +157,7 @@ def command(
         settings,
         per_mask=max(row.replicates for row in rows),
         volumes=sum(row.replicates for row in rows),
-        threads=None if devices[0] != "cpu" else max(1, (os.cpu_count() or 1) // len(devices)),
+        threads=None if devices[0] != "cpu" else max(1, cores // len(devices)),
         mixed=mixed,
         record_paths=paths_are_recorded(),
     )
@@ -165,7 +172,7 @@ def command(
         say=output.say,
     )
     del loaded
-    _generate(generation, make_engine(engine, EngineOptions(devices=devices)), output)
+    _generate(generation, make_engine(engine, EngineOptions(devices=devices, address=address)), output)
 
 
 def _generate(generation: Any, engine: Any, output: Output) -> None:
@@ -263,7 +270,20 @@ def _rows(manifest: Path, per_mask: int, allow_outside: bool, output: Output) ->
         raise typer.Exit(EXIT_INPUT) from None
 
 
-def _devices(device: str, gpus: int | None, workers: int | None) -> tuple[str, ...]:
+def _devices(
+    engine: str, name: str, gpus: int | None, workers: int | None, address: str | None
+) -> tuple[tuple[str, ...], int]:
+    """(the device of each worker, the cores that workers on a CPU share)."""
+    if engine == "ray":
+        from voxtune.scale.ray_engine import cluster_devices
+
+        return cluster_devices(name, gpus, workers, address)
+    if address is not None:
+        raise InputError("--address requires --engine ray")
+    return _local_devices(choose_device(name), gpus, workers), os.cpu_count() or 1
+
+
+def _local_devices(device: str, gpus: int | None, workers: int | None) -> tuple[str, ...]:
     if not device.startswith("cuda"):
         if gpus is not None:
             raise InputError("--gpus requires CUDA devices; pass --workers on a CPU")

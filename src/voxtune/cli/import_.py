@@ -1,4 +1,4 @@
-"""voxtune import: convert a published checkpoint to a model folder."""
+"""voxtune import: convert a published checkpoint or a MONAI bundle to a model folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from voxtune.cli.common import JsonOption, Output, OverwriteOption, QuietOption,
 
 
 def command(
-    checkpoint: Annotated[Path, typer.Argument(help="Published .pt checkpoint.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Published .pt checkpoint, or a MONAI bundle of voxtune export.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Model folder to write.")],
     size: Annotated[
         str | None, typer.Option(help="Size of the volumes as D,H,W. Default: inferred from the network.")
@@ -20,19 +20,29 @@ def command(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Convert a published checkpoint to a model folder (safetensors, config, model card). Nothing in it is executed."""
+    """Convert a published checkpoint or a MONAI bundle to a model folder. Nothing in it is executed."""
     from voxtune.errors import InputError
     from voxtune.files import check_outputs, locked_folder, recorded_path
     from voxtune.runtime.card import model_card
+    from voxtune.runtime.monai_bundle import is_bundle, read_bundle
     from voxtune.runtime.published import load_published
     from voxtune.runtime.storage import model_files, save
 
     output = Output(json=json, quiet=quiet)
-    if not checkpoint.is_file():
-        raise InputError(f"{checkpoint}: no such file; pass a published .pt checkpoint")
+    bundle = is_bundle(checkpoint)
+    if not bundle and not checkpoint.is_file():
+        raise InputError(
+            f"{checkpoint}: no such file; pass a published .pt checkpoint or a MONAI bundle of voxtune export"
+        )
+    if bundle and size is not None:
+        raise InputError("--size applies to checkpoints; a MONAI bundle has its size")
     check_outputs(model_files(out), overwrite=overwrite, folder=out)
-    model = load_published(checkpoint, size=parse_size(size) if size else None)
-    origin = f"Imported from the published checkpoint `{checkpoint.name}` (the EMA weights, if it has any)."
+    if bundle:
+        model = read_bundle(checkpoint)
+        origin = f"Imported from the MONAI bundle `{recorded_path(checkpoint)}`."
+    else:
+        model = load_published(checkpoint, size=parse_size(size) if size else None)
+        origin = f"Imported from the published checkpoint `{checkpoint.name}` (the EMA weights, if it has any)."
     with locked_folder(out):
         save(model, out, card=model_card(model, title=recorded_path(out), origin=origin), overwrite=overwrite)
     config = model.config

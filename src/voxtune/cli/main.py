@@ -37,6 +37,7 @@ COMMANDS = (
     "distill",
     "ema",
     "import",
+    "export",
     "info",
     "cohort",
     "pack",

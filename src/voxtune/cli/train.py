@@ -248,8 +248,10 @@ def _train(
     overwrite: bool,
     auto_fit: bool,
 ) -> None:
-    from voxtune.training.distributed import is_leader, wait_for_all
-    from voxtune.training.folder import check_new_run, read_run
+    import torch
+
+    from voxtune.training.distributed import is_leader, join_processes, wait_for_all, was_restarted
+    from voxtune.training.folder import CONFIG, check_new_run, read_run
     from voxtune.training.loop import train
     from voxtune.training.model import new_run
 
@@ -260,6 +262,11 @@ def _train(
     folder = resume or out
     if folder is None:
         raise InputError("missing output folder: pass -o RUN, or --resume RUN to continue a run")
+    if resume is None and was_restarted(torch.device(device)):
+        started = join_processes(torch.device(device)).lead((folder / CONFIG).exists)
+        if started:
+            output.say(f"started again by torchrun: resuming {folder}")
+            resume, overrides = folder, {}
     if resume is not None:
         config = read_run(folder, overrides)
     else:
@@ -277,7 +284,7 @@ def _train(
             lambda step, steps, loss: update(step, f"loss {loss:.4f}", total=steps),
             device=device,
             resume=resume is not None,
-            overwrite=overwrite,
+            overwrite=overwrite and resume is None,
             command=recorded_command([*_launcher(), *sys.argv[1:]]),
             stop=stop,
             warn=output.warn,

@@ -29,6 +29,7 @@ from voxtune.tensorfiles import read_safetensors, save_safetensors
 from voxtune.workloads import NetworkConfig, build
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
+BUNDLE_WEIGHTS = "models/model.pt"
 
 
 def load(path: str | Path, *, device: torch.device | str = "cpu") -> Model:
@@ -48,6 +49,10 @@ def load(path: str | Path, *, device: torch.device | str = "cpu") -> Model:
 
 def _read(path: Path) -> Model:
     if path.is_dir():
+        from voxtune.runtime.monai_bundle import is_bundle, read_bundle
+
+        if is_bundle(path):
+            return read_bundle(path)
         # A run folder of `voxtune train` has its model in a subfolder.
         inside = path / "model"
         return load_folder(inside if (inside / CONFIG).is_file() and not (path / CONFIG).exists() else path)
@@ -180,9 +185,11 @@ def write_safetensors(
 
 
 def weights_sha256(path: Path) -> str | None:
-    """The hash of the weights at `path`: a model folder, a run folder or the weights file; None if there is none."""
+    """The hash of the weights at `path`: a folder of a model or a run, a MONAI bundle or the weights file; else None."""
     path = included(path)
-    weights = next((p for p in (path, path / WEIGHTS, path / "model" / WEIGHTS) if p.is_file()), None)
+    weights = next(
+        (p for p in (path, path / WEIGHTS, path / "model" / WEIGHTS, path / BUNDLE_WEIGHTS) if p.is_file()), None
+    )
     if weights is None:
         return None
     return file_sha256(weights)

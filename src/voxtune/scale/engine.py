@@ -20,7 +20,10 @@ MakeWorker = Callable[[WorkerSettings, str], VolumeWorker]
 # Tasks in the hands of a worker: one in the network, the others are read, compressed and written meanwhile.
 IN_HAND = 6
 # Name -> module and class.
-ENGINES = {"local": ("voxtune.scale.local", "LocalEngine")}
+ENGINES = {
+    "local": ("voxtune.scale.local", "LocalEngine"),
+    "ray": ("voxtune.scale.ray_engine", "RayEngine"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,7 @@ class EngineOptions:
 
     devices: tuple[str, ...]
     make: MakeWorker = VolumeWorker
+    address: str | None = None  # of a Ray cluster; None: that of RAY_ADDRESS, or a new one on this machine
 
 
 class Engine(ABC):

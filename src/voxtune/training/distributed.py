@@ -245,6 +245,15 @@ def local_count() -> int:
     return max(1, int(count)) if count.isdigit() else 1
 
 
+def was_restarted(device: torch.device) -> bool:
+    """Whether torchrun has started the processes of the run again, after one of them was lost (--max-restarts)."""
+    count, limit = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    if limit == "0":
+        return False
+    # Each machine counts its own restarts.
+    return join_processes(device).any(count.isdigit() and int(count) > 0)
+
+
 _joined: Processes | None = None
 _healthy = True
 
@@ -311,6 +320,7 @@ def _connect(device: torch.device, count: int) -> Processes:
             distributed.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 timeout=STEP_TIMEOUT,
+                **_store_of_restart(rank, count),
                 device_id=device if device.type == "cuda" else None,
             )
         control = distributed.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
@@ -320,6 +330,19 @@ def _connect(device: torch.device, count: int) -> Processes:
             f"{os.environ['MASTER_PORT'][:10]} ({one_line(error)[:120]})"
         ) from error
     return Processes(device, rank=rank, count=count, control=control)
+
+
+def _store_of_restart(rank: int, count: int) -> dict[str, Any]:
+    """Arguments of init_process_group after a restart on one machine: there torchrun keeps its store, which still holds the
+    addresses of the processes that have ended."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0" or local_count() != count:
+        return {}
+    from torch import distributed
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = distributed.TCPStore(host, port, is_master=False, timeout=STEP_TIMEOUT)
+    return {"store": distributed.PrefixStore(f"voxtune/restart/{restarts}", store), "rank": rank, "world_size": count}
 
 
 def _leave_group() -> None:
