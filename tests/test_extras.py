@@ -32,6 +32,7 @@ def test_the_extras_are_those_of_the_package():
     assert optional["all"] == [f"voxtune[{','.join(sorted(set(optional) - {'all'}))}]"]
 
 
+@pytest.mark.slow
 def test_with_the_core_alone(tmp_path):
     mask = write_mask(tmp_path / "sub-1_dseg.nii.gz")
     (tmp_path / "train.yaml").write_text("steps: 1\n")

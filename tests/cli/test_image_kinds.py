@@ -173,6 +173,7 @@ def four(tmp_path_factory):
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("real", [False, True])
+@pytest.mark.slow
 def test_steps_of_four_kinds(four, tmp_path, real):
     model, segmenter, packed = four
     images, masks = write_subjects(tmp_path, FOUR, 2, side=16)

@@ -100,6 +100,7 @@ def test_records_hold_names_and_hashes(capsys, command, tmp_path):
 
 
 @pytest.mark.parametrize("names", [[b"sub-\xff\xfe_dseg.nii.gz"], [b"sub-1\x1b[31m_dseg.nii.gz"], [b"-o_dseg.nii.gz"]])
+@pytest.mark.slow
 def test_odd_names_of_the_users_files(command, tmp_path, names):
     """Names that are not UTF-8, or contain terminal commands, are printed escaped."""
     for file in (tmp_path / "masks").iterdir():

@@ -37,6 +37,7 @@ def test_version_1_is_unchanged():
     assert digest(subject(0, 0, (24, 24, 24)).labels_DHW) == digest(simulated_subject(1, 0, 0, (24, 24, 24)).labels_DHW)
 
 
+@pytest.mark.slow
 def test_reproducible_alone_in_other_processes_and_with_other_kinds():
     code = "import torch; torch.set_num_threads({}); from voxtune.data.simulation import simulate; import hashlib;"
     code += "s = simulate(3, 5, (32, 32, 32), kinds=('T1w', 'FLAIR'));"
@@ -167,6 +168,7 @@ def test_versions_and_kinds():
     assert simulated_subject(2, 0, 0, SMALL, kinds=("T2w",)).kinds == ("T2w",)
 
 
+@pytest.mark.slow
 def test_a_source_of_four_kinds():
     from dataclasses import replace
 

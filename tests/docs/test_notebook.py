@@ -30,6 +30,7 @@ def run_cell(source: str, namespace: dict[str, Any]) -> Any:
     return None if last is None else eval(compile(ast.Expression(last.value), str(NOTEBOOK), "eval"), namespace)
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_from_start_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     namespace: dict[str, Any] = {}

@@ -32,7 +32,7 @@ def chunks() -> list[tuple[str, int, int]]:
     ]
 
 
-@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_fixed_part(tmp_path: Path, part: int) -> None:
     runner, failures = Runner(), []
     for kind in list(KINDS.values())[part::2]:

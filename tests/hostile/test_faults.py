@@ -196,6 +196,7 @@ def test_sample_killed_at_random_moments(
     ("kind", "every"),
     [("volumes", 25), *(pytest.param(kind, 1, marks=pytest.mark.hostile) for kind in ("volumes", "images"))],
 )
+@pytest.mark.slow
 def test_sample_killed_at_every_step_of_its_writes(
     commands: Commands, jobs: dict[str, Undisturbed], tmp_path: Path, record_property: Record, kind: str, every: int
 ) -> None:
@@ -385,6 +386,7 @@ TRIES = [pytest.param(1), pytest.param(25, marks=pytest.mark.hostile)]
 
 @pytest.mark.parametrize("tries", TRIES)
 @pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.slow
 def test_two_samples_in_one_folder(
     pair: tuple[Commands, Commands],
     jobs: dict[str, Undisturbed],

@@ -17,6 +17,7 @@ def test_golden():
 
 
 @pytest.mark.parametrize("extent", ["quick", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_split_reductions_whole_blocks_batches_and_non_square_images(extent):
     for name, error in run("variants", extent).items():
         assert error < 1e-6, name

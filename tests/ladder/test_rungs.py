@@ -26,6 +26,7 @@ def rows_of(rungs):
     return rows
 
 
+@pytest.mark.slow
 def test_rungs_1_to_3():
     rows = rows_of("1-3")
     for row in (rows[1], rows[2]):

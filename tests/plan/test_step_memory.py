@@ -51,7 +51,7 @@ def real_peak(fast, args, groups, path):
     return most
 
 
-@pytest.mark.parametrize("size", [None, 2, 4])
+@pytest.mark.parametrize("size", [None, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 @pytest.mark.parametrize("kernels", [False, True], ids=["references", "kernels"])
 def test_the_peak_is_that_of_a_real_step(network, monkeypatch, tmp_path, kernels, size):
     """By the references, and by the wrappers of the kernels, which allocate their results and buffers and launch nothing."""

@@ -93,12 +93,14 @@ def choices(memory):
         return list(memory.choices())
 
 
+@pytest.mark.slow
 def test_each_choice_needs_less(memory, choices):
     totals = [step.total for _, step in choices]
     assert len(totals) > 1 and totals == sorted(set(totals), reverse=True)
     assert [memory.step(groups).total for groups, _ in choices] == totals
 
 
+@pytest.mark.slow
 def test_a_budget_is_met_by_what_costs_least(memory, choices, monkeypatch):
     most, least = choices[0][1].total, choices[-1][1].total
     assert memory.within(most) == () and memory.computed_twice(()) == 0

@@ -37,6 +37,7 @@ def test_profile_on_a_cpu_from_the_command_line(tmp_path, capfd, golden_model) -
     assert read_precision() == before
 
 
+@pytest.mark.slow
 def test_the_module_is_the_same_command(tmp_path, golden_model) -> None:
     arguments = [str(golden_model), "-o", str(tmp_path), "--mode", "sample", "--config", "baseline", "--device", "cpu"]
     command = [sys.executable, "-m", "voxtune.profile", *arguments, "--steps", "1", "--self-check", "--window", "5:3"]
@@ -67,6 +68,7 @@ def test_wrong_input_is_one_line(tmp_path, capsys, wrong) -> None:
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_kit_records_the_study_in_both_modes_and_names_what_failed(tmp_path, monkeypatch, capsys):
     from tests.factories.report_sessions import make
     from voxtune.profile import record as recording

@@ -238,6 +238,7 @@ def test_hidden_labels_have_no_outline(open_page, kinds_page):
     assert coloured(page, BRAIN) > 100
 
 
+@pytest.mark.slow
 def test_keys_of_cases_and_images(open_page, kinds_page):
     opened = open_page(kinds_page, wait="ready", width=700)
     page = opened.page

@@ -188,6 +188,7 @@ def test_the_shipped_segmenter_labels_held_out_subjects():
     assert np.mean([row["tumour"] for row in rows]) > 0.4
 
 
+@pytest.mark.slow
 def test_lesions_are_reported_by_size(tmp_path, capsys):
     """Through the command line, on simulated subjects of version 2."""
     out = tmp_path / "out"

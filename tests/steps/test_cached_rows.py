@@ -117,6 +117,7 @@ def test_a_cache_is_confirmed_together_with_the_row_without_it(tmp_path):
 
 
 @pytest.mark.parametrize("interval", [4, 20])
+@pytest.mark.slow
 def test_a_stale_feature_is_refused(interval):
     result, rows = table([FeatureCache(interval=interval)], stale=True)
     assert result.choice is not None and "cache" not in result.choice.record
@@ -127,6 +128,7 @@ def test_a_stale_feature_is_refused(interval):
     assert result.to_json()["rows"][-1]["cache"] == {"interval": interval, "depth": 1}
 
 
+@pytest.mark.slow
 def test_an_equal_cache_that_is_not_faster_is_refused():
     result, rows = table([FeatureCache(interval=2)], full=0.0, between=SLOW)
     assert "cache" not in result.choice.record
@@ -134,6 +136,7 @@ def test_an_equal_cache_that_is_not_faster_is_refused():
     assert "non-inferior, but not faster" in result.refusal()
 
 
+@pytest.mark.slow
 def test_caching_is_not_tried_without_a_non_inferior_row():
     result, rows = table([FeatureCache(interval=2)], steps=(1, 2), options=replace(QUICK, margin=0.5), full=0.0)
     assert result.chosen is None and not any("cache" in name for name in rows)

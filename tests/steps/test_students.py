@@ -40,6 +40,7 @@ def test_ten_steps_of_ipndm_are_among_the_candidates():
     assert [(c.sampler, c.steps) for c in candidates].count(("ipndm", 10)) == 1
 
 
+@pytest.mark.slow
 def test_a_student_is_a_row_and_never_the_choice():
     result = step_table(
         analytic.model(),

@@ -131,6 +131,7 @@ def timeless(result):
     return {**result.to_json(), "rows": rows}
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_table_whatever_the_batch():
     def again(**options):
         return step_table(
@@ -196,6 +197,7 @@ def test_numerics_from_the_same_noise():
     assert "Distance from the reference" in result.markdown("numerics")
 
 
+@pytest.mark.slow
 def test_two_images_have_their_own_metrics():
     images = ("T1w", "T2")
     model = analytic.model(4, images)

@@ -60,6 +60,7 @@ def test_the_steps_of_a_run_include_every_file(uninterrupted):
 
 
 @pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.hostile)])
+@pytest.mark.slow
 def test_killed_at_every_step_of_its_writes(commands, data, uninterrupted, tmp_path, record_property, every):
     places = range(2, len(uninterrupted[1]) + 1, every)
     for at in places:
@@ -103,6 +104,7 @@ def test_a_failing_disk_is_one_line_and_resumes(
 
 @pytest.mark.parametrize("every", [47, pytest.param(3, marks=pytest.mark.hostile)])
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.slow
 def test_interrupted_within_a_write(commands, data, uninterrupted, tmp_path, record_property, every, name, code):
     places = range(3, len(uninterrupted[1]), every)
     for at in places:

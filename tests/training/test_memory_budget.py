@@ -54,6 +54,7 @@ def choices():
     return [memory.total for _, memory in TrainingMemory(forward.rewrite(args), args).choices()]
 
 
+@pytest.mark.slow
 def test_a_budget_changes_no_weight(tmp_path):
     most, *_, least = choices()
     assert least < most

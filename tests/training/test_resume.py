@@ -74,6 +74,7 @@ def test_killed_from_outside_at_random_moments(tmp_path, uninterrupted):
     check_same(out, uninterrupted)
 
 
+@pytest.mark.slow
 def test_pictures_workers_and_checkpoint_intervals_do_not_change_the_weights(tmp_path, uninterrupted):
     changes = {"sample_every": 2, "workers": 0, "checkpoint_every": 5, "tensorboard": True, "log_every": 3}
     assert finish(run_tiny, str(tmp_path / "run"), changes) == 0
